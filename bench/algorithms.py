@@ -1,13 +1,13 @@
-"""Every preset on the demo's task, from the same warm start.
+"""Trains every preset on the demo's task, from the same warm start.
 
     python bench/algorithms.py                                  # every preset, seed 0: a minute or two each
     python bench/algorithms.py --presets ppo grpo --seeds 0 1 2
 
 ppo_accuracy, grpo_accuracy   held-out greedy accuracy after 40 iterations (>= 0.9)
-least_gain                    the least gain of accuracy of the presets beside them after 16 iterations (>= 0.2)
+least_gain                    the smallest gain of accuracy of the other presets after 16 iterations (>= 0.2)
 
-A preset is measured as it is named but for the KL term, which is left out: the task asks the policy to leave its warm start. What else
-is set is in SETTINGS. Each run's result goes to a file of its own, so an interrupted bench goes on where it stopped.
+Each preset is measured without its KL term, since the task requires the policy to leave its warm start. SETTINGS has all other changes.
+Each result is written to its own file, so an interrupted bench continues where it stopped.
 """
 
 import argparse
@@ -28,17 +28,21 @@ MEASURED = [name for name, recipe in PRESETS.items() if recipe.teacher_coef == 0
 EXAMPLE = ROOT / "examples" / "running_total"
 ITERATIONS = {"ppo": 40, "grpo": 40}
 FEWER_ITERATIONS = 16
-"""Of every other preset."""
+"""Iterations of every other preset."""
 RUN_SECONDS = 1800
 TARGET = {"ppo_accuracy": 0.9, "grpo_accuracy": 0.9, "least_gain": 0.2}
 SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "ppo": ({"minibatches": 4, "advantage": {"lam": 1.0}}, ("trainer.critic.optimizer={lr: 5.0e-4}",)),
 }
-"""Beside the preset: keys of the section `algorithm`, and other overrides."""
+"""Settings in addition to the preset: keys of the section `algorithm`, and other overrides."""
 
 
 def up(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
-    """The summary of `polyreme up` on the demo's configuration. Raises RuntimeError with the end of its output when it fails."""
+    """Runs `polyreme up` on the demo's configuration and returns the run's summary.
+
+    Raises:
+    RuntimeError: the command failed; shows the end of its output.
+    """
     shutil.rmtree(folder / name, ignore_errors=True)
     command = [sys.executable, "-m", "polyreme", "up", str(EXAMPLE / "run.yaml"), f"output_dir={folder}", f"name={name}"]
     log = folder / f"{name}.log"
@@ -51,7 +55,7 @@ def up(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
 
 
 def warm_start(folder: Path) -> Path:
-    """The Hugging Face directory that every run starts from: version 0 of a run of one iteration. Made once."""
+    """Returns the Hugging Face directory that every run starts from: version 0 of a run of one iteration. Created once."""
     if not (folder / "warm-start" / "summary.json").exists():
         up(folder, "warm-start", "iterations=1", "eval_interval=0")
     return folder / "warm-start" / "hf" / "iteration-000000"
@@ -62,7 +66,7 @@ def iterations(preset: str) -> int:
 
 
 def measure(folder: Path, model: Path, preset: str, seed: int) -> dict[str, float]:
-    """Accuracy before and after, and seconds, of one run; read from its file when it was made before."""
+    """Returns accuracy before and after, and seconds, of one run. An earlier result is read from its file."""
     name = f"{preset.replace('_', '-')}-seed-{seed}"
     result = folder / f"{name}.json"
     if not result.exists():
@@ -80,7 +84,7 @@ def measure(folder: Path, model: Path, preset: str, seed: int) -> dict[str, floa
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> list[str]:
-    """As Markdown: a row for each preset."""
+    """Returns the results as a Markdown table with a row for each preset."""
     lines = ["| preset | iterations | before | after (each seed) | gain | seconds |", "|---|---|---|---|---|---|"]
     for preset, runs in results.items():
         before, after = mean(run["before"] for run in runs), [run["after"] for run in runs]
@@ -93,7 +97,7 @@ def table(results: dict[str, list[dict[str, float]]]) -> list[str]:
 
 
 def outcome(results: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """The figures that this bench promises, as far as they were measured."""
+    """Returns the figures of this bench, as far as they were measured."""
     measured = {f"{name}_accuracy": mean(run["after"] for run in results[name]) for name in ITERATIONS if name in results}
     gains = [mean(run["after"] - run["before"] for run in runs) for name, runs in results.items() if name not in ITERATIONS]
     return measured | ({"least_gain": min(gains)} if gains else {})
@@ -104,7 +108,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--presets", nargs="+", choices=MEASURED, default=MEASURED)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench-algorithms")
-    parser.add_argument("--model", type=Path, default=None, help="The warm start, when there is one already.")
+    parser.add_argument("--model", type=Path, default=None, help="Directory of an existing warm start.")
     options = parser.parse_args(words)
     folder: Path = options.work.resolve()
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,13 @@
 
     python bench/asynchrony.py [--groups 8] [--samples 8] [--tokens 128] [--generate 1.5]
 
-Times are simulated, everything else is real: Redis with every write on disk, gRPC, reward server, supervisor, orchestrator and log as
-processes of their own. Two simulated replicas decode an iteration's samples at once, all of `--tokens` tokens, in `--generate` seconds;
-the simulated learner sleeps for 0.5, 1 and 2 times that, then writes a version and pushes it to both replicas.
+Times are simulated, everything else is real: Redis with every write on disk, gRPC, and reward server, supervisor, orchestrator and log in
+separate processes. Two simulated replicas decode an iteration's samples at once, each of `--tokens` tokens, in `--generate` seconds. The
+simulated learner sleeps for 0.5, 1 and 2 times as long, then writes a version and pushes it to both replicas.
 
-The ceiling is the samples of one iteration in the longer of the two times. `throughput_vs_ceiling` (>= 0.95) is the least share of it
-that `max_staleness` 1 reaches. Other bounds stand beside it: 0 waits for both times in turn, 2 and 4 have more in store.
+The ceiling is the number of samples of one iteration divided by the longer of the two times. `throughput_vs_ceiling` (>= 0.95) is the
+smallest share of it that `max_staleness` 1 reaches. The table also has 0, which waits for both times in turn, and 2 and 4, which buffer
+more.
 """
 
 import argparse
@@ -33,16 +34,17 @@ RUNS = ((0.5, 1), (1.0, 0), (1.0, 1), (1.0, 2), (1.0, 4), (2.0, 1))  # training 
 
 
 async def one(server: EmbeddedServer, folder: Path, train: float, max_staleness: int, options: argparse.Namespace) -> Stretch:
-    """A run of its own. Args: train: seconds of an iteration's training."""
+    """Measures one run. Args: train: seconds of an iteration's training."""
     (folder / "run").mkdir(parents=True)
     slots = -(-options.groups * options.samples // REPLICAS)
     async with simulated_run(
         server.url,
         folder.name,
         folder,
+        executable=sys.executable,  # the processes themselves are measured, without a wrapper
         replicas=(
             *("--replicas", str(REPLICAS), "--step-seconds", str(options.generate / options.tokens)),
-            *("--mean-length", "1e15", "--count", str(folder / COUNT)),  # never the end token
+            *("--mean-length", "1e15", "--count", str(folder / COUNT)),  # the end token is never sampled
         ),
         train_seconds=train,
         iterations=1000,

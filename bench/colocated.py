@@ -2,11 +2,11 @@
 
     python bench/colocated.py [--groups 32] [--samples 8] [--tokens 108] [--iterations 12] [--rounds 2]
 
-Each run is a whole `polyreme up` of the demo's model without its warm start, on-policy. A core stands for a device: on separate ones,
-learner and replica have a compute thread each; on shared ones they take turns, and each has both cores in its turn. The runs alternate.
+Each run is a whole `polyreme up` of the demo's model without its warm start, on-policy. A core stands for a device. On separate devices,
+learner and replica have one compute thread each; on shared ones they take turns, and each uses both cores in its turn. The runs alternate.
 
 `colocated_vs_separate` (<= 1.0) is the ratio of the median times from one iteration's record to the next, after the first few.
-`handover_seconds` is the median time per iteration in which neither side has the devices, as the learner sees it.
+`handover_seconds` is the median time per iteration in which neither side has the devices, measured by the learner.
 """
 
 import argparse
@@ -28,7 +28,7 @@ THREADS = {"separate": 1, "colocated": 2}
 
 
 def iterations(placement: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The records of a run's measured iterations, and the one before as the first."""
+    """Returns the records of a run's measured iterations, preceded by the record of the iteration before them."""
     threads = THREADS[placement]
     command = [
         *(sys.executable, "-m", "polyreme", "up", str(EXAMPLE / "run.yaml"), f"output_dir={folder}", f"name={folder.name}"),

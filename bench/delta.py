@@ -1,14 +1,14 @@
-"""Versions as their changes: how many bytes they take, and whether a replica pauses longer for them.
+"""Versions as deltas: their size in bytes, and whether a replica pauses longer for them.
 
     python bench/delta.py [--steps 50] [--swaps 30] [--only bytes|swap]
 
 `delta_bytes_fraction` (<= 0.03): bytes of the delta between two successive versions over those of the whole version, for a bfloat16 model
-of 20 million parameters that the learner's optimizer trains at a learning rate of 1e-6, after 50 steps. The delta is applied to the
-version before and must give the version's bits. Beside it the fraction of the elements that changed, the seconds of computing and
-applying it over those of one memory copy of the whole version, and the same for all 50 steps at once.
+of 20 million parameters that the learner's optimizer trains at a learning rate of 1e-6, after 50 steps. The delta applied to the previous
+version must reproduce the new one bit by bit. Also printed: the fraction of elements that changed, the seconds of computing and applying
+the delta over those of one memory copy of the whole version, and the same for all 50 steps at once.
 
-`stall_delta_vs_full` (<= 1.0): how long generation pauses on a vLLM replica of its own, which receives streams, for a version that
-arrives as a delta over the same for a version that arrives whole; medians of swaps in turn.
+`stall_delta_vs_full` (<= 1.0): the pause of generation on a vLLM replica that receives streams, for a version that arrives as a delta over
+that for a version that arrives whole; medians over alternating swaps.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from polyreme_trainer.megatron.shard import DataShard
 
 MOST = {"delta_bytes_fraction": 0.03, "stall_delta_vs_full": 1.0}
 LR = 1e-6
-ROWS, WIDTH = 2, 48  # of a step
+ROWS, WIDTH = 2, 48  # tokens of a step
 CHANGED = 0.01  # of the elements, in a swap
 
 
@@ -67,7 +67,7 @@ def bench_bytes(steps: int) -> dict[str, float]:
     rng = np.random.default_rng(1)
 
     def step() -> None:
-        """A policy gradient step on new samples, whose advantages are random."""
+        """Takes a policy gradient step on new samples with random advantages."""
         ids = list(rng.integers(1, policy.arch.vocab, (ROWS, WIDTH), dtype=np.int32))
         sequences = supervised(ids, [np.ones(WIDTH, np.uint8)] * ROWS)
         tokens = np.diff(sequences.offsets)
@@ -106,7 +106,7 @@ def bench_bytes(steps: int) -> dict[str, float]:
 
 
 def measure(before: tuple[Manifest, memoryview], after: tuple[Manifest, memoryview]) -> dict[str, float]:
-    """The delta between two versions. Raises SystemExit unless it leads to the same bits."""
+    """Measures the delta between two versions. Raises SystemExit unless it reproduces the second one bit by bit."""
     (old_manifest, old), (new_manifest, new) = before, after
     started = time.perf_counter()
     delta = deltas.diff(old_manifest, old, new_manifest, new)
@@ -119,7 +119,7 @@ def measure(before: tuple[Manifest, memoryview], after: tuple[Manifest, memoryvi
     applied = time.perf_counter()
     verify(new_manifest, memoryview(shadow))
     if bytes(shadow) != bytes(new):
-        raise SystemExit("the delta lost bits")
+        raise SystemExit("the delta does not reproduce the version")
     return {
         "fraction": (len(delta.payload) + delta.manifest.to_proto().ByteSize()) / new_manifest.nbytes,
         "density": delta.manifest.density,
@@ -151,7 +151,7 @@ async def bench_swap(swaps: int) -> dict[str, float]:
 
 
 async def push(stage: Stage, values: dict[str, np.ndarray], rng: np.random.Generator, fraction: float) -> Any:
-    """The commit of a version in which a fraction of the elements changed."""
+    """Pushes a version in which a fraction of the elements changed. Returns its commit."""
     stage.version += 1
     slot = await stage.publisher.acquire_slot(10)
     stage.arena.begin(slot)
@@ -178,7 +178,7 @@ def main() -> int:
         measured |= bench_bytes(options.steps)
     for name, value in measured.items():
         print(f"{name:32} {value:10.4f}")
-    met = all(measured.get(name, most + 1) <= most for name, most in MOST.items())  # what was not measured is not met
+    met = all(measured.get(name, most + 1) <= most for name, most in MOST.items())  # unmeasured: missed
     print(json.dumps({"bench": "delta", "measured": measured, "target": MOST, "met": met}))
     return 0 if met else 1
 

@@ -1,4 +1,4 @@
-"""The demo as a new user runs it, compared with its documented results.
+"""Runs the demo as a new user does and compares it with its documented results.
 
     python bench/demo.py [--work runs/bench-demo]
 

@@ -2,9 +2,9 @@
 
     python bench/head.py [--tokens 512] [--vocabulary 151936] [--hidden 256] [--rounds 3] [--threads 2]
 
-`peak_vs_whole` (<= 0.35): the peak of resident memory above that before the pass, over the peak of torch's log_softmax on the whole
-[tokens, vocabulary] logits; without the gradients, which are the same on both sides. `peak_bytes` and `whole_peak_bytes` are the two
-peaks. `time_vs_whole`: seconds of both, the median over rounds of the ratio within a round. Each pass runs in a process of its own.
+`peak_vs_whole` (<= 0.35): the growth of resident memory to its peak in the pass, over that of torch's log_softmax on the whole
+[tokens, vocabulary] logits. Gradients, which are the same on both sides, do not count. `peak_bytes` and `whole_peak_bytes` are the two
+values. `time_vs_whole`: the ratio of seconds within a round, median over rounds. Each pass runs in its own process.
 """
 
 import argparse
@@ -20,13 +20,13 @@ TARGET = {"peak_vs_whole": 0.35}
 
 
 def resident(field: str) -> int:
-    """Bytes of resident memory of this process: VmRSS, now, or VmHWM, the peak."""
+    """Returns the resident memory of this process in bytes: VmRSS, the current value, or VmHWM, the peak."""
     (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def run_pass(kind: str, tokens: int, vocabulary: int, hidden: int, threads: int) -> dict[str, float]:
-    """One forward and backward pass: its seconds, and the bytes of its peak beyond the gradients."""
+    """Runs one forward and backward pass. Returns its seconds, and the bytes of its peak beyond the gradients."""
     import torch
 
     from polyreme_trainer.megatron.cpu.linear import linear
@@ -50,7 +50,7 @@ def run_pass(kind: str, tokens: int, vocabulary: int, hidden: int, threads: int)
 
 
 def measure(kind: str, args: argparse.Namespace) -> Any:
-    """`run_pass` in a process of its own."""
+    """Calls `run_pass` in a new process."""
     sizes = [f"--{name}={getattr(args, name)}" for name in ("tokens", "vocabulary", "hidden", "threads")]
     done = subprocess.run([sys.executable, __file__, "--serve", kind, *sizes], stdout=subprocess.PIPE, check=True, timeout=300)
     return json.loads(done.stdout)

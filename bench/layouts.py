@@ -1,25 +1,23 @@
-"""What data ranks save in optimizer state, and how well a run resumes in another layout. CPU, tiny model (tied, grouped-query, odd vocabulary).
+"""Optimizer state saved by data ranks, and the error of a resume in another layout. CPU, tiny model (tied, grouped-query, odd vocabulary).
 
     python bench/layouts.py
 
-`dist_optimizer_bytes_ratio` (<= 0.6): bytes of the optimizer's state of a rank with two data ranks over those of a rank that has all of it.
-`resume_other_layout_loss_diff` (<= 1e-5): one rank trains two steps and saves; two data ranks resume, train one step and save,
-then two tensor ranks, two stages, and one rank; the largest difference of their losses to those of one rank that trained straight on.
+`dist_optimizer_bytes_ratio` (<= 0.6): bytes of a rank's optimizer state with two data ranks over those of a single rank.
+`resume_other_layout_loss_diff` (<= 1e-5): one rank trains two steps and saves. Two data ranks resume, train one step and save, then two
+tensor ranks, two pipeline stages, and one rank. The figure is the largest difference of their losses from those of one uninterrupted rank.
 """
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from learner_side.ranks import run_ranks
+
 TARGET = {"dist_optimizer_bytes_ratio": 0.6, "resume_other_layout_loss_diff": 1e-5}
 CHAIN: list[dict[str, int]] = [{"data": 2}, {"tensor": 2}, {"pipeline": 2}, {}]
-ROWS, WIDTH, DEADLINE = 6, 40, 300.0
+ROWS, WIDTH = 6, 40
 
 
 def save_model(path: Path) -> None:
@@ -39,7 +37,7 @@ def save_model(path: Path) -> None:
 
 
 def child(order: dict[str, Any]) -> None:
-    """A rank: loads, resumes, trains, saves. Rank 0 prints {losses, state_bytes}."""
+    """Runs a rank, which loads, resumes, trains and saves. Rank 0 prints {losses, state_bytes}."""
     import numpy as np
     import torch
 
@@ -88,38 +86,10 @@ def child(order: dict[str, Any]) -> None:
 
 
 def train(model: Path, layout: dict[str, int], steps: int, **order: Any) -> dict[str, Any]:
-    """Runs `child` on a layout's ranks. Returns what rank 0 prints."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Runs `child` on a layout's ranks. Returns the object that rank 0 prints."""
     defaults = {"resume": "", "save": "", "save_at": 0}
-    text = json.dumps({**defaults, "model": str(model), "layout": layout, "steps": steps, **order})
     world = max(1, *layout.values()) if layout else 1
-    common = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--child", text],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=DEADLINE)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"layout {layout}: exit codes {[rank.returncode for rank in ranks]}")
-    answer: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
-    return answer
+    return run_ranks(Path(__file__), {**defaults, "model": str(model), "layout": layout, "steps": steps, **order}, world)
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -131,7 +101,7 @@ def measure(folder: Path) -> dict[str, float]:
     for number, (layout, expected) in enumerate(zip(CHAIN, straight["losses"][2:], strict=True), start=3):
         after = folder / f"at-{number:06d}"
         found = train(model, layout, 1, resume=str(before), save_at=1, save=str(after))
-        print(f"resumed as {layout or 'one rank'}: loss {found['losses'][0]:.7f}, straight {expected:.7f}", flush=True)
+        print(f"resumed as {layout or 'one rank'}: loss {found['losses'][0]:.7f}, uninterrupted {expected:.7f}", flush=True)
         differences.append(abs(found["losses"][0] - expected))
         state_bytes.append(found["state_bytes"])
         before = after

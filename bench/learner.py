@@ -3,9 +3,10 @@
     python bench/learner.py [--threads 2] [--rounds 7] [--only 1m|20m]
 
 `vs_torch_1m` (>= 0.7), `vs_torch_20m` (>= 0.95): tokens per second of the learner's optimizer step (megatron-core model, gradient buffers,
-clipping, AdamW) over those of transformers' model with forward, backward, clipping and torch's AdamW in its default settings. Every token is
-trained on and no sequence is padded, so neither side saves work by knowing the batch. The two run in processes of their own, in turns; each
-figure is the median over rounds of the ratio within a round.
+clipping, AdamW) over those of transformers' model with forward, backward, clipping and torch's AdamW in its default settings. Every token
+is
+trained on and no sequence is padded, so neither side can skip work. The two sides run in separate processes, in turns; each figure is the
+median over rounds of the ratio within a round.
 """
 
 import argparse
@@ -39,11 +40,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "batch": (16, 128),
     },
 }
-STEPS = 3  # in a turn
+STEPS = 3  # steps in a turn
 
 
 def save_model(size: str, path: Path) -> None:
-    """A Qwen2 with random weights; prints nothing, because standard output is the turns' channel."""
+    """Saves a Qwen2 with random weights. Prints nothing, because standard output carries the turns' times."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -135,7 +136,7 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
 
 
 def _batch(size: str) -> Any:
-    """ids [b, s + 1] and advantages [b, 1]."""
+    """Returns ids [b, s + 1] and advantages [b, 1]."""
     import torch
 
     rows, width = SIZES[size]["batch"]
@@ -145,7 +146,7 @@ def _batch(size: str) -> Any:
 
 
 def serve(kind: str, size: str, path: str, threads: int) -> None:
-    """Child: a turn for every line on standard input, its seconds on standard output."""
+    """Runs in the child: takes a turn for every line on standard input, and prints its seconds on standard output."""
     step = {"plain": plain_step, "learner": learner_step}[kind](size, path, threads)
     for _ in range(2):
         step()
@@ -157,7 +158,7 @@ def serve(kind: str, size: str, path: str, threads: int) -> None:
 
 
 class Turns:
-    """A child that runs its steps when asked."""
+    """A child process that runs its steps on request."""
 
     def __init__(self, kind: str, size: str, path: str, threads: int, port: int) -> None:
         env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
@@ -191,7 +192,7 @@ def compare(size: str, threads: int, rounds: int, folder: Path) -> float:
         port = probe.getsockname()[1]
     sides = {kind: Turns(kind, size, str(path), threads, port) for kind in ("plain", "learner")}
     try:
-        for side in sides.values():  # starts, and warms up
+        for side in sides.values():  # starts and warms up
             side.take()
         seconds = [{kind: side.take() for kind, side in sides.items()} for _ in range(rounds)]
     finally:

@@ -2,10 +2,10 @@
 
     python bench/log.py [--iterations 40] [--redis URL]
 
-An iteration is 32 groups of 8 samples of about 40 tokens: admitted, encoded, appended by one task each, planned while the learner
-waits, read, decoded, trained (not timed: there is nothing to train) and released. `ms_per_sample` (< 1, stretch 0.2) is its
-wall-clock time over 256 samples; the median of all iterations. The floor beside it: the same payloads written to the same server by
-bare HSETs, as many at once, and nothing else.
+An iteration has 32 groups of 8 samples of about 40 tokens. They are admitted, encoded, appended by one task each, planned while the learner
+waits, read, decoded, trained (not timed, since there is nothing to train) and released. `ms_per_sample` (< 1, stretch 0.2) is its
+wall-clock time over 256 samples, median of all iterations. The floor is the time of writing the same payloads to the same server with plain
+HSETs at the same concurrency.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def config() -> RunConfig:
 
 
 def group(index: int, version: int, rng: np.random.Generator) -> GroupRecord:
-    """A group as the orchestrator makes it: lengths around TOKENS, texts, one reward part per sample."""
+    """Returns a group as the orchestrator makes it: lengths around TOKENS, texts, one reward part per sample."""
     samples = []
     for _ in range(SAMPLES):
         length = int(rng.integers(TOKENS // 2, TOKENS * 3 // 2))
@@ -115,7 +115,7 @@ async def bare_writes(redis: Redis, rng: np.random.Generator, times: Times) -> N
 
 
 async def measure(url: str, iterations: int) -> tuple[Times, bool]:
-    one, two = await connect(url), await connect(url)  # two processes' connections
+    one, two = await connect(url), await connect(url)  # one connection per process, as in a run
     times: Times = defaultdict(list)
     run = await Run.create(one, f"bench-{uuid4().hex[:8]}", config(), {})
     orchestrator, learner = ExperienceLog(run), ExperienceLog(Run(two, run.run_id))
@@ -136,7 +136,7 @@ async def measure(url: str, iterations: int) -> tuple[Times, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--redis", help="a server of yours; none: an embedded one in a temporary folder")
+    parser.add_argument("--redis", help="URL of a server; default: an embedded one in a temporary folder")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.redis:

@@ -1,14 +1,14 @@
-"""The estimated memory of a learner rank against what its tensors occupy at the peak of two iterations, on CPU.
+"""The estimated memory of a learner rank compared with the peak memory of its tensors over two iterations, on CPU.
 
     python bench/memory.py [--only CASE] [--resident]
 
 `memory_vs_estimate` (0.9 to 1.1): for each case, the peak of torch's allocator over the estimate that the learner prints at its start. The
-case farthest from 1 is the figure. The learner is the real one (`MegatronEngine`), with 25 to 42 million parameters; it trains two iterations
-of whole micro-batches, and the optimizer's moments exist from the first on. torch's profiler counts every tensor that torch allocates, from
-before the first model to the end. Not counted on either side: the interpreter and its libraries, the arena, and mapped files.
+figure is that of the case farthest from 1. The learner is the real one (`MegatronEngine`), with 25 to 42 million parameters. It trains two
+iterations of full micro-batches, and the optimizer's moments exist from the first one on. torch's profiler counts every tensor that torch
+allocates, from before the first model to the end. Neither side counts the interpreter and its libraries, the arena, or mapped files.
 
---resident measures resident memory instead, as the system counts it, against the estimate with the arena. It depends on the fragmentation of
-the heap, so it is printed and not judged.
+--resident instead compares resident memory, as the system counts it, with the estimate including the arena. It depends on the fragmentation
+of the heap, so it has no target.
 """
 
 import argparse
@@ -45,13 +45,15 @@ CASES: dict[str, dict[str, Any]] = {
         "tokens": 2048,
     },
     "tensor": {**WIDE, "algorithm": {"preset": "ppo"}, "parallel": {"tensor": 2}},
+    "offload": {**WIDE, "algorithm": {"preset": "ppo"}, "offload": {"optimizer": True, "idle_models": True}},
     "data": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"data": 2}},
+    "context": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"context": 2}},
     "pipeline": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"pipeline": 2}},
 }  # fmt: skip
 
 
 def save_model(case: str, path: Path) -> None:
-    """The case's model with random weights."""
+    """Saves the case's model with random weights."""
     import torch
     import transformers
 
@@ -81,13 +83,14 @@ def config_of(case: str, path: Path) -> Any:
                 "micro_batch_tokens": CASES[case]["tokens"],
                 "parallel": CASES[case].get("parallel", {}),
                 "lora": CASES[case].get("lora"),
+                "offload": CASES[case].get("offload", {}),
             },
         }
     )
 
 
 def batch_of(config: Any, iteration: int) -> Any:
-    """Groups of full-length samples, half of which have the reward 1."""
+    """Returns groups of full-length samples, half of which have the reward 1."""
     import numpy as np
 
     from polyreme.experience.records import GroupRecord, SampleRecord, encode_group
@@ -113,7 +116,7 @@ def batch_of(config: Any, iteration: int) -> Any:
 
 
 def train(config: Any, ranks: Any, device: Any, run_id: str) -> None:
-    """Two iterations of the learner's engine."""
+    """Runs two iterations of the learner's engine."""
     from polyreme_trainer.megatron.engine import MegatronEngine
 
     engine = MegatronEngine(config, {}, run_id, ranks, device)
@@ -126,7 +129,7 @@ def train(config: Any, ranks: Any, device: Any, run_id: str) -> None:
 
 
 def measure(case: str, path: Path, resident: bool) -> None:
-    """Child: prints the peak in bytes on the last line."""
+    """Runs in the child: prints the peak in bytes on the last line."""
     from polyreme_trainer.learner.leader import Ranks
     from polyreme_trainer.megatron.build import close_parallel, init_parallel
     from polyreme_trainer.megatron.channel import BroadcastChannel
@@ -147,9 +150,9 @@ def measure(case: str, path: Path, resident: bool) -> None:
 
 
 def tensor_peak(work: Any, trace: Path) -> int:
-    """The largest sum of the bytes that torch's allocator has handed out, replayed from its profiler's events.
+    """Returns the peak of allocated bytes, replayed from the profiler's events.
 
-    The profiler misses what gloo's threads free, so its own total drifts upwards; a block that is handed out again was free before.
+    The profiler misses blocks that gloo's threads free, so its own total drifts upwards. A block that is allocated again was freed before.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -170,7 +173,7 @@ def tensor_peak(work: Any, trace: Path) -> int:
 
 
 def resident_peak(work: Any, _: Path) -> int:
-    """The growth of resident memory, from free heap pages returned to the peak."""
+    """Returns the growth of resident memory in bytes, from the moment when free heap pages were returned to the peak."""
     import ctypes
 
     def status(field: str) -> int:
@@ -178,14 +181,14 @@ def resident_peak(work: Any, _: Path) -> int:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     work()
     return status("VmHWM") - before
 
 
 def peaks(case: str, path: Path, resident: bool) -> list[int]:
-    """The peak of each rank, every rank in a process of its own."""
+    """Returns the peak of each rank. Every rank runs in its own process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -209,7 +212,7 @@ def compare(case: str, folder: Path, resident: bool) -> float:
     save_model(case, path)
     memory = learner_memory(config_of(case, path))
     assert memory.arena is not None
-    estimated = memory.rank.nbytes + (memory.arena.nbytes if resident else 0)
+    estimated = memory.rank.all_bytes + (memory.arena.nbytes if resident else 0)
     measured = max(peaks(case, path, resident))
     print(f"{case:>12} {estimated / 2**20:>14,.0f} {measured / 2**20:>14,.0f} {measured / estimated:>8.3f}", flush=True)
     return measured / estimated

@@ -1,12 +1,13 @@
-"""What packing saves on answers of very different lengths: training on packed sequences against plain padding.
+"""The gain from packing on answers of very different lengths: packed sequences compared with plain padding.
 
     python bench/packing.py [--rounds 7] [--threads 2] [--sequences 96]
 
-`packed_vs_padded` (>= 1.3): tokens per second of forward and backward passes over one batch whose lengths have a long tail (lognormal), in
-the packed micro-batches that the learner plans, over those of micro-batches with a fixed number of rows in the order of the log, each padded
-to its longest row. Both have the same budget of tokens, with padding. The two run in turns; the figure is the median over rounds of the ratio
-within a round. `padding_fraction` and `padded_padding_fraction` are the positions that are padding on each side. `attention_padding_fraction`
-is that of the blocks in which attention runs on CPU; all other layers see no padding.
+`packed_vs_padded` (>= 1.3): tokens per second of forward and backward passes over one batch with long-tailed (lognormal) lengths, in the
+packed micro-batches that the learner plans, over those in micro-batches with a fixed number of rows in log order, each padded to its
+longest
+row. Both have the same token budget, including padding. The two run in turns; the figure is the median over rounds of the ratio within a
+round. `padding_fraction` and `padded_padding_fraction` are the shares of positions that are padding on each side.
+`attention_padding_fraction` is the share in the blocks in which attention runs on CPU; no other layer has padding.
 """
 
 import argparse
@@ -30,7 +31,7 @@ BUDGET, LONGEST = 4096, 512
 
 
 def make_policy(folder: Path, threads: int) -> "Policy":
-    """A Qwen2 of 3 million parameters on this process, as the learner builds it."""
+    """Builds a Qwen2 of 3 million parameters in this process, as the learner does."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -62,7 +63,7 @@ def make_policy(folder: Path, threads: int) -> "Policy":
 
 
 def both_plans(policy: "Policy", count: int) -> "dict[str, list[tuple[Tensor | PackedIds, Tensor]]]":
-    """Inputs and targets of each side's micro-batches over the same sequences."""
+    """Returns inputs and targets of each side's micro-batches over the same sequences."""
     import numpy as np
     import torch
 
@@ -88,18 +89,20 @@ def both_plans(policy: "Policy", count: int) -> "dict[str, list[tuple[Tensor | P
 
 
 def attention_padding(policy: "Policy", batches: "list[tuple[Tensor | PackedIds, Tensor]]") -> float:
-    """The positions of attention's blocks that are padding."""
+    """Returns the share of positions in attention's blocks that are padding."""
     import numpy as np
 
+    from polyreme_trainer.megatron.attention_blocks import plan_blocks
     from polyreme_trainer.megatron.packing import PackedIds, cut_blocks
 
     counts = [np.array(ids.lengths) for ids, _ in batches if isinstance(ids, PackedIds)]
-    shapes = [shape for each in counts for shape in cut_blocks(each, policy.arch.queries, policy.device.torch).shapes]
+    plans = [plan_blocks(each, policy.arch.queries) for each in counts]
+    shapes = [shape for each in zip(counts, plans, strict=True) for shape in cut_blocks(*each, policy.device.torch).shapes]
     return 1 - float(sum(each.sum() for each in counts)) / sum(rows * width for rows, width in shapes)
 
 
 def seconds(policy: "Policy", batches: "list[tuple[Tensor | PackedIds, Tensor]]") -> float:
-    """The time of a forward and backward pass over all micro-batches."""
+    """Returns the time of a forward and backward pass over all micro-batches, in seconds."""
     began = time.perf_counter()
     for ids, targets in batches:
         policy.logprobs(ids, targets).mean().backward()
@@ -107,7 +110,7 @@ def seconds(policy: "Policy", batches: "list[tuple[Tensor | PackedIds, Tensor]]"
 
 
 def trained_tokens(batches: "list[tuple[Tensor | PackedIds, Tensor]]") -> int:
-    """The number of targets, all of which are trained on."""
+    """Returns the number of targets, all of which are trained on."""
     from polyreme_trainer.megatron.batch import IGNORE
 
     return sum(int((targets != IGNORE).sum()) for _, targets in batches)

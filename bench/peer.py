@@ -1,15 +1,20 @@
-"""Polyreme against TRL's GRPOTrainer on this machine: same task, warm policy, batch, reward, learning rate and evaluation prompts.
+"""Polyreme compared with TRL's GRPOTrainer on this machine: same task, warm policy, batch, reward, learning rate and evaluation prompts.
 
     python bench/peer.py [--work runs/bench-peer]
 
-TRL (Hugging Face generate, two threads) runs in a venv of its own, made from requirements/peer.txt. Polyreme runs whole: Redis, reward,
-rollout, orchestrator, learner, in its fastest layout on two cores. Both clocks leave out start-up and evaluations. The sides run in turns,
-the short task more than once, since a machine's speed drifts by more than what is measured there.
+TRL (Hugging Face generate, two threads) runs in a separate venv, created from requirements/peer.txt. Polyreme runs completely: Redis,
+reward, rollout, orchestrator and learner, in its fastest layout on two cores. Both clocks exclude start-up and evaluations. The sides run
+in turns, the short task more than once, since the machine's speed drifts by more than the difference measured there.
 
-demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 1.5)
-demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are right (<= 0.8)
-short_throughput_vs_trl  samples/s on answers of five tokens, where services can only cost (>= 0.7)
-service_tax              an iteration's seconds over those of its parts run in one process, minus 1 (<= 0.2)
+demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 3.0)
+demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are solved (<= 0.25)
+short_throughput_vs_trl  samples/s on answers of five tokens, where separate services have only costs (>= 1.0)
+demo_floor_vs_trl        samples/s on the demo task of an iteration's parts (engine, learner, weights), run in turn in one process
+short_floor_vs_trl       the same on the short task
+service_tax              seconds of an iteration over those of its parts, minus 1 (<= 0.2)
+short_service_tax        the same on the short task (<= 0.2)
+
+If the parts themselves miss a throughput target, the service tax replaces it.
 """
 
 import argparse
@@ -25,8 +30,8 @@ from typing import Any
 
 from peer_side.tasks import ROOT, Task, demo_task, short_task, up
 
-TARGET = {"demo_throughput_vs_trl": 1.5, "demo_time_to_80_vs_trl": 0.8, "short_throughput_vs_trl": 0.7, "service_tax": 0.2}
-AT_MOST = {"demo_time_to_80_vs_trl", "service_tax"}
+TARGET = {"demo_throughput_vs_trl": 3.0, "demo_time_to_80_vs_trl": 0.25, "short_throughput_vs_trl": 1.0}
+TAX = 0.2
 SAMPLES = 32 * 8
 WARM_UP = 10  # iterations that do not count in a throughput
 ONE_PROCESS = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", "rollout.vllm.threads=2")
@@ -37,7 +42,7 @@ SIDE = ROOT / "bench" / "peer_side"
 
 
 def trl_python(work: Path, name: str = "trl-venv", lock: str = "peer.txt") -> Path:
-    """The interpreter of TRL's environment `name`, made from a lock in requirements/ when it is not there."""
+    """Returns the interpreter of TRL's environment `name`. Creates the environment from a lock in requirements/ if it does not exist."""
     home = work / name
     python = home / "bin" / "python"
     if not (home / "made").exists():
@@ -51,7 +56,7 @@ def trl_python(work: Path, name: str = "trl-venv", lock: str = "peer.txt") -> Pa
 
 
 def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
-    """Step seconds and evaluations of TRL."""
+    """Runs TRL. Returns its step seconds and evaluations."""
     command = [python, SIDE / "trl_grpo.py", "--model", task.model, "--train", task.templated(task.train), "--eval", task.templated(task.eval)]  # fmt: skip
     settings = [
         "--steps",
@@ -73,7 +78,7 @@ def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> 
 
 
 def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
-    """Step seconds and evaluations of Polyreme, evaluations off the clock."""
+    """Runs Polyreme. Returns its step seconds, without evaluations, and its evaluations."""
     settings = [
         f"iterations={steps}",
         f"eval_interval={eval_interval}",
@@ -104,7 +109,7 @@ def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_inte
 
 
 def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
-    """Median seconds of an iteration's parts in one process."""
+    """Returns the median seconds of an iteration's parts in one process."""
     command = [
         sys.executable,
         SIDE / "parts.py",
@@ -123,9 +128,20 @@ def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
 
 
 def throughput(turns: Sequence[dict[str, Any]]) -> float:
-    """Samples per second over a side's turns, after the warm-up of each."""
+    """Returns samples per second over a side's turns, after the warm-up of each."""
     counted = [seconds for turn in turns for seconds in turn["step_seconds"][WARM_UP:]]
     return SAMPLES * len(counted) / sum(counted)
+
+
+def median_seconds(turns: Sequence[dict[str, Any]]) -> float:
+    """Returns the median seconds of an iteration over a side's turns, after the warm-up of each."""
+    return float(statistics.median(seconds for turn in turns for seconds in turn["step_seconds"][WARM_UP:]))
+
+
+def reached(measured: dict[str, float], throughput: str, floor: str, tax: str) -> bool:
+    """Whether a throughput reaches its target or, if the parts themselves miss it, the services cost at most TAX."""
+    impossible = measured[floor] < TARGET[throughput]
+    return measured[throughput] >= TARGET[throughput] or (impossible and measured[tax] <= TAX)
 
 
 def time_to_gate(side: dict[str, Any]) -> float:
@@ -146,14 +162,18 @@ def main() -> int:
         short_trl.append(trl(python, short, 60, 1e-5, 0))
         short_ours.append(polyreme(work, "short", short, 60, 1e-5, 0))
     still = polyreme(work, "still", demo, 20, 1e-12, 0)  # the policy stands still: equal work in every iteration
-    single = parts(demo, 16, 1e-12)
+    demo_parts, short_parts = parts(demo, 16, 1e-12), parts(short, 16, 1e-12)
+    demo_floor, short_floor = (SAMPLES / sum(each.values()) for each in (demo_parts, short_parts))
+    iteration, short_iteration = median_seconds([still]), median_seconds(short_ours)
 
-    iteration = statistics.median(still["step_seconds"][WARM_UP:])
     measured = {
-        "demo_throughput_vs_trl": round(throughput([demo_ours]) / throughput([demo_trl]), 3),
-        "demo_time_to_80_vs_trl": round(time_to_gate(demo_ours) / time_to_gate(demo_trl), 3),
-        "short_throughput_vs_trl": round(throughput(short_ours) / throughput(short_trl), 3),
-        "service_tax": round(iteration / sum(single.values()) - 1, 3),
+        "demo_throughput_vs_trl": throughput([demo_ours]) / throughput([demo_trl]),
+        "demo_time_to_80_vs_trl": time_to_gate(demo_ours) / time_to_gate(demo_trl),
+        "short_throughput_vs_trl": throughput(short_ours) / throughput(short_trl),
+        "demo_floor_vs_trl": demo_floor / throughput([demo_trl]),
+        "short_floor_vs_trl": short_floor / throughput(short_trl),
+        "service_tax": iteration / sum(demo_parts.values()) - 1,
+        "short_service_tax": short_iteration / sum(short_parts.values()) - 1,
     }
     for name, turns in (
         ("demo TRL", [demo_trl]),
@@ -165,12 +185,16 @@ def main() -> int:
         each = ", ".join(f"{throughput([turn]):.1f}" for turn in turns)
         print(f"{name:15} {throughput(turns):7.1f} samples/s ({each})  mean length {length:5.1f}", end="")
         print(f"  80% after {time_to_gate(turns[0]):.1f} s" if turns[0]["evaluations"] else "")
-    print(
-        f"one iteration {iteration:.3f} s; its parts in one process: "
-        + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in single.items())
+    for name, seconds, single in (("demo", iteration, demo_parts), ("short", short_iteration, short_parts)):
+        each = ", ".join(f"{part} {taken:.3f} s" for part, taken in single.items())
+        print(f"{name}: one iteration {seconds:.3f} s; its parts in one process: {each}")
+    met = (
+        reached(measured, "demo_throughput_vs_trl", "demo_floor_vs_trl", "service_tax")
+        and reached(measured, "short_throughput_vs_trl", "short_floor_vs_trl", "short_service_tax")
+        and measured["demo_time_to_80_vs_trl"] <= TARGET["demo_time_to_80_vs_trl"]
     )
-    met = all(measured[name] <= bound if name in AT_MOST else measured[name] >= bound for name, bound in TARGET.items())
-    print(json.dumps({"bench": "peer", "measured": measured, "target": TARGET, "met": met}))
+    rounded = {name: round(value, 3) for name, value in measured.items()}
+    print(json.dumps({"bench": "peer", "measured": rounded, "target": TARGET | {"service_tax": TAX}, "met": met}))
     return 0 if met else 1
 
 

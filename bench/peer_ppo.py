@@ -1,18 +1,20 @@
-"""One PPO iteration with four models against TRL's PPOTrainer on this machine: same models, batch, epochs, answers of five tokens.
+"""PPO with four models compared with TRL's PPOTrainer on this machine: same models, batch, epochs, answers of five tokens.
 
     python bench/peer_ppo.py [--work runs/bench-peer] [--turns 3] [--steps 30]
 
-Actor, critic and reference begin as one policy, the reward model is a sequence classifier of the same size. TRL holds all four in one
-process with two threads, in a venv made from requirements/peer-ppo.txt (1.12.0 is its last version with PPO). Polyreme runs whole: the
-reward service serves the reward model, the learner's two ranks share the batch. Both train each batch of 256 samples four times, with
-TRL's KL coefficient and at most five new tokens, which TRL always samples. Both clocks leave out start-up. The sides run in turns, since a
+Actor, critic and reference start from the same policy. The reward model is a sequence classifier of the same size. TRL holds all four in
+one
+process with two threads, in a venv created from requirements/peer-ppo.txt (1.12.0 is its last version with PPO). Polyreme runs completely:
+the reward service serves the reward model, and the learner's two ranks share the batch. Both train each batch of 256 samples four times,
+with
+TRL's KL coefficient and at most five new tokens, which TRL always samples. Both clocks exclude start-up. The sides run in turns, since a
 machine's speed drifts.
 
-ppo_throughput_vs_trl   samples/s of whole iterations, Polyreme's over TRL's (>= 2.0)
-floor_vs_trl            the same for the floor: the engine alone and four models in plain torch, one after the other on both cores
-seconds_over_floor      an iteration's median seconds over the floor's (<= 1.2)
+ppo_throughput_vs_trl   samples/s of whole iterations, Polyreme over TRL (>= 2.0)
+floor_vs_trl            the same for the floor: the engine alone, then four models in plain torch, on both cores
+seconds_over_floor      median seconds of an iteration over those of the floor (<= 1.2)
 
-Where the floor itself is below twice TRL's throughput, the second target takes the place of the first.
+If the floor itself is below twice TRL's throughput, the second target replaces the first.
 """
 
 import argparse
@@ -33,7 +35,7 @@ OVER_FLOOR = 1.2
 GROUPS, GROUP_SIZE = 32, 8
 SAMPLES = GROUPS * GROUP_SIZE
 EPOCHS = 4
-NEW_TOKENS = 5  # TRL always samples as many; a limit above the answers' length would cost only its side
+NEW_TOKENS = 5  # TRL always samples this many; a higher limit would cost only TRL
 KL_COEF = 0.05
 LR = 1e-5
 WARM_UP = 5  # iterations that do not count
@@ -50,7 +52,7 @@ ALGORITHM = {"preset": "ppo", "epochs": EPOCHS, "minibatches": 1, "kl": {"coef":
 
 
 def reward_model(task: Task) -> Path:
-    """A sequence classifier with the policy's body and a head of random weights, made once."""
+    """Creates, once, a sequence classifier with the policy's body and a head of random weights."""
     path = task.model.parent / "reward-model"
     if not (path / "config.json").exists():
         import torch
@@ -66,7 +68,7 @@ def reward_model(task: Task) -> Path:
 
 
 def trl(python: Path, task: Task, reward: Path, steps: int) -> list[float]:
-    """Seconds of TRL's steps."""
+    """Runs TRL. Returns the seconds of its steps."""
     settings = {
         "model": task.model,
         "reward-model": reward,
@@ -88,7 +90,7 @@ def trl(python: Path, task: Task, reward: Path, steps: int) -> list[float]:
 
 
 def overrides(task: Task, reward: Path, steps: int) -> tuple[str, ...]:
-    """What a run of Polyreme changes in the task's configuration."""
+    """Returns the overrides of the task's configuration for a run of Polyreme."""
     return (
         f"model.path={task.model}",
         f"iterations={steps}",
@@ -107,14 +109,14 @@ def overrides(task: Task, reward: Path, steps: int) -> tuple[str, ...]:
 
 
 def polyreme(work: Path, task: Task, reward: Path, steps: int) -> list[dict[str, Any]]:
-    """The records of Polyreme's iterations."""
+    """Runs Polyreme. Returns the records of its iterations."""
     run_dir = up(task.config, work / "runs", f"ppo-{time.time_ns()}", *overrides(task, reward, steps))
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if record["kind"] == "iteration"]
 
 
 def floor(task: Task, reward: Path) -> dict[str, float]:
-    """Seconds of the engine alone and of plain torch in one iteration."""
+    """Returns the seconds of the engine alone and of plain torch in one iteration."""
     script, settings = ROOT / "bench" / "peer_side" / "ppo_floor.py", overrides(task, reward, 1)
     command = [sys.executable, str(script), str(task.config), *settings, "--epochs", str(EPOCHS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -125,7 +127,7 @@ def floor(task: Task, reward: Path) -> dict[str, float]:
 
 
 def throughput(turns: Sequence[Sequence[float]]) -> float:
-    """Samples per second over a side's turns, after the warm-up of each."""
+    """Returns samples per second over a side's turns, after the warm-up of each."""
     counted = [seconds for turn in turns for seconds in turn[WARM_UP:]]
     return SAMPLES * len(counted) / sum(counted)
 

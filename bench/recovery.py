@@ -1,20 +1,21 @@
-"""What a crash costs: every role of a run is killed many times, at random moments, over answers with a long tail.
+"""The cost of a crash: every role of a run is killed many times, at random moments, with long-tailed answer lengths.
 
     python bench/recovery.py [--kills 20] [--seed 0]
 
-Replicas and learner are simulated, everything else is real: Redis with every write on disk, gRPC, reward server, supervisor,
-orchestrator, log and recorder as processes of their own. Each of Redis, orchestrator, learner, a replica, the reward server and the
-supervisor gets SIGKILL `--kills` times, in phases drawn evenly from those of an iteration; then the run is stopped. A run of as many
-iterations without a fault stands beside it. A token takes 5 ms; lengths are geometric, with a mean that varies log-normally over samples, and cut at 512 tokens.
+Replicas and learner are simulated, everything else is real: Redis with every write on disk, gRPC, and reward server, supervisor,
+orchestrator, log and recorder in separate processes. Each of Redis, orchestrator, learner, a replica, the reward server and the supervisor
+gets SIGKILL `--kills` times, in phases drawn uniformly from those of an iteration. Then the run is stopped. A run of as many iterations
+without faults is the control. A token takes 5 ms; lengths are geometric, with a mean that varies log-normally over samples, and cut at 512
+tokens.
 
-lost_samples             samples that the plan of an iteration should have and no iteration trained (0)
+lost_samples             samples that a plan should have and that no iteration trained (0)
 trained_twice            samples that more than one iteration trained (0)
-lost_generation_seconds  token times per crash that were sampled and are in no sample, less those of the undisturbed run
+lost_generation_seconds  time per crash of sampled tokens that are in no sample, minus that of the control
 length_shift             Kolmogorov-Smirnov distance between the trained lengths of both runs
 length_shift_p           its p-value (>= 0.05: not significant). Both runs have the same prompts and seeds.
-next_sample_seconds      median seconds from a kill to the next scored group; beside it the undisturbed interval
+next_sample_seconds      median seconds from a kill to the next scored group; the control's interval is printed too
 
-Replicas note their tokens ten times a second, so a replica's kill may hide 0.1 s of each of its slots.
+Replicas record their token counts ten times a second, so the kill of a replica may hide 0.1 s of each of its slots.
 """
 
 import argparse
@@ -51,23 +52,22 @@ ROLES = ("redis", "orchestrator", "learner", "rollout", "reward", "supervisor")
 REPLICAS, SLOTS, GROUPS, SAMPLES = 3, 16, 6, 8
 STEP_SECONDS, LONGEST = 0.005, 512
 ENDLESS = 100_000  # iterations
-LIMIT = 3600.0  # seconds for the rest of a run after its last fault
+LIMIT = 3600.0  # timeout in seconds for the rest of a run after its last fault
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run left.
+    """The result of one run.
 
     Attributes:
-        iterations: how many it trained.
+        iterations: the number of trained iterations.
         trained: (group, sample) of every line of the sample files.
         lengths: tokens of each.
-        waiting: tokens that wait in the log for training or for the rest of their group, when the run was stopped. A resumed run uses
-            them.
+        waiting: tokens in the log that wait for training or for the rest of their group when the run stops. A resumed run uses them.
         sampled: tokens of all replicas.
         recoveries: seconds from a kill to the next sample, by role.
         interval: seconds per scored group of the whole run.
-        problems: what the verdicts of the fault tests say; empty when the log is whole.
+        problems: the findings of the fault tests' checks; empty when the log is intact.
     """
 
     iterations: int
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def kills(seed: int, count: int) -> list[Fault]:
-    """`count` kills of each role, in random order, phase and moment."""
+    """Returns `count` kills of each role, in random order, phase and moment."""
     rng = random.Random(seed)
     deck = [role for role in ROLES for _ in range(count)]
     phases = [phase for _ in range(-(-len(deck) // len(PHASES))) for phase in PHASES]
@@ -101,7 +101,7 @@ def kills(seed: int, count: int) -> list[Fault]:
 
 
 async def run(nursery: Nursery, folder: Path, seed: int, faults: Sequence[Fault] = (), iterations: int = ENDLESS) -> Outcome:
-    """A run of `iterations`, or one that is stopped after the last of `faults`."""
+    """Runs `iterations`, or until the last of `faults`, and returns the outcome."""
     replica = ("--mean-length", "96", "--length-spread", "1", "--count", str(folder.parent / f"{folder.name}-{{name}}.txt"))
     async with simulated_storm(
         nursery,
@@ -147,7 +147,7 @@ async def run(nursery: Nursery, folder: Path, seed: int, faults: Sequence[Fault]
 
 
 async def one_more(storm: Storm) -> None:
-    """Waits for an iteration beyond all that were trained so far, and for a sample after the last fault."""
+    """Waits for one more trained iteration, and for a sample after the last fault."""
     reached, appends = await last_trained(storm), storm.appends
     async with asyncio.timeout(LIMIT):
         while storm.appends == appends or await last_trained(storm) <= reached:  # noqa: ASYNC110 - Redis gives no event
@@ -159,7 +159,7 @@ async def last_trained(storm: Storm) -> int:
 
 
 async def waiting_tokens(storm: Storm, planned: set[int]) -> int:
-    """Tokens of the scored groups outside the plans, and of the stored partial rollouts."""
+    """Returns the tokens of the scored groups outside the plans, and of the stored partial rollouts."""
     redis, key = storm.run.redis, storm.run.key
     drafts = {name: part for name, part in (await redis.hgetall(key("drafts"))).items() if b":" in name}  # others are counters
     stored = [*(await redis.hgetall(key("payloads"))).values(), *drafts.values()]
@@ -174,20 +174,21 @@ async def planned_groups(storm: Storm, iterations: int) -> list[int]:
 
 
 def tokens_of(path: Path) -> int:
-    """The tokens of a replica and its successors: each begins to count at 0."""
+    """Returns the tokens of a replica and its successors, each of which starts counting at 0."""
     counts = [int(line.split()[1]) for line in path.read_text().splitlines() if len(line.split()) == 2]
     return sum(before for before, after in zip(counts, [*counts[1:], -1], strict=True) if after < before)
 
 
 def kolmogorov_smirnov(left: Sequence[int], right: Sequence[int]) -> tuple[float, float]:
-    """The two-sample distance and its asymptotic p-value (Smirnov 1948). Ties make the p-value too large, never too small, by at most
-    the share of a single length."""
+    """Returns the two-sample distance and its asymptotic p-value (Smirnov 1948).
+
+    Ties make the p-value too large, never too small, by at most the share of a single length."""
     points = np.union1d(left, right)
     shares = [np.searchsorted(np.sort(each), points, side="right") / len(each) for each in (left, right)]
     distance = float(np.abs(shares[0] - shares[1]).max())
     scale = distance * math.sqrt(len(left) * len(right) / (len(left) + len(right)))
     if scale < 0.2:
-        return distance, 1.0  # the series converges slowly there, and its value is 1 to six digits
+        return distance, 1.0  # the series converges slowly below this, and its value is 1 to six digits
     return distance, min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * scale) ** 2) for k in range(1, 101)))
 
 

@@ -1,16 +1,16 @@
-"""A version's way to many machines: how much longer sixteen receivers take than one, and what the trainer sends.
+"""The transfer of a version to many machines: the time for sixteen receivers over that for one, and the bytes that the trainer sends.
 
     python bench/relay.py [--receivers 16] [--mib 128] [--repeats 1] [--mbit 20]
 
-Each receiver is a machine of its own: a network namespace, with a link of `--mbit` Mbit/s each way; the trainer's link is the same. The
-publisher, the replicas' service and the bytes are real; there is no engine. The links are slow, so that they bound the time and not the
-processors, which all receivers share here.
+Each receiver is a separate machine: a network namespace with a link of `--mbit` Mbit/s each way, like the trainer's. The publisher, the
+replicas' service and the bytes are real; there is no engine. The links are slow, so that they bound the time, and not the processors, which
+all receivers share here.
 
-`receivers_16_vs_1` (<= 1.3): seconds from a version's publishing to the last commit, sixteen receivers over one; medians. By the
-arithmetic it is 1 + 15 x (the largest tensor, or a chunk of 1 MiB) / (the version), since a relay sends what it has verified.
+`receivers_16_vs_1` (<= 1.3): median seconds from the publication of a version to the last commit, sixteen receivers over one. In theory it
+is 1 + 15 x (bytes of the largest tensor, or of a chunk of 1 MiB) / (bytes of the version), since a relay forwards verified data only.
 
-`trainer_bytes_sent_per_version` (<= 2): bytes that the trainer's link carried away, with all headers, over those of the version, sixteen
-receivers. `hop_seconds`: what one more machine in the chain costs, (sixteen - one) / 15; `hop_bytes`: the same in bytes of the link.
+`trainer_bytes_sent_per_version` (<= 2): bytes that the trainer's link sends, with all headers, over those of the version, for sixteen
+receivers. `hop_seconds`: the cost of one more machine in the chain, (sixteen - one) / 15; `hop_bytes`: the same in bytes of the link.
 """
 
 import argparse
@@ -45,12 +45,12 @@ from support.receiver import lease
 TASK = BENCH.parent / "examples" / "running_total"
 TENSORS = 256
 COMMIT_TIMEOUT = 500.0
-BURST = "64kb"  # a whole chunk that passed at once would hide what a hop costs
+BURST = "64kb"  # if a whole chunk passed at once, the cost of a hop would be hidden
 
 
 @contextmanager
 def replicas(machines: Sequence[Machine], nbytes: int, run: str) -> Iterator[list[str]]:
-    """A replica's end on each machine; their addresses."""
+    """Starts a replica's service on each machine and returns the addresses."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(BENCH), str(BENCH.parent / "tests"))), "OMP_NUM_THREADS": "1"}
     with ExitStack() as processes:
         started = []
@@ -66,7 +66,7 @@ def replicas(machines: Sequence[Machine], nbytes: int, run: str) -> Iterator[lis
 async def publish(
     net: Network, machines: Sequence[Machine], nbytes: int, repeats: int, redis_url: str, config: RunConfig
 ) -> tuple[float, float]:
-    """Median seconds from a version's publishing to the last commit, and median bytes that left the trainer over the version's."""
+    """Returns the median seconds from publication to the last commit, and the median bytes that the trainer sent over the version's."""
     redis = await connect(redis_url)
     run = await Run.create(redis, run_id(), config, {})
     term = await ExperienceLog(run).take(Writer.LEARNER)
@@ -132,7 +132,7 @@ def main() -> int:
         measured = asyncio.run(measure(options.receivers, options.mib << 20, options.repeats, options.mbit))
     for name, value in measured.items():
         print(f"{name:32} {value:12.3f}")
-    met = all(measured.get(name, bound + 1) <= bound for name, bound in most.items())  # what was not measured is not met
+    met = all(measured.get(name, bound + 1) <= bound for name, bound in most.items())  # unmeasured: missed
     print(json.dumps({"bench": "relay", "measured": measured, "target": most, "met": met}))
     return 0 if met else 1
 

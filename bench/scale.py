@@ -1,20 +1,20 @@
-"""Scaling: whether 64 replicas have 64 times the throughput of one, and the orchestrator's cost per sample.
+"""Scaling: the throughput of 64 replicas compared with that of one, and the orchestrator's cost per sample.
 
     python bench/scale.py [--replicas 1 4 16 64] [--slots 8] [--step 0.01] [--seconds 18]
 
-Replicas (all in one process) and learner are simulated, everything else is real: Redis with every write on disk, gRPC, reward server,
-supervisor, orchestrator and log as processes of their own. A replica decodes `--slots` samples at once, each at `--step` seconds per
-token: 100 tokens/s, as a 7B model on one accelerator; that one would decode more at once, which two cores cannot simulate. Lengths have
-a long tail: they are geometric, with a mean that varies log-normally over samples, and cut at 512 tokens; half have less than 65, a tenth
-more than 360. What a replica gets per iteration is the same for all sizes: 4 groups of 8 samples. At `max_staleness` 2 the longest
+Replicas (all in one process) and learner are simulated, everything else is real: Redis with every write on disk, gRPC, and reward server,
+supervisor, orchestrator and log in separate processes. A replica decodes `--slots` samples at once, each at `--step` seconds per token:
+100 tokens/s, like a 7B model on one accelerator. Such a model would decode more samples at once, which two cores cannot simulate. Lengths
+have a long tail: they are geometric, with a mean that varies log-normally over samples, and cut at 512 tokens. Half have less than 65, a
+tenth more than 360. The work of a replica per iteration is the same for all sizes: 4 groups of 8 samples. At `max_staleness` 2 the longest
 answers of an iteration overlap with the next ones.
 
 linear_at_64                 tokens/s of 64 replicas over 64 times those of one (>= 0.95)
 orchestrator_ms_per_sample   processor time of the orchestrator per sample, at 64 replicas
 first_group_seconds          from the start of a replica that joins the largest run to the end of its first group, most of it decoding
-first_call_seconds           from there to its first call
+first_call_seconds           from the same start to its first call
 
-The table has each run's tokens/s beside those of an engine that never waits; the lines above it say what share of a core each process took.
+The table compares each run's tokens/s with those of an engine that never waits. The lines above it show each process's share of a core.
 """
 
 import argparse
@@ -53,7 +53,7 @@ CONTEXT = LONGEST + 32
 
 
 class JoiningEngine(SimulatedInferenceEngine):
-    """Notes when its first call comes, and when the first group is whole."""
+    """Records the times of its first call and of its first complete group."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -65,14 +65,15 @@ class JoiningEngine(SimulatedInferenceEngine):
         self.called = self.called or time.perf_counter()
         async for delta in super().generate(request):
             yield delta
-            if delta.finish and int(request.request_id.rpartition(".")[2]) < SAMPLES:  # of the first group
+            if delta.finish and int(request.request_id.rpartition(".")[2]) < SAMPLES:  # samples of the first group
                 self._ended += 1
                 if self._ended == SAMPLES:
                     self.whole.set_result(time.perf_counter())
 
 
 async def join(started: SimulatedRun, options: argparse.Namespace) -> dict[str, float]:
-    """One more replica, in this process, until it has made a group: seconds from its start to its first call, and to the group's end."""
+    """Adds a replica, in this process, until it has generated a group. Returns the seconds from its start to its first call and to the
+    group."""
     spec = await fetch_run_spec(started.redis_url, started.run.run_id)
     engine = JoiningEngine(WEIGHT_NAMES, CONTEXT, VOCAB, options.step, options.slots, LENGTHS)
     stop, began = asyncio.Event(), time.perf_counter()
@@ -90,12 +91,13 @@ async def join(started: SimulatedRun, options: argparse.Namespace) -> dict[str, 
 async def one(
     server: EmbeddedServer, folder: Path, replicas: int, options: argparse.Namespace, found: dict[str, float]
 ) -> Stretch:
-    """A run of its own. The largest gets one more replica behind what is measured; its times go into `found`."""
+    """Measures one run. The largest run then gets one more replica, whose times are added to `found`."""
     (folder / "run").mkdir(parents=True)
     async with simulated_run(
         server.url,
         folder.name,
         folder,
+        executable=sys.executable,  # the processes themselves are measured, without a wrapper
         replicas=(
             *("--replicas", str(replicas), "--step-seconds", str(options.step)),
             *("--mean-length", str(LENGTHS.mean), "--length-spread", str(LENGTHS.spread)),
@@ -119,7 +121,7 @@ async def one(
 
 
 def engine_rate(options: argparse.Namespace) -> float:
-    """Tokens per second of one replica that never waits. A slot is taken up to the end of its last chunk."""
+    """Returns tokens per second of one replica that never waits. A slot is occupied until the end of its last chunk."""
     sampling = Sampling(1.0, 1.0, -1, (LENGTHS.end_id,))
     lengths = np.array([len(sample(0, [0], seed, sampling, LONGEST, VOCAB, LENGTHS)[0]) for seed in range(4000)])
     return float(options.slots / options.step * lengths.mean() / (np.ceil(lengths / CHUNK_TOKENS) * CHUNK_TOKENS).mean())

@@ -1,14 +1,15 @@
-"""A push of 1T parameters from 256 senders to 1,024 receivers, simulated from what one hop costs on this machine.
+"""A push of 1T parameters from 256 senders to 1,024 receivers, simulated from the measured cost of one hop on this machine.
 
     python bench/scale_push.py [--parameters 1e12] [--senders 256] [--receivers 1024] [--replicas 32] [--gbit 400] [--cores 32]
 
-Measured first, with the code of a push: the rate of one stream, and of comparing, applying and verifying a delta, each on one core; best
-of a few, since other work on these cores only makes them slower. Simulated then: every receiver takes its share of a replica's weights, a
-chain of receivers holds the same share, and a tensor moves on when it has arrived and is verified. A machine runs `--cores` streams in and
-as many out, and as many threads compare and apply. docs/scale.md has the arithmetic, and what of it is not built.
+It first measures, with the code of a push, the rates of one stream and of comparing, applying and verifying a delta, each on one core. The
+best of a few counts, since other work on these cores only slows them down. Then it simulates: every receiver takes its share of a replica's
+weights, a chain of receivers holds the same share, and a tensor is forwarded when it has arrived and is verified. A machine runs `--cores`
+streams in, as many out, and as many threads that compare and apply. docs/scale.md has the arithmetic, and names the parts that do not
+exist.
 
 `full_seconds` (<= 5), `delta_seconds` (<= 1): from the sealed version to the last receiver that has verified it. `trainer_copies`: bytes
-that the senders send together, over those of the model.
+of all senders together over those of the model.
 """
 
 import argparse
@@ -32,16 +33,17 @@ from polyreme.weights.wire import CHUNK_BYTES
 
 MOST = {"full_seconds": 5.0, "delta_seconds": 1.0}
 BYTES = 2  # of a bfloat16 parameter
-LARGEST_TENSOR = 64 << 20  # bytes of it in a share; a relay sends a tensor when it is verified
-CHANGED = 0.01  # of the elements of a delta
+LARGEST_TENSOR = 64 << 20  # bytes of a tensor in a share; a relay forwards a tensor when it is verified
+CHANGED = 0.01  # share of the elements in a delta
 NETWORK_SECONDS = 10e-6  # one way, in a data centre
-CALL_SECONDS = 5e-3  # the order to fetch, and its call
+CALL_SECONDS = 5e-3  # seconds of the call that orders a fetch
 REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes per second of one core, whole tensors: a stream, comparing, and copying, applying and verifying; a delta's share of the bytes."""
+    """Bytes per second of one core on whole tensors: streaming, comparing, and copying, applying and verifying; a delta's share of the
+    bytes."""
 
     stream: float
     compare: float
@@ -51,7 +53,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Fleet:
-    """`replicas` hold the model; its receivers are spread over them evenly. `link`: bytes per second, each way."""
+    """`replicas` hold the model; the receivers are spread evenly over them. `link`: bytes per second, each way."""
 
     parameters: float
     senders: int
@@ -105,19 +107,20 @@ def measure(mib: int) -> Costs:
 
 
 def chain_seconds(nbytes: float, length: int, rate: float, unit: float) -> float:
-    """When the last of `length` receivers in a row has everything; each sends `unit` bytes on when they have arrived."""
+    """Returns the seconds until the last of `length` receivers in a chain has everything. Each forwards `unit` bytes when they have
+    arrived."""
     chunks = max(1, round(nbytes / max(unit, CHUNK_BYTES)))
     seconds = nbytes / chunks / rate
     arrived = np.arange(1, chunks + 1) * seconds  # at the first receiver
     for hop in range(1, length):
-        free = np.arange(chunks) * seconds  # the link takes one chunk at a time
+        free = np.arange(chunks) * seconds  # the link carries one chunk at a time
         ready = np.maximum.accumulate(arrived + NETWORK_SECONDS - free)
         arrived = np.maximum(ready + free, CALL_SECONDS + hop * NETWORK_SECONDS) + seconds
     return float(arrived[-1]) + CALL_SECONDS
 
 
 def simulate(fleet: Fleet, costs: Costs) -> dict[str, float]:
-    """Senders share the first receivers of the chains, so the slower of both ends bounds a chain's beginning."""
+    """Simulates the push. The senders share the first receivers of the chains, so the slower end bounds the start of a chain."""
     rate = min(fleet.link, fleet.cores * costs.stream)
     heads = fleet.receivers / fleet.replicas
     first = min(rate, rate * fleet.senders / heads)
@@ -142,7 +145,7 @@ def main() -> int:
     parser.add_argument("--parameters", type=float, default=1e12)
     parser.add_argument("--senders", type=int, default=256)
     parser.add_argument("--receivers", type=int, default=1024)
-    parser.add_argument("--replicas", type=int, default=32, help="copies of the model that the receivers hold together")
+    parser.add_argument("--replicas", type=int, default=32, help="number of model copies that all receivers hold together")
     parser.add_argument("--gbit", type=float, default=400, help="of each machine's link, each way")
     parser.add_argument("--cores", type=int, default=32, help="of each machine, for streams and for deltas")
     parser.add_argument("--mib", type=int, default=16, help="size of each of the 16 tensors that are measured")

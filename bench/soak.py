@@ -1,21 +1,22 @@
-"""Whether a long run stays as it is: memory, files and Redis of every process over 10,000 iterations.
+"""Checks a long run for growth: memory of every process, files and Redis over 10,000 iterations.
 
     python bench/soak.py [--iterations 10000] [--minutes 60] [--every 5]
 
-Replicas and learner are simulated and take no time, everything else is real: Redis with every write on disk, gRPC, reward server,
-supervisor, orchestrator, log and recorder as processes of their own. The first fifth of the run is warm-up and does not count. For each
-quantity a line is fitted through the rest; its growth is what the line gains from its first to its last measurement.
+Replicas and learner are simulated and take no time, everything else is real: Redis with every write on disk, gRPC, and reward server,
+supervisor, orchestrator, log and recorder in separate processes. The first fifth of the run is warm-up and does not count. A line is fitted
+through the other measurements of each quantity; its growth is the line's increase from the first to the last of them.
 
-growing              quantities that grow by more than LIMITS allow (0)
-worst_growth         the largest growth of a process' resident memory, as a share of its mean
-repeated_lines       kinds of log lines, numbers masked, that come too often: warnings more than once in 100 iterations, others more
+growing              number of quantities that grow by more than LIMITS allow (0)
+worst_growth         the largest growth of a process's resident memory, as a share of its mean
+repeated_lines       kinds of log lines, numbers masked, that are too frequent: warnings more than once in 100 iterations, others more
                      than once an iteration (0)
-disk_per_iteration   bytes of the record (metrics and samples) of an iteration; the record is meant to grow
-iterations           how many there were; the run is stopped after --minutes. Redis' bounded streams are full after 4,000, so a shorter run
-                     shows them as growth
-minutes_for_10000    how long 10,000 iterations take at this pace, without the start (60)
+disk_per_iteration   bytes of the record (metrics and samples) of an iteration; the record grows by design
+iterations           number of iterations; the run is stopped after --minutes
+minutes_for_10000    minutes of 10,000 iterations at this pace, without start-up (60)
 
-Disk: the append-only file of Redis and the logs count as quantities; the run's record does not.
+The data of Redis counts without its bounded streams, which are full after 4,000 iterations. Its append-only file grows between two
+rewrites, so only the part beyond the rewrite size counts; the bench lowers the minimum rewrite size, so that rewrites happen. The logs
+count as disk; the run's record does not.
 """
 
 import argparse
@@ -42,18 +43,22 @@ from support.simulated_run import SimulatedRun, simulated_run
 
 TARGET = {"growing": 0, "repeated_lines": 0, "minutes_for_10000": 60.0}
 LIMITS = {"MiB": (4.0, 0.03), "files": (2.0, 0.0), "disk MiB": (4.0, 0.1)}
-"""Allowed growth by unit: as a number, or as a share of the mean, whichever is more."""
-STALL = 300.0  # seconds without an iteration
-SLACK = 10  # lines of a short run
+"""Allowed growth by unit: the larger of a number and a share of the mean."""
+STALL = 300.0  # timeout in seconds without an iteration
+SLACK = 10  # allowed lines in a short run
+STREAMS = ("metrics", "commits", "events")
+"""Redis's bounded streams."""
+REWRITE_MIB = 2
+"""The append-only file is not rewritten below this size."""
 _NUMBER = re.compile(r"[0-9a-f]{8,}|\d+(\.\d+)?")
 MIB = 2.0**20
 
 Series = dict[tuple[str, str], list[tuple[float, float]]]
-"""(who, unit) -> (iteration, value) of each measurement."""
+"""(process, unit) -> (iteration, value) of each measurement."""
 
 
 def processes(started: SimulatedRun) -> dict[str, psutil.Process]:
-    """The processes of the run by role."""
+    """Returns the processes of the run by role."""
     found = {name: psutil.Process(child.pid) for name, child in started.children.items()}
     for child in found["train"].children():
         found["orchestrator" if any("orchestrator" in word for word in child.cmdline()) else "learner"] = child
@@ -61,12 +66,12 @@ def processes(started: SimulatedRun) -> dict[str, psutil.Process]:
 
 
 def size(folder: Path, pattern: str) -> int:
-    """Bytes of the files in a folder and below."""
+    """Returns the bytes of all files in a folder, recursively."""
     return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
 
 
 async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, options: argparse.Namespace) -> Series:
-    """Measures every `--every` seconds up to the run's end, or for `--minutes`. Raises RuntimeError when the run stands still."""
+    """Measures every `--every` seconds until the run ends, or for `--minutes`. Raises RuntimeError when the run stalls."""
     series: Series = defaultdict(list)
     reached, progress, last = 0, time.monotonic(), "0"
     until = time.monotonic() + 60 * options.minutes
@@ -85,11 +90,13 @@ async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, 
             continue  # the run is ending
         if "learner" not in found or min(memory for memory, _ in values.values()) == 0:
             continue  # the same
+        streams, data, file = await redis_sizes(started, data_dir)
         for name, (memory, files) in values.items():
-            series[name, "MiB"].append((reached, memory))
+            series[name, "MiB"].append((reached, memory - (streams if name == "redis" else 0.0)))
             series[name, "files"].append((reached, files))
-        series["redis data", "MiB"].append((reached, (await started.run.redis.info("memory"))["used_memory"] / MIB))
-        series["redis file", "disk MiB"].append((reached, size(data_dir, "*") / MIB))
+        series["redis data", "MiB"].append((reached, data))
+        if file is not None:
+            series["redis file", "disk MiB"].append((reached, file))
         series["logs", "disk MiB"].append((reached, size(started.folder, "*.log") / MIB))
         print(
             f"iteration {reached}: " + ", ".join(f"{name} {memory:.0f} MiB" for name, (memory, _) in values.items()), flush=True
@@ -97,8 +104,20 @@ async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, 
     return series
 
 
+async def redis_sizes(started: SimulatedRun, data_dir: Path) -> tuple[float, float, float | None]:
+    """MiB of Redis's bounded streams, of its other data, and of its files beyond the rewrite size; None during a rewrite."""
+    redis, key = started.run.redis, started.run.key
+    info = await redis.info()
+    streams = sum([await redis.memory_usage(key(name), samples=0) or 0 for name in STREAMS]) / MIB
+    data = info["used_memory"] / MIB - streams
+    if info["aof_rewrite_in_progress"]:
+        return streams, data, None
+    rewritten_at = max(REWRITE_MIB * MIB, 2.0 * info["aof_base_size"])
+    return streams, data, max(0.0, size(data_dir, "*") - rewritten_at) / MIB
+
+
 def growth(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """What a fitted line gains over the last four fifths of the run, and the mean there."""
+    """Returns the increase of a fitted line over the last four fifths of the run, and the mean there."""
     last = points[-1][0]
     iterations, values = np.array([point for point in points if point[0] >= 0.2 * last]).T
     slope = np.polyfit(iterations, values, 1)[0] if len(set(iterations)) > 1 else 0.0
@@ -106,7 +125,7 @@ def growth(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def repeated(folder: Path, iterations: int) -> list[tuple[str, int]]:
-    """The kinds of log lines that come too often, with their numbers."""
+    """Returns the kinds of log lines that are too frequent, with their counts."""
     kinds: Counter[str] = Counter()
     for path in folder.rglob("*.log"):
         with path.open(errors="replace") as lines:
@@ -152,10 +171,11 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]
             groups_per_iteration=1,
             group_size=2,
             max_staleness=1,
-            executable=sys.executable,  # the processes themselves are measured
+            executable=sys.executable,  # the processes themselves are measured, without a wrapper
             rollout={"max_new_tokens": 16},
             trainer={"save_interval": 100},
         ) as started:
+            await started.run.redis.config_set("auto-aof-rewrite-min-size", f"{REWRITE_MIB}mb")
             series = await follow(started, server, folder / "redis", options)
             if started.children["train"].poll() is None:
                 await started.run.set_state(RunState.DRAINING, f"the bench ends after {options.minutes:g} minutes")
@@ -173,7 +193,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]
 
 
 def minutes(records: list[dict[str, float]]) -> float:
-    """How long 10,000 iterations take at the pace of the newest records."""
+    """Returns the minutes of 10,000 iterations at the pace of the newest records."""
     seconds = records[-1]["time"] - records[0]["time"]
     return 10_000 * seconds / (records[-1]["iteration"] - records[0]["iteration"]) / 60
 
@@ -181,7 +201,7 @@ def minutes(records: list[dict[str, float]]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=10_000)
-    parser.add_argument("--minutes", type=float, default=60.0, help="the run is stopped after so many minutes")
+    parser.add_argument("--minutes", type=float, default=60.0, help="minutes after which the run is stopped")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two measurements")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

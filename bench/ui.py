@@ -1,16 +1,16 @@
-"""The run page's slowest interaction in Chromium, beside 100,000 samples, 10,000 iterations and 20 runs.
+"""The run page's slowest interaction in Chromium with 100,000 samples, 10,000 iterations and 20 runs.
 
     python bench/ui.py [--samples 100000] [--iterations 10000] [--runs 20] [--repeats 3]
 
-One run is recorded by the trainer's own recorder, with all samples; the other runs have metrics only. Timed from the user's action to the
+One run is written by the trainer's own recorder, with all samples; the other runs have metrics only. Timed from the user's action to the
 drawn result: first paint of a fresh browser, every chart of the big run, one chart over all runs, a search for a rare and for a frequent
-text, and the life of a sample by its id. Each is repeated in a fresh browser; its time is the shortest one, and the processor time of the
-page's server is beside it. `slowest_interaction_s` (<= 1.0) is the slowest of them. `recording_seconds` and `index_seconds` are what writing
-the runs and reading all their files for the first time took.
+text, and the life of a sample by its id. Each is repeated in a fresh browser and the shortest time counts; the processor time of the page's
+server is printed too. `slowest_interaction_s` (<= 1.0) is the slowest of them. `recording_seconds` and `index_seconds` are the times of
+writing the runs and of reading all their files for the first time.
 
-`server_share` (<= 0.02) is the processor time per second of `polyreme ui`, while a browser looks at a run of that many iterations that
-records one every second. `page_share_of_trainer` (<= 0.02) is the same of the trainer's own HTTP port: processor time per second of a
-trainer that trains, with the page open, less that without.
+`server_share` (<= 0.02) is the processor time per second of `polyreme ui` while a browser shows a run of that many iterations that
+records one every second. `page_share_of_trainer` (<= 0.02) is the same for the trainer's own HTTP port: processor time per second of a
+running trainer with the page open, minus that without.
 """
 
 import argparse
@@ -52,7 +52,7 @@ _START_MS = 120_000
 
 
 def write_metrics(run_dir: Path, iterations: int, seed: int) -> None:
-    """A run with metrics and without samples."""
+    """Writes a run with metrics and without samples."""
     run_dir.mkdir(parents=True)
     config = run_config(run_dir.parent, name=run_dir.name, output_dir=run_dir.parent, iterations=iterations)
     (run_dir / "config.yaml").write_text(config.to_yaml())
@@ -65,7 +65,7 @@ def write_metrics(run_dir: Path, iterations: int, seed: int) -> None:
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """The address of the page of the runs in `folder`, and its server's process."""
+    """Serves the page of the runs in `folder`. Yields its address and the server's process."""
     command = [sys.executable, "-m", "polyreme", "ui", str(folder), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -82,7 +82,7 @@ def processor_seconds(process: psutil.Process) -> float:
 
 
 def interactions(page: Page, address: str, server: psutil.Process, runs: int, samples: int) -> dict[str, tuple[float, float]]:
-    """Of each interaction, its seconds and the server's processor seconds."""
+    """Returns the seconds and the server's processor seconds of each interaction."""
     found: dict[str, tuple[float, float]] = {}
 
     def timed(act: Callable[[], None]) -> tuple[float, float]:
@@ -141,7 +141,7 @@ def interactions(page: Page, address: str, server: psutil.Process, runs: int, sa
 
 
 def live_share(folder: Path, browser: Browser, iterations: int) -> float:
-    """Processor seconds of `polyreme ui` per second, while a browser looks at a run that records an iteration per second."""
+    """Returns processor seconds of `polyreme ui` per second, while a browser shows a run that records an iteration per second."""
     run_dir = folder / "live"
     write_metrics(run_dir, iterations, 1)
     (run_dir / "summary.json").write_text(json.dumps({"run": "live", "state": "running", "reason": ""}))
@@ -161,7 +161,7 @@ def live_share(folder: Path, browser: Browser, iterations: int) -> float:
 
 
 def opened(browser: Browser, address: str) -> Page:
-    """The page with its curves drawn."""
+    """Opens the page and waits until its curves are drawn."""
     page = browser.new_context(viewport=SIZE).new_page()
     page.goto(address)
     page.locator("section.chart canvas").first.wait_for(timeout=_START_MS)
@@ -170,7 +170,7 @@ def opened(browser: Browser, address: str) -> Page:
 
 
 def trainer_share(folder: Path, browser: Browser) -> float:
-    """Processor seconds per second that the page costs a trainer: a simulated run, first watched and then not."""
+    """Returns the processor seconds per second that the page costs a trainer: a simulated run, first with and then without the page."""
     (folder / "trainer").mkdir()
     (folder / "redis").mkdir()
     with EmbeddedServer.start(folder / "redis") as redis, socket.socket() as free, start_blocking_portal() as portal:

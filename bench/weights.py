@@ -1,22 +1,28 @@
 """The cost of a weight push: writing a version into the arena compared with memory copies, and a real replica's swap compared with its reload.
 
-    python bench/weights.py [--gib 1] [--repeats 5] [--only arena|stream|swap]
+    python bench/weights.py [--gib 1] [--repeats 5] [--only arena|stream|swap|reload] [--large]
 
 `arena_vs_memcpy` (>= 0.5): bytes per second of copying a rank's megatron parameters into an arena slot by the layout table, as the
-learner does, over those of one plain torch copy of as many bytes, both with one thread; the worst of tensor parallel 1 and 2.
-Digests are reported apart.
+learner does, over those of one plain torch copy of as many bytes, both with one thread; the worse of tensor parallel 1 and 2.
+Digests are reported separately.
 
-`stall_over_reload_ms` (<= 25): the demo's model on a vLLM replica of its own, pushed to by the learner's publisher. How long
-generation stands still for a swap while 128 samples are decoded, minus the bare reload of the same weights on the idle replica;
-medians of 20 swaps each. Beside it what one swap costs a fixed batch of samples in time, end to end (`batch_cost_per_swap_ms`).
+`reload_vs_bytes`: time of the plain reload of the demo's model (0.8M parameters) in a vLLM worker, over one plain copy of as many bytes, in
+an otherwise idle process with one thread. `reload_vs_vllm` (<= 0.5): the same over vLLM's own layer-wise reload, whose ratio to the copy is
+`vllm_reload_vs_bytes`. With --large also for 100M parameters (`large_...`).
 
-`stream_vs_socket` (>= 0.35): bytes per second of a version's way to a replica that cannot map the arena, verified, over those of one
-bare TCP socket; both on the loopback, in turn, median of the ratios. `stream_vs_shaped_link` (>= 0.9): the same into a network
-namespace behind a link of 2.5 Gbit/s, over the link's rate (the headers of Ethernet, IP and TCP alone take 4% of it).
-`receivers_N_s`: from a version's publishing to the last of N acks, all by stream, and what that is in bytes per second to all of them.
+`stall_over_reload_ms` (<= 25): the pause of generation for a swap while 128 samples are decoded, minus the plain reload of the same weights
+on the idle replica; medians of 20 swaps each. A vLLM replica serves the demo's model, and the learner's publisher pushes to it.
+`batch_cost_per_swap_ms` is the end-to-end time that one swap adds to a fixed batch of samples. `stall_vs_reload` (<= 1.2): that pause over
+vLLM's own plain reload. Its floor is `stall_floor_vs_reload`, the same without the load: the running decoding step must end, and the calls
+to the engine take time.
 
-`late_joiner_s`: from the start of a vLLM replica that cannot map the arena, in a run that is under way, to its first token, which is
-that of the replica that was there before; `late_joiner_after_lease_s`: the part of it that is not vLLM's start.
+`stream_vs_socket` (>= 0.35): bytes per second of a verified stream to a replica that cannot map the arena, over those of one plain TCP
+socket; both on the loopback, in turn, median of the ratios. `stream_vs_shaped_link` (>= 0.9): the same into a network namespace behind a
+link of 2.5 Gbit/s, over the link's rate (the headers of Ethernet, IP and TCP alone take 4% of it). `receivers_N_s`: seconds from the
+publication of a version to the last of N acknowledgements, all by stream; the total rate in bytes per second is printed too.
+
+`late_joiner_s`: seconds from the start of a vLLM replica that joins a run and cannot map the arena to its first token, which must equal
+that of the earlier replica. `late_joiner_after_lease_s`: the part of it after vLLM's start.
 """
 
 import argparse
@@ -38,7 +44,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from weights_side import streams, swaps
+from weights_side import reloads, streams, swaps
 
 from polyreme.config.load import load_config
 from polyreme.weights.arena import Arena
@@ -50,7 +56,7 @@ from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.rope import Rope
 
 LEAST = {"arena_vs_memcpy": 0.5, "stream_vs_socket": 0.35, "stream_vs_shaped_link": 0.9}
-MOST = {"stall_over_reload_ms": 25.0}
+MOST = {"stall_over_reload_ms": 25.0, "stall_vs_reload": 1.2, "reload_vs_vllm": 0.5}
 LAYERS_PER_GIB = 20
 
 TASK = Path(__file__).parent.parent / "examples" / "running_total"
@@ -58,7 +64,7 @@ RECEIVERS = (1, 4, 16)
 
 
 def architecture(gib: float) -> Architecture:
-    """An untied Qwen2 of about `gib` GiB in fp32: 20 layers of 12.6M parameters and 2 x 8k rows of 1024 per GiB."""
+    """Returns an untied Qwen2 of about `gib` GiB in fp32: 20 layers of 12.6M parameters and 2 x 8k rows of 1024 per GiB."""
     return Architecture(
         family=find_family("qwen2"),
         layers=max(2, round(LAYERS_PER_GIB * gib)),
@@ -82,7 +88,7 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 def parameters(arch: Architecture, tp: int) -> list[tuple[torch.Tensor, str, hf_mapping.Index]]:
-    """Source view, tensor name and place of every primary slice of all `tp` ranks."""
+    """Returns source view, tensor name and position of every primary slice of all `tp` ranks."""
     pieces = []
     for tp_rank in range(tp):
         rank = hf_mapping.Rank(tp_rank, tp)
@@ -121,7 +127,7 @@ def bench_arena(gib: float, repeats: int) -> dict[str, float]:
 def measure_writes(
     arena: Arena, plan: Manifest, pieces: list[tuple[torch.Tensor, str, hf_mapping.Index]], tp: int, repeats: int
 ) -> dict[str, float]:
-    """Writes and plain copies in turn, so that both meet the same machine; the slots in turn, as in training."""
+    """Measures writes and plain copies in turn, so that both run under the same load. The slots alternate, as in training."""
     source = torch.rand(plan.nbytes // 4)
     target = torch.zeros_like(source)
     views = [
@@ -154,11 +160,21 @@ async def bench_stream(gib: float, repeats: int) -> dict[str, float]:
     }
 
 
+def stalls(measured: dict[str, float]) -> dict[str, float]:
+    """Returns the stall of a swap under load over vLLM's own plain reload, and the part of it without the load."""
+    floor = measured["stall_ms"] - measured["reload_under_load_ms"]
+    return {
+        name: part / measured["vllm_reload_ms"]
+        for name, part in (("stall_vs_reload", measured["stall_ms"]), ("stall_floor_vs_reload", floor))
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the synthetic version")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["arena", "stream", "swap"])
+    parser.add_argument("--only", choices=["arena", "stream", "swap", "reload"])
+    parser.add_argument("--large", action="store_true", help="measure the reload of 100M parameters, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     measured: dict[str, float] = {}
@@ -166,11 +182,14 @@ def main() -> int:
         measured |= bench_arena(options.gib, options.repeats)
     if options.only in (None, "stream"):
         measured |= asyncio.run(bench_stream(options.gib, options.repeats))
+    if options.only in (None, "swap", "reload"):
+        measured |= reloads.bench_reload(options.large)
     if options.only in (None, "swap"):
         measured |= asyncio.run(swaps.bench_swap())
+        measured |= stalls(measured)
     for name, value in measured.items():
         print(f"{name:28} {value:10.3f}")
-    met = all(measured.get(name, 0.0) >= least for name, least in LEAST.items())  # what could not be measured is not met
+    met = all(measured.get(name, 0.0) >= least for name, least in LEAST.items())  # unmeasured: missed
     met &= all(measured.get(name, most + 1) <= most for name, most in MOST.items())
     print(json.dumps({"bench": "weights", "measured": measured, "target": LEAST | MOST, "met": met}))
     return 0 if met else 1

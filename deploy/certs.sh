@@ -1,7 +1,7 @@
 #!/bin/sh
 # certs.sh FOLDER [NAME...]: creates a CA, and one certificate from it for all services, for mutual TLS.
 #
-# The certificate has the name `polyreme`, which clients check independent of the address (security.server_name), and the additional NAMEs
+# The certificate has the name `polyreme`, which clients check independently of the address (security.server_name), and the additional NAMEs
 # (DNS:host, IP:address). An existing CA is kept and signs a new certificate. Its key has no other use and may be stored elsewhere.
 set -eu
 umask 077

@@ -4,7 +4,7 @@ set -eu
 cd "$(dirname "$0")/.."
 umask 077
 if [ -e "$1" ]; then
-    echo "$1 is there already"
+    echo "$1 already exists"
     exit 0
 fi
 while IFS= read -r line; do
@@ -14,4 +14,4 @@ while IFS= read -r line; do
     esac
 done <.env.example >"$1.partial"
 mv "$1.partial" "$1"
-echo "$1: fresh secrets"
+echo "wrote new secrets to $1"

@@ -11,7 +11,7 @@ from typing import Any
 # gRPC's C core reads these once, when `grpc` is first imported, so they are set before any module of ours can import it. Its fork
 # handlers restart its threads in a child between fork and exec, where closed file descriptors abort the child now and then.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would repeat our errors on stderr
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC would repeat our errors on stderr
 
 API_VERSION = 1
 """Schema number of proto/polyreme/api/v1. Services with different numbers refuse each other."""

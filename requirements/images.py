@@ -1,9 +1,10 @@
-"""Writes what each image installs: the part of the lock that one service needs.
+"""Writes the requirements of each image: the part of the lock that one service needs.
 
     python requirements/images.py
 
-Invariant: these files have no line that cpu.txt lacks, so that all images and the development environment run the same versions. What a service needs is what its pyproject.toml and the roots below ask for in turn; the lock must be installed,
-since its packages' metadata tell.
+Invariant: these files have no line that cpu.txt lacks, so that all images and the development environment run the same versions. A service
+needs the packages that its pyproject.toml and the roots below require, recursively. The lock must be installed, since the script reads
+the packages' metadata.
 """
 
 import tomllib
@@ -23,20 +24,20 @@ ROOTS = {
     "npu": ["polyreme", "polyreme-rollout", "polyreme-trainer"],
 }
 WITHOUT = {"npu": ["fastapi", "numpy", "prometheus-client", "psutil", "pydantic", "pyyaml", "torch", "transformers", "uvicorn"]}
-"""What vLLM asks for too, and the vllm-ascend image therefore has, in its own row of versions."""
+"""Packages that vLLM also requires. The vllm-ascend image has its own versions of them."""
 PYTHONS = ("3.11.0", "3.11.99")
-"""Base images have any of 3.11, and some packages want others with the first of them."""
+"""Base images have any release of 3.11, and some packages have further requirements on the first one."""
 OURS = {"polyreme": ".", **{f"polyreme-{name}": f"services/{name}" for name in ("reward", "rollout", "trainer")}}
 
 
 def lock() -> dict[str, str]:
-    """cpu.txt's lines by canonical name."""
+    """Returns the lines of cpu.txt by canonical name."""
     lines = (FOLDER / "cpu.txt").read_text().splitlines()
     return {canonicalize_name(line.partition("==")[0]): line for line in lines if line}
 
 
 def needed(roots: list[str]) -> list[str]:
-    """The lock's lines that `roots` need, sorted. What the lock leaves out (see the Makefile) is left out here too."""
+    """Returns the sorted lines of the lock that `roots` need, without the packages that the lock omits (see the Makefile)."""
     locked, seen, todo = lock(), set[tuple[str, str]](), [Requirement(root) for root in roots]
     while todo:
         wanted = todo.pop()
@@ -63,7 +64,7 @@ def _asked(name: str, extra: str) -> Iterator[Requirement]:
 
 
 def _applies(requirement: Requirement, extra: str, python: str) -> bool:
-    """Whether a distribution asks for it on this Python: with the extra, or of itself when that is empty."""
+    """Returns whether a distribution requires it on this Python, with the extra or, if that is empty, without extras."""
     marker, on = requirement.marker, {"python_full_version": python}
     if marker is None:
         return not extra
@@ -71,7 +72,7 @@ def _applies(requirement: Requirement, extra: str, python: str) -> bool:
 
 
 def lines(image: str) -> list[str]:
-    """What an image's file holds."""
+    """Returns the lines of an image's file."""
     there = set(needed(WITHOUT.get(image, [])))
     return [line for line in needed(ROOTS[image]) if line not in there]
 

@@ -1,9 +1,10 @@
-"""`uv pip ...` with pip's settings: python requirements/uv.py install -r requirements/cpu.txt
+"""Runs `uv pip ...` with pip's settings: python requirements/uv.py install -r requirements/cpu.txt
 
 uv installs several times faster than pip, but reads none of pip's configuration. A machine whose pip.conf or PIP_ variables name an
-index, a folder of wheels or a certificate would install from elsewhere, or not at all.
+index, a folder of wheels or a certificate would install from elsewhere, or not at all. Without -q, `install` shows its progress and the
+estimated remaining time. uv itself shows progress only on a terminal, and without an estimate.
 
-Invariant: the variables of uv that the caller has set are kept; the others say what pip's configuration says.
+Invariant: uv's variables that the caller has set are kept; the others are set from pip's configuration.
 """
 
 import ast
@@ -13,7 +14,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-# pip's option, uv's variable, and what separates several values there.
+from progress import follow
+
+# pip's option, uv's variable, and the separator of its values
 VARIABLES = (
     ("index-url", "UV_DEFAULT_INDEX", " "),
     ("extra-index-url", "UV_INDEX", " "),
@@ -27,7 +30,7 @@ VARIABLES = (
 
 
 def parse(listing: str) -> dict[str, str]:
-    """The options in the output of `pip config list`, lines such as `global.index-url='...'`; the most specific one counts."""
+    """Returns the options in the output of `pip config list`, lines such as `global.index-url='...'`. The most specific one counts."""
     found: dict[str, str] = {}
     for section in ("global.", "install.", ":env:."):
         for line in listing.splitlines():
@@ -38,8 +41,8 @@ def parse(listing: str) -> dict[str, str]:
 
 
 def environment(options: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """The environment for uv: `given`, and what pip's options say where it says nothing."""
-    said = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip does: the wanted version, from whichever index has it
+    """Returns the environment for uv: `given`, completed from pip's options."""
+    said = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # like pip: takes the requested version from any index that has it
     for option, variable, separator in VARIABLES:
         if values := options.get(option, "").split():
             said[variable] = separator.join(values)
@@ -52,6 +55,8 @@ def main() -> None:
     options = parse(listing)
     no_index = ["--no-index"] if options.get("no-index", "") in ("1", "true", "yes", "on") else []
     words = [str(folder / "uv"), "pip", sys.argv[1], "--python", sys.executable, *no_index, *sys.argv[2:]]
+    if sys.argv[1] == "install" and not {"-q", "--quiet"} & {*sys.argv}:
+        sys.exit(follow(words, environment(options, os.environ)))
     os.execve(words[0], words, environment(options, os.environ))
 
 

@@ -1,4 +1,4 @@
-"""Fixtures that every kind of test shares: a real Redis, and a fresh run in it."""
+"""Fixtures for all tests: a real Redis, and a fresh run in it."""
 
 import atexit
 import gc
@@ -17,8 +17,8 @@ from polyreme.experience.store import connect
 from support.configs import run_config
 from support.tiny_tokenizer import model_files
 
-# No verdict depends on the speed of the machine, and every run finds the same. `make test-slow` takes the profile with random seeds and
-# more examples.
+# No verdict depends on the speed of the machine, and every run uses the same examples. `make test-slow` uses the profile with random seeds
+# and more examples.
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -30,7 +30,7 @@ _ALL_REAL = re.compile(r"^pytestmark = (?:\[[^\]]*)?pytest\.mark\.real\b", re.MU
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out the files of real tests where `-m` does: what they import costs every process of the light tests seconds."""
+    """Ignores the files of real tests if `-m` excludes them, since their imports take every process of the light tests seconds."""
     if collection_path.suffix != ".py" or "not real" not in config.option.markexpr:
         return None
     return True if _ALL_REAL.search(collection_path.read_text()) else None
@@ -57,7 +57,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    """A client of it."""
+    """A client of that server."""
     client = await connect(redis_url)
     yield client
     await client.aclose()

@@ -1,7 +1,7 @@
-"""One iteration's parts in one process, without services: engine, reward function, learner step, weight write and reload.
+"""Runs the parts of an iteration in one process, without services: engine, reward function, learner step, weight write and reload.
 
-Run by bench/peer.py; prints one JSON object with the median seconds of each part. The parts are Polyreme's own, called one after the
-other: what an iteration of the services takes beyond their sum is the price of the services.
+bench/peer.py runs it. It prints one JSON object with the median seconds of each part. The parts are Polyreme's own, called one after the
+other. The time of an iteration beyond their sum is the cost of the services.
 """
 
 import argparse
@@ -25,7 +25,7 @@ RUN_ID = "bench-parts"
 async def sample(
     engine: Any, config: Any, prompts: Sequence[Any], stop_ids: tuple[int, ...], turn: int
 ) -> list[list[tuple[list[int], list[float], str]]]:
-    """(ids, logprobs, finish) of every sample of every prompt."""
+    """Returns (ids, logprobs, finish) of every sample of every prompt."""
     sampling = Sampling(config.rollout.temperature, 1.0, -1, stop_ids)
 
     async def one(number: int, prompt: Any) -> tuple[list[int], list[float], str]:
@@ -72,7 +72,7 @@ def measure(engine: Any, config: RunConfig, iterations: int, after: str) -> dict
     learner.policy.load_hf(config.model.path)
     template = Template(files, config.data)
     prompts = load_prompts(config.data.train, config.data, template).prompts
-    run = asyncio.Runner().run  # `Ranks` has a loop of its own
+    run = asyncio.Runner().run  # `Ranks` has its own event loop
     run(engine.open())
     parts: dict[str, list[float]] = {name: [] for name in ("generate", "score", "train", "write", "load")}
 

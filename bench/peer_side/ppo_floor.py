@@ -1,8 +1,9 @@
-"""What one PPO iteration of bench/peer_ppo.py costs at least on this machine: the engine alone, and four models in plain torch.
+"""The minimum time of a PPO iteration of bench/peer_ppo.py on this machine: the engine alone, and four models in plain torch.
 
-Prints one JSON object with the median seconds of each part. The engine generates the iteration's answers without a service around it. Plain
-torch then runs the reference, the critic and the reward model over them and trains actor and critic, with both threads, on as many tokens as
-the answers and their prompts have, without any padding. There is no service, no queue, no weight push and no metric.
+Prints one JSON object with the median seconds of each part. The engine generates the iteration's answers without a service. Plain torch
+then
+runs the reference, the critic and the reward model over as many tokens and trains actor and critic, with both threads and without padding.
+There is no service, no queue, no weight push and no metric.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from polyreme_trainer.data.template import Template
 
 
 def generate(config: RunConfig, iterations: int) -> tuple[float, int]:
-    """Seconds of an iteration's answers, and the mean number of tokens of a prompt and its answer."""
+    """Returns the seconds of generating an iteration's answers, and the mean number of tokens of a prompt and its answer."""
     template = Template(read_model_files(config.model.path), config.data)
     prompts = load_prompts(config.data.train, config.data, template).prompts
     engine: Any = engine_module.start(config, config.model.path)
@@ -47,7 +48,7 @@ def generate(config: RunConfig, iterations: int) -> tuple[float, int]:
 
 
 def train(config: RunConfig, length: int, epochs: int, iterations: int, threads: int) -> float:
-    """Seconds of the models of one iteration on samples of `length` tokens."""
+    """Returns the seconds of the models in one iteration on samples of `length` tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -1,7 +1,7 @@
-"""The two tasks of the comparison, each with a policy that Polyreme's supervised stage has warmed up.
+"""The two tasks of the comparison, each with a policy from Polyreme's supervised stage.
 
 demo    the running-total demo: answers of 3 to 108 tokens, long-tailed
-short   copy four digits: answers of 5 tokens; taught with a wrong digit now and then, so that groups differ in reward
+short   copying four digits: answers of 5 tokens. Some supervised answers have a wrong digit, so that rewards differ within a group
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ DEMO = ROOT / "examples" / "running_total"
 
 @dataclass(frozen=True)
 class Task:
-    """Files and settings that both sides get.
+    """Files and settings for both sides.
 
     Attributes:
         config: a run configuration without a supervised stage.
@@ -38,7 +38,7 @@ class Task:
     after: str
 
     def templated(self, source: Path) -> Path:
-        """The same rows with the prompt as the model reads it, for a trainer that is given text."""
+        """Writes the same rows with templated prompts, for a trainer that reads text."""
         target = self.model.parent / f"templated_{source.name}"
         rows = [json.loads(line) for line in source.read_text().splitlines()]
         target.write_text("".join(json.dumps({**row, "prompt": row["prompt"] + "="}) + "\n" for row in rows))
@@ -55,14 +55,14 @@ def up(config: Path, output_dir: Path, name: str, *overrides: str, seconds: floa
 
 
 def demo_task(work: Path) -> Task:
-    """Warms the demo's policy up, once per `work` folder."""
+    """Warms up the demo's policy, once per `work` folder."""
     _demo().prepare(DEMO / "data", seed=0)
     data = DEMO / "data"
     return _warmed(Task("demo", DEMO / "run.yaml", work / "demo" / "model", data / "train.jsonl", data / "eval.jsonl", 108, "#"))
 
 
 def short_task(work: Path) -> Task:
-    """Makes the copying task and warms a policy up on it, once per `work` folder."""
+    """Creates the copying task and warms up a policy on it, once per `work` folder."""
     folder = work / "short"
     folder.mkdir(parents=True, exist_ok=True)
     demo, rng = _demo(), random.Random(0)

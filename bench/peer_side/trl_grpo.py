@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer on one task, in TRL's own environment: prints one JSON object with its steps and evaluations.
+"""Runs TRL's GRPOTrainer on one task, in TRL's environment. Prints one JSON object with its steps and evaluations.
 
-Run by bench/peer.py with the interpreter of a venv made from requirements/peer.txt. The clock counts training steps alone: model
-loading and evaluations are left out, as they are for Polyreme.
+bench/peer.py runs it with the interpreter of a venv created from requirements/peer.txt. The clock counts training steps only, without model
+loading and evaluations, as for Polyreme.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def right(completion: str, answer: str) -> float:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step and the greedy accuracy at intervals, off the clock."""
+    """Records the seconds of each step, and the greedy accuracy at intervals, which is not timed."""
 
     def __init__(self, rows: list[dict], tokenizer) -> None:
         self.rows, self.tokenizer = rows, tokenizer

@@ -1,6 +1,6 @@
-"""TRL's PPOTrainer with four models on one task, in TRL's own environment: prints one JSON object with its step seconds.
+"""Runs TRL's PPOTrainer with four models on one task, in TRL's environment. Prints one JSON object with its step seconds.
 
-Run by bench/peer_ppo.py with the interpreter of a venv made from requirements/peer-ppo.txt. The clock leaves out model loading.
+bench/peer_ppo.py runs it with the interpreter of a venv created from requirements/peer-ppo.txt. The clock excludes model loading.
 """
 
 import argparse
@@ -35,7 +35,7 @@ torch.set_num_threads(options.threads)
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step."""
+    """Records the seconds of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -1,7 +1,7 @@
-"""One measured run whose replicas and learner are simulated and whose other processes are real.
+"""One measured run with simulated replicas and learner, and all other processes real.
 
-Kept here: rates are between two iteration records in mid-run, and CPU seconds are those of the same stretch, so neither start-up nor the
-run's end counts.
+Invariant: rates are between two iteration records in mid-run, and CPU seconds are from the same interval, so neither start-up nor the end
+of the run counts.
 """
 
 import time
@@ -15,8 +15,8 @@ import psutil  # type: ignore[import-untyped]
 from support.simulated_run import SimulatedRun
 
 COUNT = "tokens.txt"
-"""The file in a run's folder that its replicas count tokens in (`--count`)."""
-LIMIT = 120.0  # seconds from one iteration to the next, start-up included
+"""The file in a run's folder in which its replicas count tokens (`--count`)."""
+LIMIT = 120.0  # timeout in seconds from one iteration to the next, including start-up
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Stretch:
     """The measured iterations of a run.
 
     Attributes:
-        records: theirs, and the one before as the first.
-        tokens: sampled by all replicas, and the seconds that this took.
-        cpu_seconds: by process.
+        records: their records, preceded by the record of the iteration before them.
+        tokens: number of tokens that all replicas sampled, and the seconds of sampling.
+        cpu_seconds: CPU seconds by process.
     """
 
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Stretch:
         return float(self.records[-1]["time"] - self.records[0]["time"])
 
     def total(self, key: str) -> float:
-        """A record's number, summed over the measured iterations."""
+        """Returns the sum of a record's number over the measured iterations."""
         return float(sum(record[key] for record in self.records[1:]))
 
     def mean(self, key: str) -> float:
@@ -49,7 +49,7 @@ async def measured(started: SimulatedRun, redis_pid: int, warm_up: int, seconds:
     """Follows a run through `warm_up` iterations and `seconds` more, to the end of an iteration.
 
     Raises:
-        RuntimeError: the run ended or stood still; shows the logs.
+        RuntimeError: the run ended or stalled; shows the logs.
     """
     stretch, before = Stretch(), dict[str, float]()
     async for record in _iterations(started):
@@ -67,7 +67,7 @@ async def measured(started: SimulatedRun, redis_pid: int, warm_up: int, seconds:
 
 
 def _sampled(path: Path, start: float, end: float) -> tuple[int, float]:
-    """Tokens between the first line after `start` and the last before `end`, and the seconds between these lines."""
+    """Returns the tokens between the first line after `start` and the last before `end`, and the seconds between these lines."""
     lines = [line.split() for line in path.read_text().splitlines()]
     (first, before), *_, (last, after) = [(float(at), int(tokens)) for at, tokens in lines if start <= float(at) <= end]
     return after - before, last - first
@@ -83,11 +83,11 @@ async def _iterations(started: SimulatedRun) -> AsyncIterator[dict[str, Any]]:
                 yield record
         if started.children["train"].poll() is not None:
             break
-    raise RuntimeError(f"the run ended or stood still: {await started.run.state()}\n{started.logs()}")
+    raise RuntimeError(f"the run ended or stalled: {await started.run.state()}\n{started.logs()}")
 
 
 def cpu_seconds(started: SimulatedRun, redis_pid: int) -> dict[str, float]:
-    """CPU seconds of each process so far."""
+    """Returns the CPU seconds of each process so far."""
     children = {name: child.pid for name, child in started.children.items()}
     pids = {"redis": [redis_pid], "replicas": [pid for name, pid in children.items() if name.startswith("rollout")]}
     pids["reward"] = [children["reward"], *(child.pid for child in psutil.Process(children["reward"]).children(recursive=True))]

@@ -1,4 +1,4 @@
-"""A replica's end of a stream, without an engine: the real weights service on `HOST`; prints its port. Or one bare socket.
+"""Runs the receiving end of a stream without an engine: the real weights service on `HOST`, or one plain socket. Prints its port.
 
 python -m weights_side.replica HOST stream|socket TENSORS BYTES RUN
 """
@@ -28,7 +28,7 @@ async def serve(host: str, tensors: int, run: str) -> None:
 
 
 def drain(host: str, size: int) -> None:
-    """Takes `size` bytes again and again, into memory that is there, and answers each with one byte."""
+    """Repeatedly receives `size` bytes into the same memory, and answers each time with one byte."""
     target = memoryview(mmap.mmap(-1, size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
     with socket.create_server((host, 0)) as server:
         print(server.getsockname()[1], flush=True)

@@ -1,4 +1,4 @@
-"""The stream path measured: the learner's own link and publisher, the replica's own service, in processes of their own."""
+"""Measurements of the stream path: the learner's link and publisher, and the replica's service, in separate processes."""
 
 import os
 import socket
@@ -47,7 +47,7 @@ class Versions:
         self.number = -1
 
     def write(self, slot: int) -> tuple[Manifest, int]:
-        """The next version; sealed, and its generation."""
+        """Writes and seals the next version. Returns its generation."""
         self.number += 1
         self.arena.begin(slot)
         view = np.frombuffer(self.arena.slot_view(slot), np.uint8)
@@ -62,7 +62,7 @@ class Versions:
 def peer(
     kind: str, nbytes: int, run: str, host: str = "127.0.0.1", place: Callable[[Sequence[str]], Sequence[str]] = tuple
 ) -> Iterator[int]:
-    """A replica's end (`stream`) or a bare one (`socket`) as a process at a place; gives its port."""
+    """Starts the weights service (`stream`) or a plain socket (`socket`) in a process at `place`. Yields its port."""
     command = [sys.executable, "-m", "weights_side.replica", host, kind, str(TENSORS), str(nbytes), run]
     paths = os.pathsep.join((str(BENCH), str(BENCH.parent / "tests")))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -77,7 +77,7 @@ def peer(
 
 
 async def stream(link: ReplicaClient, versions: Versions, turn: int) -> float:
-    """Seconds of one version's way, verified at its end."""
+    """Returns the seconds of one version's transfer, including verification."""
     slot = turn % versions.arena.slots
     sealed, generation = versions.write(slot)
     version = Version(sealed.to_proto(), slot, generation)
@@ -89,7 +89,7 @@ async def stream(link: ReplicaClient, versions: Versions, turn: int) -> float:
 
 
 def bare(connection: socket.socket, data: memoryview) -> float:
-    """Seconds of as many bytes through a socket."""
+    """Returns the seconds of as many bytes through a socket."""
     began = time.perf_counter()
     connection.sendall(data)
     connection.recv(1)
@@ -97,13 +97,13 @@ def bare(connection: socket.socket, data: memoryview) -> float:
 
 
 async def against_socket(nbytes: int, repeats: int) -> dict[str, float]:
-    """One stream and one bare socket on the loopback, in turn, so that both meet the same machine."""
+    """Measures a stream and a plain socket on the loopback, in turn, so that both run under the same load."""
     versions = Versions(nbytes, run_id())
     try:
         with peer("stream", nbytes, versions.run_id) as port, peer("socket", versions.plan.nbytes, versions.run_id) as bare_port:
             link = ReplicaClient(lease("bench", port), versions.arena)
             data = versions.arena.slot_view(0)[: versions.plan.nbytes]
-            first = [await stream(link, versions, turn) for turn in range(2)]  # its buffers are made
+            first = [await stream(link, versions, turn) for turn in range(2)]  # allocates its buffers
             with socket.create_connection(("127.0.0.1", bare_port)) as connection:
                 bare(connection, data)
                 streams, sockets = [], []
@@ -123,7 +123,7 @@ async def against_socket(nbytes: int, repeats: int) -> dict[str, float]:
 
 
 async def against_shaped_link(nbytes: int, repeats: int) -> dict[str, float]:
-    """A stream into a network namespace, through a link that carries SHAPED_BITS a second. Nothing where there are no namespaces."""
+    """Measures a stream into a network namespace over a link of SHAPED_BITS per second. Empty if namespaces are not available."""
     if reason := missing():
         print(f"no shaped link: {reason}")
         return {}
@@ -143,7 +143,7 @@ async def against_shaped_link(nbytes: int, repeats: int) -> dict[str, float]:
 
 
 async def to_many(nbytes: int, counts: Sequence[int], repeats: int, config: RunConfig) -> dict[str, float]:
-    """The publisher's way to many receivers: gigabytes a second to all of them together, from the publishing to the last ack."""
+    """Measures the publication to many receivers: total gigabytes per second, from publication to the last acknowledgement."""
     measured: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer.start(Path(folder)) as server:
         redis = await connect(server.url)
@@ -157,7 +157,7 @@ async def to_many(nbytes: int, counts: Sequence[int], repeats: int, config: RunC
 
 
 async def publish_to(run: Run, redis_url: str, nbytes: int, count: int, repeats: int) -> float:
-    """Median seconds from a version's publishing to the last of `count` commits."""
+    """Returns the median seconds from the publication of a version to the last of `count` commits."""
     term = await ExperienceLog(run).take(Writer.LEARNER)
     versions = Versions(nbytes, run.run_id)
     versions.arena.unlink()  # as on another host

@@ -1,6 +1,6 @@
-"""Swaps of a real replica: their pause and their cost beside batches of samples, and how soon a second replica serves.
+"""Swaps of a real replica: their pause, the time they add to batches of samples, and the start of a second replica.
 
-Invariant: every swap is of a version that was pushed as a run's learner pushes it.
+Invariant: every swapped version was pushed as by a run's learner.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ JOIN_SECONDS = 120.0
 
 @dataclass
 class Stage:
-    """A replica, and a learner's end that pushes versions of the demo's model to it."""
+    """A replica, and a publisher that pushes versions of the demo's model to it."""
 
     run: Run
     redis_url: str
@@ -59,7 +59,7 @@ class Stage:
     version: int = -1
 
     async def push(self) -> tuple[Commit, float]:
-        """Writes the next version and waits until it is served. Returns the commit and the seconds since it was complete."""
+        """Writes the next version and waits until it is served. Returns the commit and the seconds since the version was complete."""
         self.version += 1
         slot = await self.publisher.acquire_slot(10)
         self.arena.begin(slot)
@@ -72,7 +72,7 @@ class Stage:
         return commit, time.perf_counter() - started
 
     async def generate(self) -> None:
-        """One batch: CALLS x SLOTS samples of NEW_TOKENS tokens each."""
+        """Generates one batch: CALLS x SLOTS samples of NEW_TOKENS tokens each."""
         prompt = torch.arange(4, 24, dtype=torch.int32).numpy().tobytes()
         sampling = pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1)
 
@@ -94,7 +94,7 @@ class Stage:
 
 @asynccontextmanager
 async def staged(folder: Path) -> AsyncIterator[Stage]:
-    """The demo's model from its seed, a Redis, a replica that serves version 0, and the publisher."""
+    """Sets up the demo's model from its seed, a Redis, a replica that serves version 0, and the publisher."""
     sys.path.insert(0, str(TASK))
     import prepare  # type: ignore[import-not-found]  # the example's, found at run time
 
@@ -155,7 +155,7 @@ async def bench_swap() -> dict[str, float]:
 
 
 async def late_joiner(stage: Stage, folder: Path) -> dict[str, float]:
-    """A second replica, which has nothing but Redis's address, up to its first token."""
+    """Starts a second replica, which gets only the address of Redis, and waits for its first token."""
     expected = await first_token(stage, stage.address)
     stage.arena.unlink()  # as on another host
     command = [sys.executable, "-m", "polyreme", "rollout", "--redis", stage.redis_url, "--run", stage.run.run_id]
@@ -166,7 +166,7 @@ async def late_joiner(stage: Stage, folder: Path) -> dict[str, float]:
         leased = time.perf_counter()
         [address] = [lease.address for lease in leases if lease.address != stage.address]
         if await first_token(stage, address) != expected:
-            raise SystemExit("the late joiner's token is not that of the version")
+            raise SystemExit("the first token of the late joiner differs from that of the version")
         ended = time.perf_counter()
     finally:
         await joiner.stop(grace=20)
@@ -174,7 +174,7 @@ async def late_joiner(stage: Stage, folder: Path) -> dict[str, float]:
 
 
 async def first_token(stage: Stage, address: str) -> bytes:
-    """The most probable token of the newest version, as soon as the replica has it."""
+    """Returns the most probable token of the newest version, as soon as the replica serves it."""
     prompt = torch.arange(4, 24, dtype=torch.int32).numpy().tobytes()
     request = pb.GenerateRequest(
         run_id=stage.run.run_id,
@@ -198,7 +198,7 @@ async def first_token(stage: Stage, address: str) -> bytes:
 
 
 async def swaps_under_load(stage: Stage) -> list[tuple[Commit, float]]:
-    """SWAPS swaps, each in the middle of a batch."""
+    """Measures SWAPS swaps, each in the middle of a batch."""
     swaps: list[tuple[Commit, float]] = []
     while len(swaps) < SWAPS:
         batch = asyncio.create_task(stage.generate())
@@ -213,7 +213,7 @@ async def swaps_under_load(stage: Stage) -> list[tuple[Commit, float]]:
 
 
 async def batches(stage: Stage) -> tuple[float, float, float]:
-    """Median seconds of a batch without and with swaps in it, the two in turn, and the mean number of swaps in one."""
+    """Returns the median seconds of a batch without and with swaps, measured in turn, and the mean number of swaps in a batch."""
     still, swapping, swaps = [], [], 0
     for _ in range(BATCH_ROUNDS):
         started = time.perf_counter()

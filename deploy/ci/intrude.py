@@ -1,4 +1,4 @@
-"""Calls the given services by gRPC and HTTP without a token and with a wrong one. Only probes may be answered."""
+"""Calls the given services over gRPC and HTTP without a token and with a wrong one. Only probes may succeed."""
 
 import asyncio
 import socket

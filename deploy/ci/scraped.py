@@ -1,5 +1,7 @@
-"""Asks the stack's Prometheus, from inside one of its containers: `scraped.py SECONDS DASHBOARD ABSENT...` waits until every job has
-targets, all of them up, and every expression of the dashboard (JSON) has values, but for those with a name that begins with one of ABSENT.
+"""Queries the stack's Prometheus from one of its containers: `scraped.py SECONDS DASHBOARD ABSENT...`.
+
+Waits until all targets of every job are up, and every expression of the dashboard (JSON) has values. Expressions that begin with one of
+ABSENT are skipped.
 """
 
 import json

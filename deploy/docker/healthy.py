@@ -1,7 +1,7 @@
-"""Whether a service in this container answers: `healthy http://127.0.0.1:8080/ready`, `healthy redis://127.0.0.1:6379`.
+"""Checks that a service in this container answers: `healthy http://127.0.0.1:8080/ready`, `healthy redis://127.0.0.1:6379`.
 
-Invariant: standard library only, since it runs every few seconds. It shows the service's own certificate where the other side asks for
-one, and does not look at the other's: it never leaves the container.
+Invariant: uses the standard library only, since it runs every few seconds. With mutual TLS it presents the service's own certificate. It
+does not verify the server's certificate, since the connection stays in the container.
 """
 
 import os

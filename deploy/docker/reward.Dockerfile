@@ -1,9 +1,9 @@
 # The reward image: `docker build -f deploy/docker/reward.Dockerfile .`. It has no torch; with REQUIREMENTS=reward-torch it does.
-# Everything that comes from outside is a build argument, so that a closed network builds it: docs/deploy.md has the list.
+# Every external source is a build argument, so that the image can be built in a closed network: docs/deploy.md has the list.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 ARG REDIS_IMAGE=reward
 
-# -- shared: from here to the next section all three files are the same, and so are the layers
+# -- shared: up to the next section all three files are identical, so that they share layers
 FROM ${PYTHON_IMAGE} AS outside
 ARG WHEELS=deploy/wheels
 ARG CERTIFICATES=deploy/certificates
@@ -42,7 +42,7 @@ RUN install.sh packages /src /src/services/reward
 FROM runtime AS reward
 COPY --from=dependencies /opt/polyreme /opt/polyreme
 COPY --from=app /opt/app /opt/app
-# The Valkey that comes with Polyreme, under the name that Redis images have theirs: this image can be the stack's Redis too.
+# Links Polyreme's Valkey as `redis-server`, so that this image can also be the stack's Redis.
 RUN ln -s "$(find /opt/polyreme -name valkey-server)" /usr/local/bin/redis-server \
     && mkdir /data && chown 10001:0 /data && chmod 2770 /data
 USER 10001:0
@@ -50,5 +50,5 @@ EXPOSE 50051 8080
 ENTRYPOINT ["polyreme"]
 CMD ["reward", "--host", "0.0.0.0", "--port", "50051", "--http-port", "8080"]
 
-# -- redis: the stack's, by default this image
+# -- redis: the stack's Redis, by default from this image
 FROM ${REDIS_IMAGE} AS redis

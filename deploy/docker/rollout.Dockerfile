@@ -1,10 +1,10 @@
 # The rollout image: `docker build -f deploy/docker/rollout.Dockerfile --target cpu .`, or cuda or npu.
-# Everything that comes from outside is a build argument, so that a closed network builds it: docs/deploy.md has the list.
+# Every external source is a build argument, so that the image can be built in a closed network: docs/deploy.md has the list.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 ARG CUDA_IMAGE=python:3.11-bookworm
 ARG NPU_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0
 
-# -- shared: from here to the next section all three files are the same, and so are the layers
+# -- shared: up to the next section all three files are identical, so that they share layers
 FROM ${PYTHON_IMAGE} AS outside
 ARG WHEELS=deploy/wheels
 ARG CERTIFICATES=deploy/certificates
@@ -40,7 +40,7 @@ COPY services/rollout /src/services/rollout
 RUN install.sh packages /src /src/services/rollout
 
 FROM runtime AS cpu
-# vLLM's CPU kernels link it.
+# vLLM's CPU kernels link to libnuma.
 RUN ldconfig -p | grep -q libnuma.so.1 \
     || (apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*)
 COPY --from=dependencies /opt/polyreme /opt/polyreme
@@ -50,7 +50,7 @@ EXPOSE 50051 8080
 ENTRYPOINT ["polyreme"]
 CMD ["rollout", "--host", "0.0.0.0", "--port", "50051", "--http-port", "8080"]
 
-# -- cuda: on a base with a C compiler, which kernels are made with at run time; CUDA's libraries come as wheels
+# -- cuda: on a base with a C compiler, since kernels are compiled at run time; CUDA's libraries come as wheels
 FROM ${CUDA_IMAGE} AS dependencies-cuda
 COPY --from=outside /certificates /certificates
 COPY --from=outside /wheels /wheels
@@ -86,7 +86,7 @@ EXPOSE 50051 8080
 ENTRYPOINT ["polyreme"]
 CMD ["rollout", "--host", "0.0.0.0", "--port", "50051", "--http-port", "8080"]
 
-# -- npu: on the vllm-ascend image, whose CANN, torch, torch_npu and vLLM stay as they are
+# -- npu: on the vllm-ascend image, with its CANN, torch, torch_npu and vLLM unchanged
 FROM ${NPU_IMAGE} AS dependencies-npu
 USER root
 COPY --from=outside /certificates /certificates

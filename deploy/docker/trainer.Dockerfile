@@ -1,10 +1,10 @@
 # The trainer image: `docker build -f deploy/docker/trainer.Dockerfile --target cpu .`, or cuda or npu.
-# Everything that comes from outside is a build argument, so that a closed network builds it: docs/deploy.md has the list.
+# Every external source is a build argument, so that the image can be built in a closed network: docs/deploy.md has the list.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 ARG CUDA_IMAGE=python:3.11-bookworm
 ARG NPU_IMAGE=quay.io/ascend/vllm-ascend:v0.23.0
 
-# -- shared: from here to the next section all three files are the same, and so are the layers
+# -- shared: up to the next section all three files are identical, so that they share layers
 FROM ${PYTHON_IMAGE} AS outside
 ARG WHEELS=deploy/wheels
 ARG CERTIFICATES=deploy/certificates
@@ -48,7 +48,7 @@ EXPOSE 8080
 ENTRYPOINT ["polyreme"]
 CMD ["train", "/polyreme/run.yaml", "output_dir=/runs", "--resume", "--host", "0.0.0.0", "--http-port", "8080"]
 
-# -- cuda: on a base with a C compiler, which kernels are made with at run time; CUDA's libraries come as wheels
+# -- cuda: on a base with a C compiler, since kernels are compiled at run time; CUDA's libraries come as wheels
 FROM ${CUDA_IMAGE} AS dependencies-cuda
 COPY --from=outside /certificates /certificates
 COPY --from=outside /wheels /wheels
@@ -85,7 +85,7 @@ EXPOSE 8080
 ENTRYPOINT ["polyreme"]
 CMD ["train", "/polyreme/run.yaml", "output_dir=/runs", "--resume", "--host", "0.0.0.0", "--http-port", "8080"]
 
-# -- npu: on the vllm-ascend image, whose CANN, torch, torch_npu and vLLM stay as they are
+# -- npu: on the vllm-ascend image, with its CANN, torch, torch_npu and vLLM unchanged
 FROM ${NPU_IMAGE} AS dependencies-npu
 USER root
 COPY --from=outside /certificates /certificates

@@ -1,6 +1,6 @@
-"""A hook of mkdocs: pages outside docs/ are pages of the site too, and blocks show the name of their file.
+"""A hook of mkdocs: adds pages outside docs/ to the site, and shows the file names of code blocks.
 
-Invariant: a page has one source. Links into docs/ stay within the site. Every fence of a page becomes a block of code.
+Invariant: every page has one source. Links into docs/ stay within the site. Every fence of a page becomes a code block.
 """
 
 import re
@@ -25,7 +25,7 @@ PAGES = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages, with their links as the site needs them."""
+    """Adds the pages and adapts their links to the site."""
     for source, page in PAGES.items():
         text = re.sub(r"\]\((\.\./\.\./)?docs/", "](", (ROOT / source).read_text())
         files.append(File.generated(config, page, content=text))
@@ -33,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to the pages from outside docs/. Translates what the tests read after a fence's language: `file=NAME` becomes the title."""
+    """Adapts links to the pages from outside docs/. Turns `file=NAME` after a fence's language, which the tests read, into the title."""
     for source, page in PAGES.items():
         markdown = re.sub(rf"\]\((\.\./)*{re.escape(source)}(#[\w-]+)?\)", rf"]({page}\2)", markdown)
     titled = re.sub(r"^```(\w+) file=(\S+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Refuses a page with a fence that is not a block."""
+    """Raises an error for a page with a fence that did not become a code block."""
     if "```" in html:
-        raise PluginError(f"{page.file.src_uri}: a fence is shown as text: {html[html.index('```') :][:60]!r}")
+        raise PluginError(f"{page.file.src_uri}: a fence is rendered as text: {html[html.index('```') :][:60]!r}")
     return html

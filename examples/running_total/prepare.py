@@ -1,9 +1,10 @@
 """Creates everything that the running-total demo needs from a seed: a tokenizer, an untrained model, and four data sets.
 
-The task: given labelled digits such as `a5b8c3d9`, answer their sum modulo 10 behind a `#`. Two ways to answer are taught:
-careful    b8+5=3,c3+3=6,d9+6=5#5     every partial sum is written; nearly always right
-shortcut   #7                         a guess; right one time in ten
-The supervised mixture mostly takes the shortcut. That care pays is left for reinforcement learning to find.
+The task: given labelled digits such as `a5b8c3d9`, answer with their sum modulo 10 after a `#`. The supervised data teaches two ways to
+answer:
+careful    b8+5=3,c3+3=6,d9+6=5#5     writes every partial sum; nearly always right
+shortcut   #7                         guesses; right one time in ten
+The supervised mixture mostly takes the shortcut. Reinforcement learning discovers that careful answers score higher.
 
 Invariant: the same seed gives the same files, and no held-out prompt is ever trained on: a prompt is held out when its CRC-32 is
 a multiple of four.
@@ -44,26 +45,26 @@ CountDrawer = Callable[[random.Random], int]
 
 
 def task_count(rng: random.Random) -> int:
-    """Draws the number of digits of a prompt, 2 to 16: mostly few (geometric), and 14 to 16 for 8%."""
+    """Draws the number of digits of a prompt, 2 to 16: mostly small (geometric), and 14 to 16 for 8%."""
     if rng.random() < 0.08:
         return rng.randint(14, LONGEST)
     return _geometric(rng, 0.74, LONGEST)
 
 
 def short_count(rng: random.Random) -> int:
-    """2 to 8 digits, mostly few."""
+    """Draws 2 to 8 digits, mostly few."""
     return _geometric(rng, 0.6, 8)
 
 
 def even_count(rng: random.Random) -> int:
-    """2 to 16 digits, uniformly."""
+    """Draws 2 to 16 digits, uniformly."""
     return rng.randint(2, LONGEST)
 
 
 def draw_digits(
     rng: random.Random, held_out: bool, draw_count: CountDrawer = task_count, first: int = 0
 ) -> tuple[list[int], str]:
-    """Digits and their prompt, whose labels start at letter number `first` of the alphabet (`a` in the task)."""
+    """Draws digits and returns them with their prompt, whose labels start at letter number `first` of the alphabet (`a` in the task)."""
     while True:
         count = draw_count(rng)
         digits = [rng.randrange(10) for _ in range(count)]
@@ -73,7 +74,7 @@ def draw_digits(
 
 
 def careful_answer(digits: list[int], slip_at: int | None = None, slip_by: int = 0, first: int = 0) -> str:
-    """Every partial sum, then the result. With `slip_at`, the sum is wrong by `slip_by` from that addition (1, 2, ...) on."""
+    """Returns every partial sum, then the result. From addition number `slip_at` on, the sum is wrong by `slip_by`."""
     total = digits[0]
     steps = []
     for place, (label, digit) in enumerate(zip(_labels(len(digits), first)[1:], digits[1:], strict=True), start=1):
@@ -84,7 +85,7 @@ def careful_answer(digits: list[int], slip_at: int | None = None, slip_by: int =
 
 
 def mixed_answer(digits: list[int], rng: random.Random) -> str:
-    """The mixture's answer: sometimes careful, less often for long sums, otherwise a random guess."""
+    """Returns an answer of the mixture: sometimes careful, less often for long sums, otherwise a random guess."""
     share = MIXTURE_CAREFUL.get(len(digits)) or max(MIXTURE_FLOOR, MIXTURE_CAREFUL[3] * MIXTURE_DECAY ** (len(digits) - 3))
     if rng.random() >= share:
         return f"#{rng.randrange(10)}"
@@ -94,21 +95,21 @@ def mixed_answer(digits: list[int], rng: random.Random) -> str:
 
 
 def prompts(rng: random.Random, held_out: bool) -> Iterator[Row]:
-    """Yields prompts with their right answers without end."""
+    """Yields prompts with their right answers, endlessly."""
     while True:
         digits, prompt = draw_digits(rng, held_out)
         yield {"prompt": prompt, "answer": str(sum(digits) % 10)}
 
 
 def short_sums(rng: random.Random) -> Iterator[Row]:
-    """Endless careful sums of 2 to 8 digits, mostly few: how to add is learned several times faster on these."""
+    """Yields careful sums of 2 to 8 digits, mostly few, endlessly. The model learns addition several times faster on these."""
     while True:
         digits, prompt = draw_digits(rng, held_out=False, draw_count=short_count)
         yield {"prompt": prompt, "response": careful_answer(digits)}
 
 
 def careful_sums(rng: random.Random) -> Iterator[Row]:
-    """Endless careful sums of 2 to 16 digits. Every other one is a short sum from amid the alphabet: late labels are rare else."""
+    """Yields careful sums of 2 to 16 digits, endlessly. Every other one is a short sum with later labels, which would otherwise be rare."""
     while True:
         digits, prompt = draw_digits(rng, held_out=False, draw_count=even_count)
         yield {"prompt": prompt, "response": careful_answer(digits)}
@@ -119,7 +120,7 @@ def careful_sums(rng: random.Random) -> Iterator[Row]:
 
 
 def mixed_sums(rng: random.Random) -> Iterator[Row]:
-    """Endless prompts of the task with the mixture's answers."""
+    """Yields prompts of the task with the mixture's answers, endlessly."""
     while True:
         digits, prompt = draw_digits(rng, held_out=False)
         yield {"prompt": prompt, "response": mixed_answer(digits, rng)}
@@ -130,7 +131,7 @@ def write_rows(path: Path, rows: Iterator[Row], count: int) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token per character."""
+    """Saves a tokenizer with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -151,7 +152,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_model(folder: Path, seed: int) -> None:
-    """A Qwen2 of 0.8M random parameters: four layers, four heads that share two key-value heads, tied embeddings."""
+    """Saves a Qwen2 of 0.8M random parameters: four layers, four heads that share two key-value heads, tied embeddings."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -207,7 +208,7 @@ def prepare(out: Path, seed: int) -> bool:
 
 
 def _geometric(rng: random.Random, ratio: float, most: int) -> int:
-    """2, 3, ... up to `most`, each `ratio` times as likely as the previous number."""
+    """Draws 2, 3, ... up to `most`, each `ratio` times as likely as the previous number."""
     while True:
         count = 2
         while rng.random() < ratio:
@@ -221,7 +222,7 @@ def _labels(count: int, first: int = 0) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the running-total demo's tokenizer, model and data.")
+    parser = argparse.ArgumentParser(description="Create the tokenizer, model and data of the running-total demo.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

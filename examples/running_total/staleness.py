@@ -1,9 +1,9 @@
 """The cost of staleness: the demo's accuracy by `max_staleness`, with and without importance weights, over several seeds.
 
-Every cell is a run of its own from one and the same warm start. Its result goes to a file of its own as soon as it is there, so an
-interrupted table goes on where it stopped.
+Every cell is a separate run from the same warm start. Its result is written to its own file when the run ends, so an interrupted table
+continues where it stopped.
 
-    python examples/running_total/staleness.py             # some 21 runs of a minute and a half
+    python examples/running_total/staleness.py             # about 21 runs of a minute and a half
     python examples/running_total/staleness.py --most 1    # the next one only
 """
 
@@ -40,7 +40,7 @@ class Cell:
 
 
 def cells(staleness: Sequence[int], seeds: Sequence[int]) -> list[Cell]:
-    """All cells, seed by seed, so that an interrupted table has complete rows. On-policy cells need no correction."""
+    """Returns all cells, seed by seed, so that an interrupted table has complete rows. On-policy cells need no correction."""
     return [
         Cell(bound, correction, seed)
         for seed in seeds
@@ -50,7 +50,7 @@ def cells(staleness: Sequence[int], seeds: Sequence[int]) -> list[Cell]:
 
 
 def up(log: Path, seconds: float, *overrides: str) -> None:
-    """`polyreme up` on the demo's configuration. Raises RuntimeError with the end of its output when it fails."""
+    """Runs `polyreme up` on the demo's configuration. Raises RuntimeError with the end of its output when it fails."""
     command = [sys.executable, "-m", "polyreme", "up", str(HERE / "run.yaml"), *overrides]
     with open(log, "wb") as output:
         status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=seconds).returncode
@@ -59,13 +59,13 @@ def up(log: Path, seconds: float, *overrides: str) -> None:
 
 
 def is_done(run_dir: Path) -> bool:
-    """Whether the directory's run has trained all its iterations."""
+    """Returns whether the directory's run has trained all its iterations."""
     summary = run_dir / "summary.json"
     return summary.exists() and json.loads(summary.read_text()).get("state") == "done"
 
 
 def warm_start(folder: Path) -> Path:
-    """The Hugging Face directory that all cells start from: version 0 of a run of one iteration. Made once."""
+    """Returns the Hugging Face directory that all cells start from: version 0 of a run of one iteration. Created once."""
     model = folder / "warm-start" / "hf" / "iteration-000000"
     if not is_done(folder / "warm-start"):
         shutil.rmtree(folder / "warm-start", ignore_errors=True)
@@ -75,7 +75,7 @@ def warm_start(folder: Path) -> Path:
 
 
 def measure(cell: Cell, folder: Path, model: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Runs a cell from its beginning, after removing the files of an interrupted attempt."""
+    """Runs a cell from the beginning, after removing the files of an interrupted attempt."""
     shutil.rmtree(folder / cell.name, ignore_errors=True)
     up(
         folder / f"{cell.name}.log",
@@ -114,7 +114,7 @@ def measure(cell: Cell, folder: Path, model: Path, overrides: Sequence[str]) -> 
 
 
 def table(results: dict[Cell, dict[str, Any]]) -> list[str]:
-    """The table as Markdown, with a row for each bound and correction that has results."""
+    """Returns the table as Markdown, with a row for each bound and correction that has results."""
     lines = [
         "| max_staleness | importance weights | accuracy (each seed) | mean staleness | answers over a swap | samples/s | learner waits | replicas wait |",
         "|---|---|---|---|---|---|---|---|",
@@ -140,8 +140,8 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "runs" / "staleness")
-    parser.add_argument("--most", type=int, default=None, help="How many runs to make now, the warm start among them.")
-    parser.add_argument("overrides", nargs="*", help="Of the configuration, for every run: key=value.")
+    parser.add_argument("--most", type=int, default=None, help="Maximum number of runs now, including the warm start.")
+    parser.add_argument("overrides", nargs="*", help="key=value overrides of the configuration for every run.")
     options = parser.parse_args()
     folder: Path = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)

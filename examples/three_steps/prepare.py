@@ -1,11 +1,11 @@
-"""Makes everything the three steps need, from a seed: a tokenizer, an untrained model, and four sets of data.
+"""Creates everything that the three steps need from a seed: a tokenizer, an untrained model, and four data sets.
 
-The task: a prompt of three letters is answered with eight letters. Supervised training teaches the form alone: any letters, few of them
-vowels. People (here: `rule.py`) like answers with more vowels; they compare two answers at a time and never say why. A reward model
+The task: answer a prompt of three letters with eight letters. Supervised training teaches only the form: any letters, few of them vowels.
+Human judges (here: `rule.py`) prefer answers with more vowels; they compare two answers at a time and give no reasons. A reward model
 learns from the comparisons, and PPO from the reward model.
 
-Invariant: the same seed gives the same files, and no held-out prompt is in any file that is trained on: a prompt is held out when its
-CRC-32 is a multiple of four.
+Invariant: the same seed gives the same files, and no training file contains a held-out prompt: a prompt is held out when its CRC-32 is a
+multiple of four.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from rule import VOWELS, reward
 
 LENGTH = 8
 VOWEL_SHARE = 0.12
-"""In supervised answers. Each vowel is then rarer than each consonant, so that a greedy answer has none."""
+"""Share of vowels in supervised answers. Each vowel is then rarer than each consonant, so that a greedy answer has none."""
 COMPARED_SHARES = (0.0, 0.6)
-"""Range of the share in the answers that are compared."""
+"""Range of the share of vowels in the compared answers."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CONSONANTS = "".join(letter for letter in LETTERS if letter not in VOWELS)
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
@@ -40,7 +40,7 @@ Row = dict[str, str]
 
 
 def prompt(rng: random.Random, held_out: bool) -> str:
-    """Three letters, of the part of all prompts that is wanted."""
+    """Draws three letters, from the held-out prompts or from the others."""
     while True:
         text = "".join(rng.choices(LETTERS, k=3))
         if (zlib.crc32(text.encode()) % 4 == 0) == held_out:
@@ -48,24 +48,24 @@ def prompt(rng: random.Random, held_out: bool) -> str:
 
 
 def answer(rng: random.Random, share: float = VOWEL_SHARE) -> str:
-    """Eight letters, each a vowel with the probability `share`."""
+    """Draws eight letters, each a vowel with the probability `share`."""
     return "".join(rng.choice(VOWELS if rng.random() < share else CONSONANTS) for _ in range(LENGTH))
 
 
 def prompts(rng: random.Random, held_out: bool) -> Iterator[Row]:
-    """Endless prompts."""
+    """Yields prompts, endlessly."""
     while True:
         yield {"prompt": prompt(rng, held_out)}
 
 
 def answered(rng: random.Random, held_out: bool) -> Iterator[Row]:
-    """Endless prompts with an answer."""
+    """Yields prompts with an answer, endlessly."""
     while True:
         yield {"prompt": prompt(rng, held_out), "response": answer(rng)}
 
 
 def pairs(rng: random.Random, held_out: bool) -> Iterator[Row]:
-    """Endless pairs of answers, the liked one first; two that are liked alike are drawn again."""
+    """Yields pairs of answers, the preferred one first, endlessly. Ties are drawn again."""
     while True:
         first, second = (answer(rng, rng.uniform(*COMPARED_SHARES)) for _ in range(2))
         if reward(first) != reward(second):
@@ -78,7 +78,7 @@ def write_rows(path: Path, rows: Iterator[Row], count: int) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token per character."""
+    """Saves a tokenizer with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -98,7 +98,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_model(folder: Path, seed: int) -> None:
-    """A Qwen2 of 0.4M random parameters: two layers, four heads that share two key-value heads, tied embeddings."""
+    """Saves a Qwen2 of 0.4M random parameters: two layers, four heads that share two key-value heads, tied embeddings."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -126,7 +126,7 @@ def save_model(folder: Path, seed: int) -> None:
 
 
 def prepare(out: Path, seed: int) -> bool:
-    """Writes all files under `out`, the stamp last. False: they were there already, made by this very recipe."""
+    """Writes all files under `out`, the stamp last. Returns False if they already exist from the same recipe."""
     recipe = hashlib.sha256(Path(__file__).read_bytes() + str(seed).encode()).hexdigest()
     stamp = out / "prepared.txt"
     if stamp.exists() and stamp.read_text() == recipe:
@@ -143,7 +143,7 @@ def prepare(out: Path, seed: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the three steps' tokenizer, model and data.")
+    parser = argparse.ArgumentParser(description="Create the tokenizer, model and data of the three steps.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Supervised training, a reward model from comparisons, and PPO against it: three commands, one after the other.
+"""Runs supervised training, a reward model from comparisons, and PPO against it: three commands, one after the other.
 
-Each is started with `--resume`, so this script may be interrupted anywhere, within a step and between two, and continues where it stopped
-when it is started again. Ctrl-C saves the current step.
+Each command starts with `--resume`, so this script may be interrupted at any point and continues there when it is started again. Ctrl-C
+saves the current step.
 
     python examples/three_steps/run.py                       # a few minutes on two cores
-    python examples/three_steps/run.py --output DIR          # everything in another directory than runs/
+    python examples/three_steps/run.py --output DIR          # writes to another directory than runs/
 
-Invariant: a step begins when the one before is done, and its files are the earlier one's export. After a signal no step begins.
+Invariant: a step starts when the previous one is done, and reads its export. After a signal no step starts.
 """
 
 import argparse
@@ -23,7 +23,7 @@ FILES = {"sft": "sft.yaml", "reward-model": "reward_model.yaml", "up": "ppo.yaml
 
 
 def overrides(command: str, output: Path) -> list[str]:
-    """What another output directory changes: where each step writes, and where it finds the earlier ones."""
+    """Returns the overrides for another output directory: where each step writes, and where it finds the earlier exports."""
     base, scorer = output / NAMES["sft"] / "hf" / "final", output / NAMES["reward-model"] / "hf" / "final"
     changed = [f"output_dir={output}"]
     if command != "sft":
@@ -34,13 +34,13 @@ def overrides(command: str, output: Path) -> list[str]:
 
 
 def summary(command: str, output: Path) -> dict[str, Any]:
-    """The step's summary.json; empty before its first start."""
+    """Returns the step's summary.json; empty before its first start."""
     path = output / NAMES[command] / "summary.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 class Interruption:
-    """Signals that ask the script to end. They go to the running step, and no further step begins."""
+    """Handles the signals that end the script: forwards them to the running step, and starts no further step."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -52,7 +52,7 @@ class Interruption:
     def _take(self, number: int, frame: object) -> None:
         self.asked = True
         if number == signal.SIGINT:
-            return  # a terminal sends Ctrl-C to the step itself
+            return  # the terminal sends Ctrl-C to the step itself
         if self._process is None:
             self._waiting.append(number)
         else:
@@ -63,7 +63,7 @@ class Interruption:
         if self.asked:
             return 0
         self._process = subprocess.Popen(words)
-        while self._waiting:  # signals since the question above
+        while self._waiting:  # a signal may have arrived since the check above
             self._process.send_signal(self._waiting.pop())
         status = self._process.wait()
         self._process = None
@@ -87,7 +87,7 @@ def step(command: str, output: Path, extra: list[str], interruption: Interruptio
 
 
 def report(output: Path) -> list[str]:
-    """What the three steps have reached."""
+    """Prints the results of the three steps."""
     scored = summary("reward-model", output)["eval_after"]
     lines = (output / NAMES["up"] / "metrics.jsonl").read_text().splitlines()
     parts = [record["parts"] for record in map(json.loads, lines) if record["kind"] == "eval"]
@@ -102,7 +102,7 @@ def report(output: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Supervised training, a reward model, PPO.")
     parser.add_argument("--output", type=Path, default=HERE.parents[1] / "runs", help="Directory of the three run directories.")
-    parser.add_argument("overrides", nargs="*", help="key=value for all three steps, such as seed=1.")
+    parser.add_argument("overrides", nargs="*", help="key=value overrides for all three steps, such as seed=1.")
     options = parser.parse_args()
     output: Path = options.output.resolve()
     subprocess.run([sys.executable, str(HERE / "prepare.py")], check=True)

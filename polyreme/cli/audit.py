@@ -39,7 +39,7 @@ def audit(
 
 
 def _live(run_dir: Path, found: RunFile) -> str | None:
-    """URL of the directory's Redis when it is up: an external one, or the own one of a run that is in progress. Else None."""
+    """URL of the directory's Redis if it is up: an external one, or that of a run in progress. Otherwise None."""
     if found.redis != EMBEDDED:
         return without_password(found.redis)
     with unused(run_dir) as free:

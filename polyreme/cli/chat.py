@@ -6,7 +6,7 @@ generated. A conversation changes no run.
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from polyreme.cli.chat_target import ChatTarget, find_target, served
+from polyreme.cli.progress_bar import waiting
 from polyreme.cli.v1_client import Chat, Piece, V1Client
 from polyreme.config.security import EndpointSecurity
 from polyreme.errors import ConfigError, PolyremeError
@@ -23,10 +24,10 @@ _NEW, _QUIT = "/new", "/quit"
 
 @dataclass
 class Dialogue:
-    """Questions to one model and its answers.
+    """A conversation with one model.
 
     Attributes:
-        target, client, model: the model, its server, and its name there.
+        target, client, model: the target, the client of its server, and the model's name there.
         messages: the conversation so far.
     """
 
@@ -36,7 +37,7 @@ class Dialogue:
     messages: Chat = field(default_factory=list)
 
     def ask(self, question: str, max_tokens: int, temperature: float) -> Iterator[Piece]:
-        """Streams the answer and keeps it for the next question. A text model sees the question alone."""
+        """Streams the answer and keeps it for the next question. A text model sees only the question."""
         if not self.target.is_chat:
             yield from self.client.complete(self.model, question, max_tokens, temperature)
             return
@@ -54,7 +55,9 @@ def chat(
     message: Annotated[list[str] | None, typer.Option("--message", "-m", help="Ask this, then end. Repeatable.")] = None,
     compare: Annotated[
         int | None,
-        typer.Option(min=0, help="Ask this version too: the run's export, or of a gateway. Its answer is second."),
+        typer.Option(
+            min=0, help="Also ask this version: an export of the run, or a version of a gateway. Its answer comes second."
+        ),
     ] = None,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the token of a URL.")] = None,
     ca: Annotated[
@@ -69,9 +72,9 @@ def chat(
     with ExitStack() as servers:
         conversations = []
         for each in targets:
-            if each.model_dir is not None:
-                print(f"loading {each.model_dir} ...", file=sys.stderr)
-            client = V1Client(servers.enter_context(served(each)), each.security)
+            with nullcontext() if each.model_dir is None else waiting(f"loading {each.model_dir}"):
+                url = servers.enter_context(served(each))
+            client = V1Client(url, each.security)
             name = client.model() if each.version is None else f"{client.model()}@{each.version}"
             conversations.append(Dialogue(each, client, name))
         if not message and sys.stdin.isatty():
@@ -86,7 +89,7 @@ def chat(
 
 
 def _questions() -> Iterator[str]:
-    """The lines of the input, without empty ones, until its end or _QUIT."""
+    """Yields the non-empty lines of the input until its end or _QUIT."""
     while True:
         try:
             line = input("you> ") if sys.stdin.isatty() else sys.stdin.readline()
@@ -99,7 +102,7 @@ def _questions() -> Iterator[str]:
 
 
 def _answer(conversation: Dialogue, question: str, max_tokens: int, temperature: float, named: bool) -> None:
-    """Prints an answer as it comes. An interrupt ends the answer, not the conversation."""
+    """Prints an answer as it arrives. An interrupt ends the answer, not the conversation."""
     version, begun = "", False
     try:
         with suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What `polyreme chat` talks to: a replica of a live run, a server at a URL, or a model directory that it serves itself.
+"""The target of `polyreme chat`: a replica of a live run, a server at a URL, or a model directory that it serves itself.
 
 Invariant: a server that this module starts has ended when its block ends.
 """
@@ -23,7 +23,7 @@ from polyreme.net.ports import free_port
 from polyreme.process.lifecycle import Child
 
 START_SECONDS = 600.0
-"""Time for an engine to load a model."""
+"""Timeout in seconds for an engine to load a model."""
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 30.0
 
@@ -33,14 +33,14 @@ class ChatTarget:
     """A model to talk to.
 
     Attributes:
-        title: for people.
-        url: its /v1; '' for a directory that is not served yet.
+        title: name for display.
+        url: URL of its /v1; '' for a directory that is not served yet.
         model_dir: that directory, or None.
-        security: of the server.
-        version: to ask a gateway at `url` for; None: whatever the server's model is.
+        security: security settings of the server.
+        version: version to request from a gateway at `url`; None: the server's model.
         system: system message, or None.
-        is_chat: whether the model has a chat template; else it continues a text.
-        max_tokens: of an answer.
+        is_chat: whether the model has a chat template; otherwise it continues a text.
+        max_tokens: maximum tokens of an answer.
     """
 
     title: str
@@ -58,8 +58,8 @@ def find_target(place: str, version: int | None = None, access: EndpointSecurity
 
     Args:
         place: the directory or URL.
-        version: of a run directory: the export of this version instead of the live policy. Of a URL: this version of a gateway.
-        access: to a URL. A run's is in its configuration.
+        version: for a run directory, the export of this version instead of the live policy; for a URL, this version of a gateway.
+        access: security settings of a URL. Those of a run are in its configuration.
 
     Raises:
         ConfigError: there is no such model.
@@ -82,7 +82,7 @@ def find_target(place: str, version: int | None = None, access: EndpointSecurity
 
 @contextmanager
 def served(target: ChatTarget) -> Iterator[str]:
-    """The URL of the target's /v1. A directory is served by a rollout service for the time of the block.
+    """Yields the URL of the target's /v1. A rollout service serves a directory during the block.
 
     Raises:
         UnavailableError: the service did not start; the message has the end of its log.
@@ -111,8 +111,10 @@ def _wait_until_listening(child: Child, port: int) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(_POLL_SECONDS)
-    found = "it ended" if child.poll() is not None else f"it does not listen after {START_SECONDS:g} s"
-    raise UnavailableError("a rollout service that serves the model", f"{found}:\n{child.log_tail(10)}", "Fix what its log says.")
+    found = "it ended" if child.poll() is not None else f"it did not listen within {START_SECONDS:g} s"
+    raise UnavailableError(
+        "a rollout service that serves the model", f"{found}:\n{child.log_tail(10)}", "Fix the problem in its log."
+    )
 
 
 def _of_run(run_dir: Path, version: int | None) -> ChatTarget:

@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint, checkpoint.json: its format, iteration, layout and facts, the xxh3_64 of every file, and its own digest.
+"""The manifest of a checkpoint, checkpoint.json: format, iteration, layout and facts, the xxh3_64 of every file, and a digest of itself.
 
-Invariant: `read_manifest` returns only what `write_manifest` wrote. Any other byte, format or name is damage, which raises ValueError.
+Invariant: `read_manifest` returns only what `write_manifest` wrote. Any other byte or name is damage, which raises ValueError. An undamaged
+manifest of another format is refused with an error that names the format.
 """
 
 import json
@@ -10,8 +11,10 @@ from typing import Any
 
 import xxhash
 
+from polyreme.errors import ConfigError
+
 MANIFEST = "checkpoint.json"
-_FORMAT = 5
+_FORMAT = 6
 _BLOCK = 1 << 24
 
 
@@ -27,20 +30,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The fields of the manifest in a checkpoint's directory.
 
     Raises:
-        ValueError: it is damaged, has another format, or belongs to another directory.
+        ConfigError: it is undamaged, and has another format.
+        ValueError: it is damaged, or belongs to another directory.
         OSError: it cannot be read.
     """
     try:
         fields: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         digest, found = fields.pop("digest"), fields["format"]
-        if found != _FORMAT:
-            raise ValueError(f"expected format {_FORMAT}; found {found!r}")
         if digest != _digest(fields):
             raise ValueError("other bytes than were saved")
         if fields["iteration"] != number_of(folder):
             raise ValueError(f"expected the iteration of the directory's name; found {fields['iteration']}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
+    if found != _FORMAT:
+        raise ConfigError(
+            f"a checkpoint of format {_FORMAT}",
+            f"format {found!r} in {folder}",
+            "Continue with the version of Polyreme that saved it, or start a new run from its Hugging Face export.",
+        )
     return fields
 
 

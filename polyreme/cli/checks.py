@@ -20,9 +20,9 @@ from polyreme.net import tls
 GROUP = "polyreme.checks"
 STAGE_GROUP = "polyreme.stage_checks"
 MEMORY_GROUP = "polyreme.memory"
-"""Reports of memory: a function of the configuration and of the bytes of a device (None: not known), which yields the same."""
+"""A report of memory: a function of the configuration and of a device's bytes (None: unknown), which yields the same."""
 Check = Callable[..., Iterator[str | PolyremeError]]
-"""Takes a RunConfig, in the group of stages a StageConfig."""
+"""A check: takes a RunConfig, or a StageConfig in the group of stages."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def memory_report(config: RunConfig | StageConfig, device_bytes: int | None) -> 
     """The services' estimates of their memory, without allocating: lines of text, and errors when a part cannot fit.
 
     Args:
-        device_bytes: memory of a device; None: not known.
+        device_bytes: memory of a device; None: unknown.
     """
     points = sorted(entry_points(group=MEMORY_GROUP), key=lambda point: point.name)
     results = [result for point in points for result in _results(point.load(), config, device_bytes)]

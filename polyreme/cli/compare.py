@@ -1,7 +1,7 @@
 """`polyreme compare`: the configurations and the metrics of several runs side by side.
 
-Invariant: metrics are compared over the iterations that every run has trained, so the comparison with a run in progress ends where that
-run is.
+Invariant: metrics are compared over the iterations that every run has trained, so the comparison with a run in progress ends at that
+run's newest iteration.
 """
 
 import json
@@ -103,14 +103,14 @@ def metric_rows(
 
 
 def result_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
-    """The results in the runs' summaries, by name: the state, what decides about the best version before and after training, the speed."""
+    """The results in the runs' summaries, by name: the state, the metric of the best version before and after training, the speed."""
     rows = summary_rows(summaries)
     decided = [name for name in rows if name.endswith(("_before", "_after"))]
     return {name: rows[name] for name in (_RESULTS[0], *decided, *_RESULTS[1:]) if name in rows}
 
 
 def summary_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
-    """The values by name, one per run; None for a run without it. A name that no run has a value of is left out."""
+    """The values by name, one per run; None for a run without it. Names without any value are omitted."""
     names = dict.fromkeys(name for summary in summaries for name in summary)
     rows = {name: [summary.get(name) for summary in summaries] for name in names}
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}

@@ -12,7 +12,7 @@ from polyreme.config.section import known_keys
 
 
 def config_keys(incomplete: str) -> list[str]:
-    """The configuration's dotted keys that begin with what is typed, as the beginning of an override."""
+    """The configuration's dotted keys that start with the typed text, each as the start of an override."""
     return [f"{key}=" for key in dict.fromkeys(known_keys(RunConfig)) if key.startswith(incomplete)]
 
 

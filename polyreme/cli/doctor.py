@@ -1,4 +1,4 @@
-"""`polyreme doctor`: what this machine offers a run, and what to do about what it lacks.
+"""`polyreme doctor`: checks what this machine offers a run, and states how to fix what is missing.
 
 Invariant: the command measures and reports. It changes nothing that outlasts it: servers and processes that it starts end with it.
 """
@@ -43,9 +43,9 @@ SERVICES = {"polyreme-rollout": "rollout", "polyreme-reward": "reward", "polyrem
 def doctor(
     device: Annotated[
         Literal["cpu", "cuda", "npu"] | None,
-        typer.Option(help="The device that runs shall use; without it, those of this machine.", show_default=False),
+        typer.Option(help="The device that runs will use. Default: those of this machine.", show_default=False),
     ] = None,
-    redis: Annotated[str | None, redis_option("Redis to check; without it, the one that `polyreme up` would start.")] = None,
+    redis: Annotated[str | None, redis_option("Redis to check. Default: the one that `polyreme up` would start.")] = None,
     port: Annotated[list[int] | None, typer.Option(help="A port that must be free; may be repeated.")] = None,
     directory: Annotated[Path, typer.Option(help="Where runs are written.")] = Path(),
 ) -> None:
@@ -58,7 +58,7 @@ def doctor(
 
 
 def examine(device: str | None, redis: str | None, ports: list[int], directory: Path) -> Iterator[Verdict]:
-    """The verdicts on this machine, as they are found; arguments as `doctor`'s."""
+    """Yields the verdicts on this machine as they are found. Arguments as for `doctor`."""
     yield python_verdict((sys.version_info.major, sys.version_info.minor))
     installed = {name: installed_version(name) for name in ("polyreme", *SERVICES)}
     yield packages_verdict("polyreme", installed, "Install what this machine runs: pip install ./services/NAME.")
@@ -75,7 +75,7 @@ def examine(device: str | None, redis: str | None, ports: list[int], directory: 
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package; None when there is none."""
+    """The version of a package; None when it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -83,7 +83,7 @@ def installed_version(package: str) -> str | None:
 
 
 def redis_failure(url: str | None) -> str | None:
-    """Why a run cannot use the Redis at `url`, or an embedded one when it is None."""
+    """Why a run cannot use the Redis at `url`, or an embedded one when `url` is None; None: it can."""
 
     async def reach(where: str) -> None:
         await (await connect(where)).aclose()
@@ -104,7 +104,7 @@ def redis_failure(url: str | None) -> str | None:
 
 
 def port_failure(port: int) -> str | None:
-    """Why a server cannot listen on the port of every address."""
+    """Why a server cannot listen on the port on all addresses; None: it can."""
     try:
         check_free("0.0.0.0", port)
     except PolyremeError as error:

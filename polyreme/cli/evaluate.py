@@ -1,7 +1,7 @@
 """`polyreme eval`: evaluates a model as a run would, without training.
 
-Invariant: the answers come from the replicas, the template and the rewards of the configuration, as in training. Of the evaluation's run
-directory, the records and the answers stay; the copies of the model do not.
+Invariant: the answers come from the replicas, the template and the rewards of the configuration, as in training. The evaluation's run
+directory keeps the records and the answers, but not the copies of the model.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ def results(record: Record) -> dict[str, Any]:
 
 
 def evaluation_overrides(config: Path, overrides: list[str], model: Path | None) -> list[str]:
-    """The overrides of a run that only evaluates, in a directory of its own. Raises ConfigError when the configuration is invalid."""
+    """The overrides of a run that only evaluates, in a separate directory. Raises ConfigError when the configuration is invalid."""
     chosen = [*overrides, *([] if model is None else [f"model.path={json.dumps(str(model.resolve()))}"])]
     chosen += [*_ONLY_EVALUATE, *_BESIDE]
     base = load_config(config, chosen)

@@ -48,7 +48,7 @@ def copy_start(parent: Path, config: RunConfig) -> Origin:
     directory.
 
     Raises:
-        ConfigError: the parent is running, has no intact checkpoint, or its checkpoint is not older than the fork's last iteration.
+        ConfigError: the parent is running, its newest checkpoint has another format, it has no intact one, or its checkpoint is not older than the fork's last iteration.
     """
     with unused(parent) as free:
         run_file = read_run_file(parent)
@@ -99,11 +99,13 @@ def next_group(run_dir: Path, run_file: RunFile, iteration: int) -> int:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether neither the checkpoint's manifest nor any of its files is damaged."""
+    """Whether neither the checkpoint's manifest nor any of its files is damaged. Raises ConfigError for another format."""
     try:
         return is_intact(checkpoint, read_manifest(checkpoint)["files"])
     except FileNotFoundError:
         return any(checkpoint.iterdir())  # a checkpoint of the simulated engine has no manifest
+    except ConfigError:  # raised for another format; it is also a ValueError
+        raise
     except (OSError, ValueError):
         return False
 

@@ -22,7 +22,7 @@ from polyreme.process.lifecycle import stop_event
 logger = logging.getLogger("polyreme.gateway")
 
 PORT = 8440
-_REDIS_TIMEOUT = 2.0  # replicas are polled meanwhile with the last known leases
+_REDIS_TIMEOUT = 2.0  # during this time, replicas are polled with the last known leases
 
 
 def gateway(
@@ -36,8 +36,8 @@ def gateway(
         str | None, typer.Option(help="Address to bind. Default: this machine's address towards Redis.", show_default=False)
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")] = PORT,
-    max_requests: Annotated[int, typer.Option(min=1, help="Requests at once. Further ones get 429.")] = 256,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for a request, to the end of its reply.")] = 600.0,
+    max_requests: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests. Further ones get 429.")] = 256,
+    timeout: Annotated[float, typer.Option(min=1, help="Maximum seconds from a request to the end of its reply.")] = 600.0,
     wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to start.")] = 60.0,
 ) -> None:
     """Serve one OpenAI-compatible /v1 for all replicas of a run."""

@@ -1,7 +1,7 @@
-"""`polyreme import-config`: another system's configuration as a run.yaml.
+"""`polyreme import-config`: writes a run.yaml from another system's configuration.
 
-Invariant: the text is written whole or not at all, and never over a file that exists; it loads in our schema, or the command fails
-with the reason.
+Invariant: the file is written completely or not at all, and never replaces an existing one. It is valid in our schema, or the command
+fails with the reason.
 """
 
 import sys
@@ -20,10 +20,10 @@ from polyreme.import_config.systems import SYSTEMS, import_file
 
 def import_config(
     file: Annotated[Path, typer.Argument(help="YAML, JSON or a shell script with the command line.")],
-    output: Annotated[Path | None, typer.Option(help="The run.yaml to write; none: print it.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="The run.yaml to write. Default: print it.", show_default=False)] = None,
     system: Annotated[str | None, typer.Option(help=f"{', '.join(SYSTEMS)}; none: by the keys.", show_default=False)] = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows of the training data, where the file counts passes.", show_default=False)
+        int | None, typer.Option(min=1, help="Rows of the training data, for files that count passes.", show_default=False)
     ] = None,
 ) -> None:
     """Write a run.yaml from the configuration of verl, MindSpeed RL, TRL, OpenRLHF or PaddleNLP."""

@@ -1,20 +1,22 @@
 """`polyreme init`: writes the files of a first run.
 
-Invariant: what a flag answers is not asked, and without a terminal nothing is asked: the defaults apply. No file is overwritten.
+Invariant: it asks no question that a flag answers. Without a terminal it asks nothing and uses the defaults. No file is overwritten.
 """
 
+import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
 
-from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, Device, columns_of, write_new_run
+from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, Device, find_columns, write_new_run
+from polyreme.config.base import NAME
 from polyreme.errors import ConfigError
 
-_PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query", "messages", "src")
-_LABELS = ("answer", "label", "solution", "ground_truth", "final_answer", "target", "output", "tgt")
+_TRIES = 5
 _NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
 
 
@@ -25,7 +27,7 @@ def init(
         str | None, typer.Option(help=f"Hugging Face directory, or `{TINY}`: a small model with random weights, to try a run.")
     ] = None,
     data: Annotated[str | None, typer.Option(help=f"Data file with one row per prompt, or `{SAMPLE}`: sample data.")] = None,
-    reward: Annotated[str | None, typer.Option(help=f"What a response is worth: {', '.join(REWARDS)}.")] = None,
+    reward: Annotated[str | None, typer.Option(help=f"Reward of a response: {', '.join(REWARDS)}.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
     prompt_key: Annotated[
         str | None, typer.Option(help="Column of the data with the prompt. Default: the first usual name that the file has.")
@@ -37,20 +39,33 @@ def init(
 ) -> None:
     """Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags."""
     usual = _NOT_IN_NAME.sub("-", folder.resolve().name.lower()).strip("-") or "run"
-    answers_name = name or _ask("Name of the run", usual)
-    answers_model = model or _ask(f"Model: a Hugging Face directory, or `{TINY}` to try without one", TINY)
-    answers_data = data or _ask(f"Data: a file with one row per prompt, or `{SAMPLE}`", SAMPLE)
-    answers_reward = _one_of("--reward", reward or _ask(f"Reward: {', '.join(REWARDS)}", "python"), tuple(REWARDS))
-    answers_device = _one_of("--device", device or _ask("Device: cpu, cuda or npu", "cpu"), get_args(Device))
-    columns = columns_of(Path(answers_data))
+    answers_name = name or _ask("Name of the run", usual, re.compile(NAME).match, "lower-case letters, digits and hyphens")
+    answers_model = _at_home(
+        model
+        or _ask(
+            f"Model: a Hugging Face directory, or `{TINY}` to try without one", TINY, _is_model, "a directory with config.json"
+        )
+    )
+    answers_data = _at_home(
+        data or _ask(f"Data: a file with one row per prompt, or `{SAMPLE}`", SAMPLE, _is_data, "a file or directory that exists")
+    )
+    rewards, devices = tuple(REWARDS), get_args(Device)
+    answers_reward = _one_of(
+        "--reward", reward or _ask(f"Reward: {', '.join(rewards)}", "python", rewards.__contains__, "one of these"), rewards
+    )
+    answers_device = _one_of(
+        "--device", device or _ask("Device: cpu, cuda or npu", "cpu", devices.__contains__, "one of these"), devices
+    )
+    sample = answers_data == SAMPLE
+    columns = ("prompt", "answer") if sample else find_columns(Path(answers_data), prompt_key, label_key, answers_reward)
     answers = Answers(
         name=answers_name,
         model=answers_model,
         data=answers_data,
         reward=answers_reward,
         device=answers_device,  # type: ignore[arg-type]  # _one_of has checked it
-        prompt_key=prompt_key or next((key for key in _PROMPTS if key in columns), "prompt"),
-        label_key=label_key or next((key for key in _LABELS if key in columns), "answer"),
+        prompt_key=columns[0],
+        label_key=columns[1],
     )
     for path in write_new_run(folder, answers):
         print(f"wrote    {path}")
@@ -70,10 +85,27 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _ask(question: str, default: str) -> str:
+def _ask(question: str, default: str, fits: Callable[[str], object], wanted: str) -> str:
+    """Asks a question, up to _TRIES times until the answer fits. The caller reports a last answer that does not fit."""
     if not _is_terminal():
         return default
-    return str(typer.prompt(question, default=default)).strip()
+    for _ in range(_TRIES):
+        if fits(answer := str(typer.prompt(question, default=default)).strip()):
+            break
+        print(f"  expected {wanted}; found {answer!r}")
+    return answer
+
+
+def _is_model(answer: str) -> bool:
+    return answer == TINY or Path(_at_home(answer), "config.json").is_file()
+
+
+def _is_data(answer: str) -> bool:
+    return answer == SAMPLE or Path(_at_home(answer)).exists()
+
+
+def _at_home(path: str) -> str:
+    return os.path.expanduser(path)
 
 
 def _one_of(option: str, answer: str, choices: tuple[str, ...]) -> str:

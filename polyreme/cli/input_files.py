@@ -33,6 +33,24 @@ def read_model_files(model_dir: Path) -> dict[str, bytes]:
     }
 
 
+def route_bytes(model_dir: Path) -> int:
+    """Bytes of the experts that a replica reports for each sampled token, `Sample.routes`: one for each choice in each layer, two beyond 256 experts.
+
+    Raises:
+        ConfigError: config.json does not have the numbers.
+    """
+    try:
+        fields = json.loads((model_dir / "config.json").read_text())
+        experts = fields["num_experts"] if "num_experts" in fields else fields["num_local_experts"]
+        return int(fields["num_hidden_layers"]) * int(fields["num_experts_per_tok"]) * (1 if int(experts) <= 256 else 2)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the number of layers and experts in {model_dir / 'config.json'}, for trainer.moe.replay_routes",
+            f"{type(error).__name__}: {error}",
+            "Use a model with experts, or set trainer.moe.replay_routes to false.",
+        ) from None
+
+
 def check_inputs(config: RunConfig) -> None:
     """Checks that the files of the configuration exist and that the samples fit the model's context.
 

@@ -1,6 +1,6 @@
-"""The lines of a run's log files, in order of time.
+"""The lines of a run's log files, by time.
 
-Invariant: a reader never sees half a line: the end of a file that has no newline yet belongs to the next read.
+Invariant: a reader never sees a partial line: text without a newline yet belongs to the next read.
 """
 
 import re
@@ -15,7 +15,7 @@ _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[\d.,]*Z?")
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of a process's log. `time` is its ISO 8601 time stamp, or that of the line before; '' before the first."""
+    """A line of a process's log. `time` is its ISO 8601 time stamp, or that of the previous line; '' before the first."""
 
     process: str
     time: str
@@ -60,7 +60,7 @@ def log_files(attempt: Path, process: str = "") -> list[LogFile]:
         process: a process such as rollout-0, or a service such as rollout, which stands for all of its processes. '': every process.
 
     Raises:
-        ConfigError: no log file belongs to the process; the message lists those that there are.
+        ConfigError: no log file belongs to the process; the message lists the existing ones.
     """
     files = [LogFile(path) for path in sorted(attempt.glob("*.log"))]
     chosen = [file for file in files if not process or file.process == process or file.process.startswith(f"{process}-")]
@@ -71,10 +71,10 @@ def log_files(attempt: Path, process: str = "") -> list[LogFile]:
 
 
 def in_order(lines: Iterable[LogLine]) -> list[LogLine]:
-    """Lines of several files by time. Lines of one file keep their order."""
+    """Sorts lines of several files by time. Lines of one file keep their order."""
     return sorted(lines, key=lambda line: line.time)
 
 
 def printed(lines: Iterable[LogLine], width: int) -> Iterator[str]:
-    """Lines with their process in front, padded to `width` characters."""
+    """Lines prefixed with their process, padded to `width` characters."""
     return (f"{line.process:{width}} | {line.text}" for line in lines)

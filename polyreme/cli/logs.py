@@ -32,7 +32,7 @@ def logs(
     console = TerminalConsole(sys.stdout)
     files = {file.path: file for file in log_files(folder, process)}
     while True:
-        over = not follow or not _is_owned(run_dir)  # asked before the files are read, so that their last lines are printed
+        over = not follow or not _is_owned(run_dir)  # checked before the files are read, so that their last lines are printed
         files = {file.path: files.get(file.path, file) for file in log_files(folder, process)}
         lines = in_order(line for file in files.values() for line in file.read())
         lines = lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]
@@ -40,7 +40,7 @@ def logs(
         if lines:
             width = max(len(file.process) for file in files.values())
             console.print("\n".join(printed(lines, width)), soft_wrap=True)
-        if over or console.quiet:  # quiet: the reader of the output has gone
+        if over or console.quiet:  # the reader of the output has gone
             return
         time.sleep(_POLL_SECONDS)
 

@@ -36,7 +36,7 @@ class Command:
 
 @cache
 def commands() -> tuple[Command, ...]:
-    """The subcommands of the core, then those of the installed services. Those of a process stay the same."""
+    """The subcommands of the core, then those of the installed services. They do not change within a process."""
     found = [
         Command(
             "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.cli.up", "up")
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def typed_words(argv: Sequence[str], environment: Mapping[str, str]) -> Sequence[str]:
-    """The words after `polyreme`: the arguments, or what is on the line of a shell that asks for completions in `environment`."""
+    """The words after `polyreme`: the arguments, or the line of a shell that requests completions through `environment`."""
     if "_POLYREME_COMPLETE" not in environment:
         return argv
     return (environment.get("COMP_WORDS") or environment.get("_TYPER_COMPLETE_ARGS") or "").split()[1:]

@@ -1,6 +1,6 @@
 """`polyreme.Run`: a run in a notebook or a script.
 
-Invariant: nothing is cached: each call reads what the run has recorded by then. Only `stop` changes the run.
+Invariant: nothing is cached: each call reads the current records of the run. Only `stop` changes the run.
 """
 
 import itertools
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.5
 STOP_SECONDS = 660.0
-"""Time for the current iteration and its save, and for the processes to end."""
+"""Timeout in seconds for the current iteration, its save, and the end of the processes."""
 
 
 class RunHandle:
@@ -63,7 +63,7 @@ class RunHandle:
         return self._source.settings()
 
     def summary(self) -> dict[str, Any]:
-        """The values of summary.json; of a run in Redis, those that follow from the records it still has."""
+        """The values of summary.json. For a run in Redis, those that follow from the records that Redis still has."""
         if self.run_dir is not None:
             return read_summary(self.run_dir)
         progress, status = Progress(_samples_per_iteration(self.config())), self.status()
@@ -72,7 +72,7 @@ class RunHandle:
         return {"run": self.run_id, "state": status.state, "reason": status.reason, **progress.summary()}
 
     def records(self, kind: str | None = None) -> list[Record]:
-        """The run's records of one kind, or all of them, in order; see docs/reference/records.md. Repeated iterations are left out."""
+        """The run's records of one kind, or all of them, in order; see docs/reference/records.md. Repeated iterations are omitted."""
         _, found = self._source.records("")
         newest, chosen = 0, []
         for record in found:
@@ -165,7 +165,7 @@ class RunHandle:
         deadline = None if timeout is None else time.monotonic() + timeout
         cursor = ""
         while True:
-            over = self.status().ended or (deadline is not None and time.monotonic() >= deadline)  # asked before the last read
+            over = self.status().ended or (deadline is not None and time.monotonic() >= deadline)  # checked before the last read
             cursor, found = self._source.records(cursor)
             yield from found
             if over:
@@ -173,8 +173,9 @@ class RunHandle:
             time.sleep(_POLL_SECONDS)
 
     def watch(self, timeout: float | None = None) -> RunStatus:
-        """Shows the run's progress as `polyreme up` does, until it has ended or `timeout` seconds have passed. An interrupt ends it too and
-        leaves the run alone.
+        """Shows the run's progress as `polyreme up` does, until it has ended or `timeout` seconds have passed. An interrupt also ends it
+        and
+        does not affect the run.
 
         Raises:
             ConfigError: a stage, which has no such view, or a configuration of another release.

@@ -17,7 +17,7 @@ SPLIT = {"waiting for samples": "time/learner_wait", "training": "time/train", "
 RECENT = 64
 """Number of newest iterations whose records are kept."""
 NOTICE_SECONDS = 300.0
-"""How long a notice or an alarm is shown."""
+"""Seconds for which a notice or an alarm is shown."""
 
 
 def stream_time(stream_id: str) -> float:
@@ -26,8 +26,8 @@ def stream_time(stream_id: str) -> float:
 
 
 def evaluation_of(record: Record) -> tuple[str, float]:
-    """The name and value of the result of an `eval` record, which decides about the best version: `eval_best` where there is one, else
-    `accuracy` when every answer is right or wrong, or the mean `score`."""
+    """The name and value of an `eval` record's deciding result: that of `eval_best` if it is set, otherwise `accuracy` when every answer is
+    right or wrong, or the mean `score`."""
     if result := record.get("result"):
         return str(result["metric"]), float(result["value"])
     name = "accuracy" if "accuracy" in record else "score"
@@ -35,18 +35,19 @@ def evaluation_of(record: Record) -> tuple[str, float]:
 
 
 def comparable(one: Record, other: Record) -> bool:
-    """Whether the results of two `eval` records have the same meaning: the same metric, on the same held-out prompts, answered alike. The
-    mean of a set is `score` once an answer is partly right."""
-    return _measured(one) == _measured(other)
+    """Whether the results of two `eval` records have the same meaning: the same metric, on the same held-out prompts, answered in the same
+    way. The mean of a set is called `score` as soon as an answer is partly right. A record without `held_out` fits every other."""
+    prompts = {record["held_out"] for record in (one, other) if "held_out" in record}
+    return len(prompts) <= 1 and _metric(one) == _metric(other)
 
 
-def _measured(record: Record) -> tuple[str, str | None]:
-    return _mean_as_score(evaluation_of(record)[0]), record.get("held_out")
+def _metric(record: Record) -> str:
+    return _mean_as_score(evaluation_of(record)[0])
 
 
 def _mean_as_score(metric: str) -> str:
     prefix, slash, last = metric.rpartition("/")
-    is_reward = prefix.rpartition("/")[2] == "reward"  # its name may be `accuracy`, too
+    is_reward = prefix.rpartition("/")[2] == "reward"  # it may also be called `accuracy`
     return f"{prefix}{slash}score" if last == "accuracy" and not is_reward else metric
 
 
@@ -66,7 +67,8 @@ class Progress:
         evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version. A result that is not
             `comparable`, since a resume may have other held-out data or another `eval_best`, replaces all of them.
         evaluating: the newest `eval_progress` record of an evaluation that is not over.
-        loading: the newest `loading` record while the learner loads a model.
+        loading: the newest `loading` record while the learner loads the weights of a role.
+        engine_start: the newest `engine_start` record, until a replica has registered.
         failed_evaluations: reason by version, for the newest failures.
         versions: served version by replica.
         replicas: URL of /v1 by replica, for the registered replicas.
@@ -86,6 +88,7 @@ class Progress:
     evaluation: Record | None = None
     evaluating: Record | None = None
     loading: Record | None = None
+    engine_start: Record | None = None
     failed_evaluations: dict[int, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
@@ -130,6 +133,8 @@ class Progress:
                 self.evaluating = record
             case "loading":
                 self.loading = record if record["fraction"] < 1 else None
+            case "engine_start":
+                self.engine_start = record
             case "eval_failed":
                 self.evaluating = None
                 self.failed_evaluations[record["version"]] = record["text"]
@@ -139,9 +144,10 @@ class Progress:
             case "replicas":
                 self.replicas = dict(record["replicas"])
                 self.versions = {name: version for name, version in self.versions.items() if name in self.replicas}
+                self.engine_start = None if self.replicas else self.engine_start
             case "restart":
                 self.restarts[record["process"]] = self.restarts.get(record["process"], 0) + 1
-                self.loading = None
+                self.loading, self.engine_start = None, None
             case "sft":
                 same = self._sft_first is not None and self._sft_first["phase"] == record["phase"]
                 self._sft_first, self.sft = self._sft_first if same else record, record
@@ -177,7 +183,7 @@ class Progress:
         return None if first and version >= self.first > 0 else self.evaluations[version]
 
     def score_after(self) -> float | None:
-        """Result of the newest version, or None when it was not evaluated. An older version's result does not stand in for it."""
+        """Result of the newest version, or None when it was not evaluated. An older version's result does not replace it."""
         return self.evaluations.get(self.newest) if self.iterations else None
 
     def rollout_wait(self, iteration: int) -> float | None:
@@ -248,7 +254,7 @@ class Progress:
         """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
         self.forked_from = record.get("forked_from") or self.forked_from
-        self.sft, self._sft_first, self.evaluating, self.loading = None, None, None, None
+        self.sft, self._sft_first, self.evaluating, self.loading, self.engine_start = None, None, None, None, None
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:

@@ -32,7 +32,9 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
         case "eval_progress":
             return f"evaluation of version {record['version']}: {evaluation_progress(record)}"
         case "loading":
-            return f"the learner loads the model: {loading_progress(record)}"
+            return loading_progress(record)
+        case "engine_start":
+            return f"replica: {engine_progress(record)}"
         case "eval_failed":
             return f"EVALUATION FAILED: {record['text']}"
         case "sft":
@@ -61,13 +63,20 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
 
 
 def loading_progress(record: Record) -> str:
-    """How far the learner has loaded its model, from its `loading` record."""
+    """The progress of loading a role's weights, from a `loading` record."""
     left = f", remaining about {duration(record['seconds_left'])}" if record["fraction"] < 1 else ""
-    return f"{record['fraction']:.0%}{left}"
+    return f"learner loads the {record['role']}: {record['fraction']:.0%}{left}"
+
+
+def engine_progress(record: Record) -> str:
+    """The state of a replica's engine, from an `engine_start` record."""
+    if "seconds" in record:
+        return f"{record['engine']} started on {record['host']} in {record['seconds']:.1f} s"
+    return f"{record['engine']} starts on {record['host']}"
 
 
 def evaluation_progress(record: Record) -> str:
-    """How far an evaluation is, from its `eval_progress` record."""
+    """The progress of an evaluation, from its `eval_progress` record."""
     return f"{record['answered']} of {record['asked']} answers, remaining about {duration(record['seconds_left'])}"
 
 
@@ -97,10 +106,10 @@ def next_lines(run_dir: Path, state: RunState) -> list[str]:
         case RunState.STOPPED:
             steps = [
                 ("samples", "what it was trained on"),
-                ("status", "where it stands; `polyreme up ... --resume` continues it"),
+                ("status", "its progress; `polyreme up ... --resume` continues it"),
             ]
         case _:
-            steps = [("logs", "what its processes said; `polyreme up ... --resume` continues it")]
+            steps = [("logs", "what its processes logged; `polyreme up ... --resume` continues it")]
     paths = {"compare": f"{run_dir} OTHER"}
     commands = [(f"polyreme {name} {paths.get(name, run_dir)}", about) for name, about in steps]
     width = max(len(command) for command, _ in commands)

@@ -31,9 +31,11 @@ from polyreme.experience.run import Run
 
 EMBEDDED = "embedded"
 NO_REDIS = ""
-"""`redis` of run.json of a stage, which uses none."""
+"""The value of `redis` in run.json of a stage, which uses no Redis."""
 
-_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, for a page of many runs
+_YAML_LOADER = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # libyaml's loader is ten times faster, which matters for a page of many runs
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -54,7 +56,7 @@ class RunFile:
 
     Attributes:
         run_id: id of the run.
-        redis: URL of the run's Redis, or "embedded" for the run's own one in the directory's redis/.
+        redis: URL of the run's Redis, or "embedded" for the run's own Redis in the directory's redis/.
         redis_url: address of that Redis at the newest start, without a password.
         forked_from: origin of the run if it is a fork.
         data: digest of the training data, as `digest_of` returns it.
@@ -162,7 +164,7 @@ def open_stage(config: StageConfig, existing: RunFile | None) -> RunFile:
 
 
 def _check_same_files(before: Mapping[str, bytes], now: Mapping[str, bytes], config: RunConfig) -> None:
-    """Raises ConfigError when a run that the store has was trained with other small files of the model."""
+    """Raises ConfigError when a run in Redis was trained with other small files of the model."""
     changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     if before and changed:
         raise ConfigError(
@@ -286,7 +288,7 @@ def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
 
 
 def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a configuration by dotted key. A list is one value."""
+    """The values of a configuration by dotted key. Sections in a list have numbers: reward.rewards.0.weight. Another list is one value."""
     return _flat(dict(tree))
 
 
@@ -303,6 +305,8 @@ def next_attempt(run_dir: Path) -> Path:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, list | tuple) and tree and all(isinstance(value, dict) for value in tree):
+        tree = {str(place): value for place, value in enumerate(tree)}
     if isinstance(tree, dict):
         return {key: value for name, child in tree.items() for key, value in _flat(child, f"{prefix}{name}.").items()}
     return {prefix.removesuffix("."): tree}

@@ -1,6 +1,6 @@
 """The records of a run in its directory: metrics.jsonl and summary.json.
 
-Invariant: a reader of summary.json sees the old file or the new one. A reader of metrics.jsonl sees complete lines of one run only.
+Invariant: a reader of summary.json sees the old file or the new one. A reader of metrics.jsonl sees only complete lines of one run.
 """
 
 import json
@@ -31,7 +31,7 @@ def parsed(line: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         found = repr(line[:60].decode(errors="replace"))
         raise ConfigError(
-            f"a JSON object in each line of {path}", f"a line that begins {found}", "Remove the line, or restore the file."
+            f"a JSON object in each line of {path}", f"a line that starts with {found}", "Remove the line, or restore the file."
         )
     return record
 

@@ -1,4 +1,4 @@
-"""Where a run's records come from: its directory or its Redis.
+"""The source of a run's records: its directory or its Redis.
 
 Invariant: a source only reads, except `ask_to_stop`. A call may come from a thread with a running event loop, as in a notebook.
 """
@@ -122,8 +122,14 @@ def open_source(place: str | Path, run_id: str | None = None) -> RunSource:
     """The source of a run directory, or of a Redis URL. `run_id`: with a URL, a run other than the newest."""
     if isinstance(place, str) and place.partition("://")[0] in ("redis", "rediss", "unix"):
         return RedisSource(place, run_id)
+    if isinstance(place, str) and "://" in place:
+        raise ConfigError(
+            "a run directory, or the URL of a run's Redis (redis://..., rediss://..., unix://...)",
+            f"{place.partition('://')[0]}://...",
+            "run.json and the first lines of `polyreme up` have the URL.",
+        )
     if run_id is not None:
-        raise ConfigError("a Redis URL with a run id", f"the path {place}", "Leave run_id out: a directory has one run.")
+        raise ConfigError("a Redis URL with a run id", f"the path {place}", "Omit run_id: a directory has one run.")
     return DirectorySource(Path(place))
 
 
@@ -141,7 +147,7 @@ def in_redis(url: str, run_id: str | None, look: Callable[[Run], Coroutine[Any, 
         finally:
             await redis.aclose()
 
-    with ThreadPoolExecutor(1) as thread:  # the calling thread may have an event loop that runs
+    with ThreadPoolExecutor(1) as thread:  # the calling thread may have a running event loop
         return thread.submit(lambda: asyncio.run(call())).result()
 
 

@@ -1,6 +1,6 @@
 """The status of a run in one line, from its directory or from its Redis.
 
-Invariant: reading a status changes no run and reads no more than a run's small files, so that a folder of many runs is listed at once.
+Invariant: reading a status changes no run and reads only a run's small files, so that a folder of many runs is listed quickly.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class RunStatus:
 
     @property
     def ended(self) -> bool:
-        """Whether no process of the run is at work."""
+        """Whether no process of the run is running."""
         return self.state == "interrupted" or RunState(self.state).ended
 
 
@@ -59,7 +59,7 @@ def directory_status(run_dir: Path) -> RunStatus:
 
 
 def redis_status(listed: ListedRun, url: str) -> RunStatus:
-    """The status of a run as its Redis describes it. `url`: of that Redis, without a password."""
+    """The status of a run from its Redis. `url`: URL of that Redis, without a password."""
     progress = Progress(1)
     for record in listed.records:
         progress.add({"time": stream_time(record["id"]), **record})

@@ -56,7 +56,7 @@ def samples(
 
 
 def sample_text(sample: Sample) -> list[str]:
-    """A sample as a few lines of text: where it is from, what it scored, prompt, response and label, each on one line."""
+    """A sample as a few lines of text: origin, score, prompt, response and label, each on one line."""
     place = f"iteration {sample['iteration']}, group {sample['group']}" if "group" in sample else f"version {sample['version']}"
     parts = ", ".join(f"{name} {part['raw']:g}" for name, part in sample["parts"].items())
     score = f"{sample['score']:g}" + (f" ({parts})" if len(sample["parts"]) > 1 else "")

@@ -1,4 +1,4 @@
-"""The processes of one run on this machine: the services, the trainer and the run's own Redis.
+"""Runs the processes of one run on this machine: the services, the trainer and the run's own Redis.
 
 Invariant: when `run` returns or raises, all of them have ended, and the run has a final state in summary.json and, if Redis answers,
 in Redis.
@@ -39,7 +39,7 @@ _RECORDS_BLOCK_MS = 500
 _STORE_POLL_SECONDS = 0.5
 _LAST_STATE_SECONDS = 30.0
 _BEFORE_HANDLERS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
-"""Exit statuses of a trainer that receives a signal before it installs its handlers: the signal's, or a KeyboardInterrupt's."""
+"""Exit statuses of a trainer that receives a signal before it installs its handlers: that of the signal, or of a KeyboardInterrupt."""
 
 
 class Session:
@@ -119,7 +119,7 @@ class Session:
         return status
 
     async def _settle_end(self) -> tuple[RunState, str]:
-        """Sets the final state, if the trainer did not, in Redis and in summary.json. Returns the state and the reason."""
+        """Sets the final state in Redis and in summary.json, unless the trainer did. Returns the state and the reason."""
         state, reason = self._end or (RunState.FAILED, "the trainer ended without setting the run's state")
         try:
             async with asyncio.timeout(_GRACE_SECONDS):
@@ -143,7 +143,7 @@ class Session:
         self._stopped_by = await stops.get()
         self._training.draining = True
         self._trainer.signal(signal.SIGTERM)
-        self._say("stopping: the current iteration is finished and saved first; a second signal stops at once")
+        self._say("stopping after the current iteration is finished and saved; a second signal stops immediately")
         while (number := await stops.get()) == signal.SIGHUP:
             pass  # a shell and the kernel may both send SIGHUP
         return number
@@ -180,7 +180,7 @@ class Session:
         error = serving.exception()
         assert error is not None
         self._end = RunState.FAILED, str(error) if isinstance(error, PolyremeError) else repr(error)
-        with suppress(PolyremeError):  # the run has ended already, or Redis does not answer
+        with suppress(PolyremeError):  # the run has already ended, or Redis does not answer
             await self._run.set_state(*self._end)
         await asyncio.wait({training}, timeout=_LAST_STATE_SECONDS)
         if isinstance(error, ChildFailedError):

@@ -1,6 +1,6 @@
 """`polyreme status`: one line for each run below some folders or in a Redis.
 
-Invariant: it changes no run. A run that both a folder and the Redis have is one line, the one of the Redis.
+Invariant: it changes no run. A run that is both in a folder and in Redis has one line, with the data of Redis.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def status(
 
 
 def status_lines(found: list[RunStatus], now: float, width: int | None = None) -> list[str]:
-    """The table of `found` at Unix time `now`, and below it the reasons of the runs that did not end well. `width` as of `fitted`."""
+    """The table of `found` at Unix time `now`, and below it the reasons of the runs that did not end well. `width`: as for `fitted`."""
     if not found:
         return ["no runs"]
     lines = fitted(HEADER, [_cells(each, now) for each in found], width)

@@ -1,10 +1,11 @@
 """The run summary that is printed before training starts.
 
-Invariant: a pure function of the configuration and of the notices of the checks.
+Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json.
 """
 
 from collections.abc import Iterable, Sequence
 
+from polyreme.cli.input_files import route_bytes
 from polyreme.config.data import Sources
 from polyreme.config.evaluation import EvaluationSet
 from polyreme.config.run import RunConfig
@@ -15,7 +16,7 @@ from polyreme.dataset.source import as_sources
 _TOKEN_BYTES = 4 + 4 + 1 + 4
 """Bytes of a response token in the log: id, log-probability, mask, and up to four bytes of text."""
 _NUMBER_BYTES = 4
-"""Bytes of each further number of a response token: of the rewards, which may answer per token, and of a teacher."""
+"""Bytes of each further number of a response token: from the rewards, which may return one per token, and from a teacher."""
 _GROUP_OVERHEAD_BYTES = 1024
 
 
@@ -57,7 +58,7 @@ def lines_of(config: RunConfig | StageConfig, notices: Iterable[str] = ()) -> li
 
 
 def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
-    """A stage in lines of text, likewise."""
+    """The summary of a stage. Arguments as `summary_lines`."""
     trainer, parallel = config.trainer, config.trainer.parallel
     length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs:g} passes over {_names(config.data.train)}"
     evaluates = (
@@ -129,7 +130,7 @@ def algorithm_line(config: RunConfig) -> str:
 
 
 def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "iterations") -> str:
-    """The schedule in words. `length`: of the run in `unit`; None: it follows from the data."""
+    """The schedule in words. `length`: length of the run in `unit`; None: it follows from the data."""
     warmup = f"{optimizer.warmup} {unit} of warm-up, then " if optimizer.warmup else ""
     if optimizer.schedule == "constant":
         return f"{warmup}constant {optimizer.lr:g}"
@@ -138,12 +139,16 @@ def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "i
 
 
 def redis_bytes(config: RunConfig) -> int:
-    """Upper bound in bytes of the groups in the log: all iterations since the oldest checkpoint, and the groups in generation."""
-    token = _TOKEN_BYTES + _NUMBER_BYTES * ((config.reward is not None) + (config.teacher is not None))
+    """Upper bound in bytes of the groups in the log: all iterations since the oldest checkpoint, and the groups in generation.
+
+    Raises ConfigError for a model whose experts cannot be counted although their routes are replayed.
+    """
+    routes = route_bytes(config.model.path) if config.trainer.moe.replay_routes else 0
+    token = _TOKEN_BYTES + routes + _NUMBER_BYTES * ((config.reward is not None) + (config.teacher is not None))
     response = config.rollout.max_new_tokens * token
     group = _GROUP_OVERHEAD_BYTES + config.data.max_prompt_tokens * 8 + config.group_size * response
     save_interval = config.trainer.save_interval or config.iterations
-    since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest checkpoint always stays
+    since_oldest = save_interval * (config.trainer.keep_checkpoints + 1)  # a checkpoint may be written until the next save
     held = min(config.iterations, since_oldest) + 1 + config.max_staleness
     return group * config.groups_per_iteration * held
 

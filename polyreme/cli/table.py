@@ -19,11 +19,11 @@ def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def fitted(header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None) -> list[str]:
-    """As `aligned`; on a terminal where a row would take three lines or more, each row as a block: its first cell, then the others by
-    their header.
+    """As `aligned`; if a row would take three or more lines of the terminal, each row becomes a block: its first cell, then the others with
+    their headers.
 
     Args:
-        width: of the terminal; None: the output is no terminal.
+        width: width of the terminal; None: the output is not a terminal.
     """
     kept = list(rows)
     lines = aligned(header, kept)

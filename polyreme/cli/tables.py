@@ -1,6 +1,6 @@
 """Rows as a table of pandas or polars.
 
-Invariant: neither library is imported before a table is asked for, and neither is required.
+Invariant: neither library is imported before a table is requested, and neither is required.
 """
 
 from collections.abc import Iterable, Mapping

@@ -20,7 +20,7 @@ class TerminalConsole(Console):
 
     @property
     def table_width(self) -> int | None:
-        """The width that a table has on a terminal; None: the output is no terminal."""
+        """The width of the terminal for tables; None: the output is not a terminal."""
         return self.width if self.is_terminal else None
 
     def on_broken_pipe(self) -> None:

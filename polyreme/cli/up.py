@@ -103,9 +103,9 @@ async def train(start: Start, redis_url: str | None, console: Console, announce:
 async def _store(
     config: RunConfig, url: str | None, existing: RunFile | None
 ) -> AsyncIterator[tuple[Redis, str, EmbeddedServer | None]]:
-    """The run's Redis: a client, its URL, and the server if it is the run's own one, which ends with the block.
+    """Yields the run's Redis: a client, its URL, and the server if it is the run's own, which ends with the block.
 
-    An own Redis keeps its previous port if that is free, so replicas that were started by hand find it again.
+    The run's own Redis keeps its previous port if that is free, so that manually started replicas find it again.
     """
     if url is None and existing is not None and existing.redis != EMBEDDED:
         url = without_password(existing.redis)

@@ -21,17 +21,17 @@ _DATA = b"data:"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer. `version`: the policy version that is named with it, or '' when none is."""
+    """A part of an answer. `version`: the policy version that the reply names for it, or ''."""
 
     text: str
     version: str = ""
 
 
 class V1Client:
-    """One server.
+    """A client of one server.
 
     Args:
-        url: its /v1, such as http://127.0.0.1:39121/v1.
+        url: URL of its /v1, such as http://127.0.0.1:39121/v1.
         security: TLS and token, or None.
         timeout: seconds for a connection, and for each wait for data.
     """
@@ -105,7 +105,7 @@ def _version(event: dict[str, Any]) -> str:
 
 
 def _message(body: bytes) -> str:
-    """The message of an error's body, else the beginning of the body."""
+    """The message in an error's body, otherwise the beginning of the body."""
     try:
         found = json.loads(body)
         message = found.get("error", {}).get("message") or found.get("detail") or found.get("message") or found.get("status")

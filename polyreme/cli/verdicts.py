@@ -1,7 +1,7 @@
-"""What a machine offers a run, judged: one verdict for each fact, with what to do about it.
+"""Verdicts on a machine: one for each measured fact, with advice.
 
-A service adds its own in the entry-point group `polyreme.doctor`: a function of the wanted device ("cpu", "cuda", "npu") that yields
-verdicts.
+A service adds its own through the entry-point group `polyreme.doctor`: a function of the wanted device ("cpu", "cuda", "npu") that
+yields verdicts.
 
 Invariant: a verdict is a pure function of measured facts, so it is the same on every machine with these facts.
 """
@@ -23,7 +23,7 @@ class Verdict:
         level: "ok", "note" (works, with a limit) or "missing" (a run of the wanted kind cannot start).
         subject: the fact, such as "/dev/shm".
         found: what was found.
-        do: what to do; empty when there is nothing.
+        do: what to do; empty when nothing needs to be done.
     """
 
     level: Literal["ok", "note", "missing"]
@@ -42,7 +42,7 @@ def exit_code(verdicts: Sequence[Verdict]) -> int:
 
 
 def python_verdict(version: tuple[int, int]) -> Verdict:
-    """Whether the services run on this version of Python."""
+    """Checks that the services run on this version of Python."""
     found = ".".join(map(str, version))
     if version in _PYTHONS:
         return Verdict("ok", "python", found)
@@ -51,10 +51,10 @@ def python_verdict(version: tuple[int, int]) -> Verdict:
 
 
 def packages_verdict(subject: str, versions: Mapping[str, str | None], install: str) -> Verdict:
-    """Whether a part's packages are installed.
+    """Checks that a part's packages are installed.
 
     Args:
-        versions: the version of each package, None where it is not installed.
+        versions: the version of each package, None if it is not installed.
         install: the command that installs them.
     """
     absent = [name for name, version in versions.items() if version is None]
@@ -65,7 +65,7 @@ def packages_verdict(subject: str, versions: Mapping[str, str | None], install: 
 
 
 def shared_memory_verdict(free: int, total: int) -> Verdict:
-    """Whether /dev/shm can hold an arena. free, total: bytes."""
+    """Checks that /dev/shm can hold an arena. free, total: bytes."""
     found = f"{free / GIB:,.1f} GiB free of {total / GIB:,.1f}"
     advice = "Enlarge it to three times the model's weights (docker: shm_size; kubernetes: an emptyDir with medium Memory)."
     if free >= _SHARED_GIB * GIB:
@@ -74,7 +74,7 @@ def shared_memory_verdict(free: int, total: int) -> Verdict:
 
 
 def disk_verdict(path: str, free: int) -> Verdict:
-    """Whether checkpoints fit where runs are written. free: bytes."""
+    """Checks that checkpoints fit on the disk of the runs. free: bytes."""
     found = f"{free / GIB:,.1f} GiB free at {path}"
     if free >= _DISK_GIB * GIB:
         return Verdict("ok", "disk", found)
@@ -84,26 +84,26 @@ def disk_verdict(path: str, free: int) -> Verdict:
 
 
 def memory_verdict(limit: int) -> Verdict:
-    """The memory that this machine or container may use, in bytes."""
+    """Reports the memory of this machine or container. limit: bytes."""
     return Verdict("ok", "memory", f"{limit / GIB:,.1f} GiB (`polyreme config check --memory` prints what a run needs)")
 
 
 def files_verdict(limit: int) -> Verdict:
-    """Whether a process may open enough files and sockets."""
+    """Checks that a process may open enough files and sockets."""
     if limit >= _FILES:
         return Verdict("ok", "open files", f"{limit:,} for each process")
     return Verdict("note", "open files", f"{limit:,} for each process", f"Raise it: ulimit -n {_FILES}.")
 
 
 def redis_verdict(where: str, failure: str | None) -> Verdict:
-    """Whether Redis keeps every write. failure: why it does not, with what to do; None when it does."""
+    """Checks that Redis keeps every write. failure: why it does not, with advice; None when it does."""
     if failure is None:
         return Verdict("ok", "redis", f"{where}, every write is on disk before its answer")
     return Verdict("missing", "redis", where, failure)
 
 
 def port_verdict(port: int, failure: str | None) -> Verdict:
-    """Whether a port can be bound. failure: why not, with what to do."""
+    """Checks that a port can be bound. failure: why it cannot, with advice; None when it can."""
     if failure is None:
         return Verdict("ok", f"port {port}", "free")
     return Verdict("missing", f"port {port}", "taken", failure)

@@ -1,6 +1,6 @@
 """The output of `polyreme up`: a live view on a terminal, one line per event elsewhere.
 
-Invariant: both views read the same Progress and change nothing. Replicas and alarms that no longer hold disappear from the live view.
+Invariant: both views read the same Progress and change nothing. Departed replicas and resolved alarms disappear from the live view.
 """
 
 import json
@@ -8,7 +8,7 @@ import os
 import sys
 import termios
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,16 @@ from rich.table import Table
 from rich.text import Text
 
 from polyreme.cli.progress import NOTICE_SECONDS, RECENT, Progress, Record
-from polyreme.cli.report import duration, evaluation_progress, loading_progress, plain_line, shares_of, shortened, staleness_of
+from polyreme.cli.report import (
+    duration,
+    engine_progress,
+    evaluation_progress,
+    loading_progress,
+    plain_line,
+    shares_of,
+    shortened,
+    staleness_of,
+)
 from polyreme.config.run import RunConfig
 
 _TALL = 30
@@ -153,18 +162,10 @@ def render(
     head = Text.assemble((config.name, "bold"), f"  {status}  ", (f"iteration {progress.newest}/{config.iterations}", "cyan"))
     if (score := progress.score()) is not None:
         head.append(f"  {progress.metric} {score:.3f} at version {max(progress.evaluations)}", "cyan")
-    if progress.sft:
-        sft = progress.sft
-        head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
-        if (left := progress.sft_remaining_seconds()) is not None:
-            head.append(f"  remaining about {duration(left)}")
-    if progress.loading:
-        head.append(f"  loads the model: {loading_progress(progress.loading)}")
-    if progress.evaluating:
-        head.append(f"  evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}")
     bar = Table.grid()  # a bare ProgressBar does not end its line
     bar.add_row(ProgressBar(total=max(1, config.iterations), completed=progress.newest, width=min(60, width)))
     parts: list[RenderableType] = [_line(head), bar]
+    parts += [_line(f"now      {activity}", "cyan") for activity in _activities(progress)]
     foot = _footer(progress, now, redis_url)
     if times := _times(config, progress, now):
         parts.append(_line(times))
@@ -178,6 +179,18 @@ def render(
         foot = foot[-max(1, height - len(parts) - 2) :]  # the table's header and newest row have priority
         parts.append(_table(progress, min(RECENT, max(1, height - len(parts) - len(foot) - 1)), width))
     return Panel(Group(*parts, *foot), border_style="blue")
+
+
+def _activities(progress: Progress) -> Iterator[str]:
+    """What takes long at the moment and is no iteration, and about how long it still takes."""
+    if progress.loading:
+        yield loading_progress(progress.loading)
+    if sft := progress.sft:
+        left = progress.sft_remaining_seconds()
+        text = f"warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}"
+        yield text + ("" if left is None else f"  remaining about {duration(left)}")
+    if progress.evaluating:
+        yield f"evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}"
 
 
 def _times(config: RunConfig, progress: Progress, now: float) -> str:
@@ -205,11 +218,18 @@ def _footer(progress: Progress, now: float, redis_url: str) -> list[RenderableTy
         )
         lines.append(_line(f"replicas {shown}", "dim"))
     elif progress.started is not None:
-        lines.append(_line(f"replicas {'none' if progress.newest else 'starting'}", "dim"))
+        lines.append(_line(f"replicas {_starting(progress, now)}", "dim"))
     lines += [_line(text, "dim") for at, text in progress.notices if now - at < NOTICE_SECONDS][-2:]
     holding = (progress.last or {}).get("alarms", ())
     alarms = [text for at, text in progress.alarms if text in holding or now - at < NOTICE_SECONDS]
     return lines + [_line(f"alarm: {alarm}", "bold red") for alarm in alarms[-3:]]
+
+
+def _starting(progress: Progress, now: float) -> str:
+    """The line about replicas while none has registered."""
+    if (engine := progress.engine_start) is None:
+        return "none" if progress.newest else "starting"
+    return engine_progress(engine) + ("" if "seconds" in engine else f", for {duration(now - engine['time'])}")
 
 
 def _sample_lines(sample: Record, width: int) -> list[RenderableType]:

@@ -1,7 +1,7 @@
 """The fields that the configurations of a run and of a stage share.
 
-Invariant: the fingerprint depends on every field that decides the trained weights, and on no other field. What changes them by rounding
-alone, such as the layout of the ranks, does not decide them.
+Invariant: the fingerprint depends on every field that decides the trained weights, and on no other field. Fields that change them only by
+rounding, such as the layout of the ranks, do not decide them.
 """
 
 import hashlib
@@ -14,6 +14,9 @@ from pydantic import Field
 
 from polyreme.config.section import Operational, Section, without_operational
 
+NAME = r"^[a-z0-9][a-z0-9-]*$"
+"""What the name of a run looks like."""
+
 
 class BaseConfig(Section):
     """The configuration of a run or a stage.
@@ -24,9 +27,7 @@ class BaseConfig(Section):
 
     checkpoint_prefix: ClassVar[str] = "iteration"
 
-    name: Operational[str] = Field(
-        "run", pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name of the run: lower-case letters, digits, hyphens."
-    )
+    name: Operational[str] = Field("run", pattern=NAME, description="Name of the run: lower-case letters, digits, hyphens.")
     output_dir: Operational[Path] = Field(Path("runs"), description="Parent directory of the run directory output_dir/name.")
     seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
     device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="Device type of learner and replicas.")

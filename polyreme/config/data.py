@@ -1,6 +1,6 @@
 """The section `data`: data files, and how a row becomes a prompt.
 
-Invariant: paths and columns are named here only; no reader has a default of its own.
+Invariant: only this section names paths and columns; no reader has other defaults.
 """
 
 from pathlib import Path
@@ -48,7 +48,7 @@ class WeightedSource(DataSource):
 
 
 Sources = Path | tuple[Path | DataSource, ...]
-"""What `data.train` and `data.eval` hold."""
+"""The type of `data.train` and `data.eval`."""
 
 _FILES = "Data: a path, or a list of paths and sources."
 

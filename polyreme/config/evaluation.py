@@ -1,4 +1,4 @@
-"""Sets of held-out prompts, and the result that decides which version is the best.
+"""Sets of held-out prompts, and the result that decides about the best version.
 
 Invariant: a metric's name is SET/METRIC, or METRIC for the set of `data.eval`, which has no name.
 """
@@ -13,11 +13,11 @@ from polyreme.config.data import DataSource
 from polyreme.config.section import Section
 
 RESERVED = frozenset(
-    {"actor", "checkpoint", "critic", "device", "eval", "importance", "moe", "partial", "prompt_length", "reference"}
-    | {"response_length", "reward", "reward_weighted", "rollout", "sft", "staleness", "stop", "time", "timing"}
-    | {"tokens", "train", "weights"}
+    {"actor", "checkpoint", "critic", "device", "eval", "importance", "moe", "offload", "partial", "prompt_length"}
+    | {"reference", "response_length", "reward", "reward_weighted", "rollout", "sft", "staleness", "stop", "time"}
+    | {"timing", "tokens", "train", "weights"}
 )
-"""Names that the metrics of a training begin with."""
+"""Prefixes of the metrics of training."""
 _SEVERAL = ("mean", "best", "majority")  # METRIC@n, over all n answers
 
 
@@ -59,16 +59,16 @@ class EvaluationSet(Section):
 
 
 def pass_sizes(answers: int) -> list[int]:
-    """The k of pass@k for so many answers: 1, 2, 4, ... and all of them."""
+    """The values k of pass@k for this number of answers: 1, 2, 4, ... and the number itself."""
     return sorted({*(2**power for power in range(answers.bit_length()) if 2**power <= answers), answers})
 
 
 def check_pattern(pattern: str | None) -> str | None:
-    """The pattern. Raises ValueError when it is no regular expression."""
+    """Returns the pattern. Raises ValueError when it is not a regular expression."""
     try:
         re.compile(pattern or "")
     except re.error as error:
-        raise ValueError(f"the pattern is no regular expression: {error}") from None
+        raise ValueError(f"the pattern is not a regular expression: {error}") from None
     return pattern
 
 
@@ -82,5 +82,5 @@ def best_metric(sets: Sequence[EvaluationSet], chosen: str | None) -> tuple[Eval
             return each, metric
     names = ", ".join(each.metric("mean") for each in sets) or "none, as there is no held-out set"
     raise ValueError(
-        f"eval_best = {chosen} is no metric of a held-out set; those are {names}, and with several answers SET/pass@k"
+        f"eval_best = {chosen} is not a metric of a held-out set; the metrics are {names}, and with several answers SET/pass@k"
     )

@@ -72,11 +72,11 @@ def _schema(tree: dict[str, Any], path: Path) -> type[RunConfig] | type[StageCon
 
 
 def load_reward_config(path: Path) -> RewardConfig:
-    """The `reward` section of a YAML file, which may hold a whole run or this section alone. Raises the errors of `load_config`."""
+    """The `reward` section of a YAML file, which may contain a whole run or only this section. Raises the errors of `load_config`."""
     tree = _read_tree(path)
     if set(tree) != {"reward"}:
         if (section := load_config(path).reward) is None:
-            raise ConfigError(f"a section `reward` in {path}", "none: the run distils a teacher alone", "Add the section.")
+            raise ConfigError(f"a section `reward` in {path}", "none: the run only distils a teacher", "Add the section.")
         return section
     if isinstance(tree["reward"], dict):
         resolve_paths(tree["reward"], RewardConfig, path.resolve().parent)

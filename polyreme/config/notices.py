@@ -1,4 +1,4 @@
-"""The section `notices`: who is notified when a run ends, raises an alarm or gets better.
+"""The section `notices`: the receivers that are notified when a run ends, raises an alarm or has a new best evaluation.
 
 Invariant: this section contains no credentials; a token is in the environment. A notice never affects the training.
 """

@@ -257,7 +257,7 @@ class Shaping(Primitive):
 
 
 class SkipPrompts(Primitive):
-    """Prompts whose samples were lately all solved, or all not, are mostly left out: they teach nothing."""
+    """Mostly skips prompts whose newest samples were all solved or all unsolved, since these teach nothing."""
 
     solved_above: float = Field(0.5, description="A sample with a higher score counts as solved.")
     min_samples: int = Field(16, ge=1, description="Newest samples of a prompt that must agree before it may be skipped.")

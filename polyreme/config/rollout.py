@@ -5,9 +5,24 @@ Invariant: options of one engine are in a section of that engine; all other keys
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polyreme.config.section import Operational, Section
+
+
+class NgramConfig(Section):
+    """Speculative decoding without a second model: proposes the tokens that followed the same n-gram earlier in prompt or response."""
+
+    method: Literal["ngram"] = Field("ngram", description="How tokens are proposed.")
+    tokens: int = Field(3, ge=1, le=16, description="Tokens that are proposed, and verified in one step.")
+    shortest: int = Field(2, ge=1, le=16, description="Fewest last tokens that must have occurred before.")
+    longest: int = Field(4, ge=1, le=16, description="Most last tokens that are compared.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "NgramConfig":
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest = {self.shortest} must not exceed longest = {self.longest}")
+        return self
 
 
 class VllmConfig(Section):
@@ -18,6 +33,19 @@ class VllmConfig(Section):
     )
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Fraction of an accelerator's memory that vLLM may use.")
     threads: int = Field(1, ge=1, description="OpenMP threads per engine worker on CPU.")
+    prefix_caching: Operational[bool] = Field(
+        True,
+        description="Whether the samples of a group share what is computed of their prompt. The cache ends with each version.",
+    )
+    chunked_prefill: Operational[bool | None] = Field(
+        None,
+        description="Whether a long prompt is computed in several steps, between the tokens of other samples. null: on accelerators, where"
+        " alone it is possible with seeds.",
+    )
+    speculative: NgramConfig | None = Field(
+        None,
+        description="Speculative decoding, on accelerators alone. The gates before training check its log-probabilities. null: none.",
+    )
     sleep_level: Operational[Literal[1, 2]] = Field(
         1,
         description="What becomes of the weights on an accelerator while a colocated learner trains. 1: they wait in the host's memory. 2: they are dropped and loaded again.",

@@ -126,7 +126,19 @@ class RunConfig(BaseConfig):
         for key, optimizer in (("trainer.optimizer", self.trainer.optimizer), ("trainer.critic.optimizer", critic.optimizer)):
             if optimizer is not None and optimizer.min_lr > optimizer.lr:
                 raise ValueError(f"{key}.min_lr must not exceed {key}.lr")
+        if self.device == "cpu":
+            self._check_vllm_on_cpu()
         return self
+
+    def _check_vllm_on_cpu(self) -> None:
+        if self.rollout.vllm.chunked_prefill:
+            raise ValueError(
+                "rollout.vllm.chunked_prefill = true needs device: cuda or npu; on CPU, vLLM cannot take back the seeded draw of a prompt that is not complete, and its engine would crash; use null"
+            )
+        if self.rollout.vllm.speculative is not None:
+            raise ValueError(
+                "rollout.vllm.speculative needs device: cuda or npu; on CPU, vLLM then reports log-probabilities that the model does not have, and other tokens for the same seed; use null"
+            )
 
     def _check_asynchrony(self) -> None:
         """Raises ValueError unless staleness, placement and token budget fit together."""
@@ -149,7 +161,7 @@ class RunConfig(BaseConfig):
             )
 
     def _check_what_is_learned_from(self) -> None:
-        """Raises ValueError unless rewards and teacher are those that the algorithm learns from."""
+        """Raises ValueError unless the rewards and the teacher match the algorithm."""
         if (self.algorithm.teacher_coef > 0) != (self.teacher is not None):
             missing = "the section `teacher`" if self.teacher is None else "algorithm.teacher_coef, which is 0"
             raise ValueError(f"a teacher and its weight go together; set {missing}, or use algorithm.preset: distillation")
@@ -164,7 +176,7 @@ class RunConfig(BaseConfig):
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:
-        """Raises ValueError unless the held-out sets fit together and are there where something needs them."""
+        """Raises ValueError unless the held-out sets are consistent and exist when a setting needs them."""
         if not self.evaluation_sets and (self.iterations == 0 or self.eval_stop_after):
             key = "iterations = 0" if self.iterations == 0 else "eval_stop_after"
             raise ValueError(f"{key} needs held-out prompts, data.eval or eval_sets")
@@ -213,8 +225,8 @@ class RunConfig(BaseConfig):
     @property
     def shares_reference(self) -> bool:
         """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and when it is renewed, the
-        reference has adapters too, so it is a model of its own. A checkpoint of adapters is refused when it and the configuration do not
-        agree on the warm start."""
+        reference also has adapters, so it is a separate model. A checkpoint of adapters is refused when it and the configuration disagree
+        about the warm start."""
         kl = self.recipe.kl
         return self.trainer.lora is not None and not self.trainer.sft and not (kl and kl.renew_interval)
 

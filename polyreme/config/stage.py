@@ -12,7 +12,16 @@ from polyreme.config.base import BaseConfig
 from polyreme.config.data import TextConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.section import Operational, Section
-from polyreme.config.trainer import LORA, RECOMPUTE, LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig, Recompute
+from polyreme.config.trainer import (
+    LORA,
+    RECOMPUTE,
+    LoraConfig,
+    MoeConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recompute,
+)
 
 
 class StageTrainer(Section):
@@ -23,6 +32,7 @@ class StageTrainer(Section):
         8192, ge=1, description="Maximum tokens of one micro-batch. A longer row forms its own micro-batch."
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
+    offload: OffloadConfig = OffloadConfig()
     optimizer: OptimizerConfig
     lora: LoraConfig | None = Field(None, description=LORA)
     moe: MoeConfig = MoeConfig()

@@ -22,8 +22,21 @@ class ParallelConfig(Section):
     pipeline: Operational[int] = Field(
         1, ge=1, description="Pipeline-parallel size: stages that share the layers evenly, one after the other."
     )
+    virtual_pipeline: Operational[int] = Field(
+        1,
+        ge=1,
+        description="Virtual pipeline size: virtual stages of each stage, which take turns. Above 1, megatron-core's interleaved schedule is used.",
+    )
+    context: Operational[int] = Field(
+        1, ge=1, description="Context-parallel size: ranks that share the tokens of each micro-batch, cut within every sequence."
+    )
     expert: Operational[int] = Field(
-        1, ge=1, description="Expert-parallel size: data ranks that share the experts of each layer, for models with experts."
+        1,
+        ge=1,
+        description="Expert-parallel size: data and context ranks that share the experts of each layer, for models with experts.",
+    )
+    expert_tensor: Operational[int | None] = Field(
+        None, ge=1, description="Expert-tensor-parallel size: ranks that share each expert's weights. Default: `tensor`."
     )
     nodes: Operational[int] = Field(
         1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
@@ -36,24 +49,50 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: all machines have equally many ranks, and a tensor-parallel group is on one machine"
             )
-        if self.data // self.nodes % self.expert:
+        copies = self.copies // self.nodes
+        if self.expert_tensor is None and copies % self.expert:
             raise ValueError(
-                f"`expert` = {self.expert} must divide the {self.data // self.nodes} data ranks of each machine: they share the experts among themselves"
+                f"`expert` = {self.expert} must divide the {copies} ranks (data x context) of each machine that share the experts"
             )
+        if self.expert_tensor is not None:
+            self._check_expert_tensor(self.expert_tensor)
         if self.pipeline > 1 and self.nodes > 1:
             raise ValueError(f"`pipeline` = {self.pipeline} requires `nodes` = 1: the stages of a model are on one machine")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"`virtual_pipeline` = {self.virtual_pipeline} requires `pipeline` of at least 2: it divides the layers of each stage"
+            )
         return self
+
+    def _check_expert_tensor(self, expert_tensor: int) -> None:
+        ranks, needed = self.tensor * self.copies // self.nodes, self.expert * expert_tensor
+        if ranks % needed:
+            raise ValueError(
+                f"`expert` x `expert_tensor` = {needed} must divide the {ranks} ranks of each stage on a machine: they share the experts among themselves"
+            )
+        if needed % self.tensor and self.tensor % needed:
+            raise ValueError(
+                f"of `expert` x `expert_tensor` = {needed} and `tensor` = {self.tensor}, one must divide the other: they cut the same ranks into groups"
+            )
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.copies
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks that hold each weight, expert ranks apart: data ranks x context ranks. They share the optimizer's state."""
+        return self.data * self.context
 
     @property
     def layout(self) -> str:
         """The ranks in words."""
-        stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
-        experts = f" (expert {self.expert})" if self.expert > 1 else ""
-        return f"tensor {self.tensor} x {stages}data {self.data}{experts}"
+        virtual = f" (virtual {self.virtual_pipeline})" if self.virtual_pipeline > 1 else ""
+        stages = f"pipeline {self.pipeline}{virtual} x " if self.pipeline > 1 else ""
+        context = f"context {self.context} x " if self.context > 1 else ""
+        sizes = {"expert": self.expert if self.expert > 1 else None, "expert tensor": self.expert_tensor}
+        experts = "".join(f" ({name} {size})" for name, size in sizes.items() if size is not None)
+        return f"tensor {self.tensor} x {stages}{context}data {self.data}{experts}"
 
     @property
     def ranks_per_node(self) -> int:
@@ -102,6 +141,23 @@ class LoraConfig(Section):
 LORA = "Low-rank adapters: of every trained model, only they and a value head are trained. null: all weights are trained."
 
 
+class OffloadConfig(Section):
+    """What rests in the host's memory while it is not in use. No setting changes the weights: they are the same bits."""
+
+    optimizer: Operational[bool] = Field(
+        False, description="Moments and full-precision weights are on the device during optimizer steps only, in parts of 1 GiB."
+    )
+    idle_models: Operational[bool] = Field(
+        False,
+        description="Of actor, critic, reference and moving average, only the model that computes is on the device.",
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether anything rests there."""
+        return self.optimizer or self.idle_models
+
+
 class MoeConfig(Section):
     """Losses on the routers of models with experts, in every optimizer step of a run or a stage."""
 
@@ -114,7 +170,7 @@ class MoeConfig(Section):
 
     @property
     def is_set(self) -> bool:
-        """Whether the section asks for a loss."""
+        """Whether the section configures a loss."""
         return bool(self.aux_loss_coef or self.z_loss_coef)
 
 
@@ -157,6 +213,7 @@ class TrainerConfig(Section):
         8192, ge=1, description="Maximum tokens per micro-batch. A longer sample gets its own micro-batch."
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
+    offload: OffloadConfig = OffloadConfig()
     optimizer: OptimizerConfig
     lora: LoraConfig | None = Field(None, description=LORA)
     moe: RunMoeConfig = RunMoeConfig()
@@ -172,7 +229,11 @@ class TrainerConfig(Section):
         0, ge=0, description="Iterations between checkpoints. The last iteration is always saved. 0: only that."
     )
     keep_checkpoints: Operational[int] = Field(2, ge=1, description="Number of checkpoints to keep.")
-    straggler_timeout: float = Field(600.0, gt=0, description="Seconds after which an unfinished attempt at a group expires.")
+    straggler_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds after which an unfinished attempt at a group expires while a plan waits for it. Pauses of a token budget do not count.",
+    )
     max_restarts: Operational[int] = Field(
         3,
         ge=0,

@@ -1,4 +1,4 @@
-"""The section `weights`: how policy versions reach the replicas.
+"""The section `weights`: the transfer of policy versions to the replicas.
 
 Invariant: no key changes the bytes that a replica serves.
 """

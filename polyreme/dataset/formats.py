@@ -18,10 +18,10 @@ class Format:
     """The rows of one system.
 
     Attributes:
-        name: as on the command line.
-        columns: columns, by name or dotted path, that a row of this format has.
-        to_ours: a row in our columns; the columns named by `columns` and `also` are replaced.
-        also: columns that a row may have.
+        name: name on the command line.
+        columns: required columns of a row, by name or dotted path.
+        to_ours: converts a row to our columns, which replace those in `columns` and `also`.
+        also: optional columns of a row.
     """
 
     name: str
@@ -48,16 +48,25 @@ def _named(both: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
     return ("user", both[0]), ("assistant", both[1])
 
 
+def _instruction(row: Fields) -> str:
+    return str(row["instruction"] + (f"\n{row['input']}" if row.get("input") else ""))
+
+
 def _alpaca(row: Fields) -> dict[str, Any]:
-    prompt = row["instruction"] + (f"\n{row['input']}" if row.get("input") else "")
-    return {"prompt": prompt, "response": row["output"]}
+    return {"prompt": _instruction(row), "response": row["output"]}
+
+
+def _alpaca_pair(row: Fields) -> dict[str, Any]:
+    return {"prompt": _instruction(row), "chosen": row["chosen"], "rejected": row["rejected"]}
 
 
 def _human_assistant(row: Fields) -> dict[str, Any]:
     """Anthropic's hh-rlhf: two whole dialogues as texts, which differ in the last answer."""
     mark = "\n\nAssistant:"
-    prompt, _, chosen = row["chosen"].rpartition(mark)
-    other, _, rejected = row["rejected"].rpartition(mark)
+    prompt, found, chosen = row["chosen"].rpartition(mark)
+    other, also_found, rejected = row["rejected"].rpartition(mark)
+    if not (found and also_found):
+        raise ValueError(f"an answer without {mark.strip()!r} before it, and no column with the prompt")
     if prompt != other:
         raise ValueError("two dialogues that differ before the last answer")
     return {"prompt": prompt + mark, "chosen": chosen, "rejected": rejected}
@@ -86,6 +95,7 @@ FORMATS = (
     Format("mindspeed", ("problem", "answer"), lambda row: {"prompt": row["problem"], "answer": row["answer"]}),
     Format("trl-completion", ("prompt", "completion"), _completion),
     Format("pairs", ("prompt", "chosen", "rejected"), dict),
+    Format("alpaca-pair", ("instruction", "chosen", "rejected"), _alpaca_pair, ("input",)),
     Format("trl-pair", ("chosen.0.role", "rejected.0.role"), _pair_of_messages),
     Format("hh-rlhf", ("chosen", "rejected"), _human_assistant),
     Format(
@@ -95,11 +105,11 @@ FORMATS = (
     ),
     Format("ours", (), dict),
 )
-"""Every known format. A row has the first one whose columns it has."""
+"""Every known format. The format of a row is the first one whose columns it has."""
 
 
 def format_of(row: Fields) -> Format:
-    """The format of a row, by its columns."""
+    """The format of a row, recognised by its columns."""
     missing = object()
     return next(each for each in FORMATS if all(value_at(row, key, missing) is not missing for key in each.columns))
 

@@ -1,6 +1,6 @@
-"""Reader of Megatron's indexed data sets: `NAME.idx` with the place of each sequence in `NAME.bin`.
+"""Reader of Megatron's indexed data sets: `NAME.idx` has the position of each sequence in `NAME.bin`.
 
-Files of MindSpeed RL, `PREFIX_packed_KEY_document.{idx,bin}`, belong together: a row has the sequence of every key.
+The files `PREFIX_packed_KEY_document.{idx,bin}` of MindSpeed RL form one data set, whose rows have a sequence for every key.
 
 Format: `megatron/core/datasets/indexed_dataset.py` of Megatron-LM.
 
@@ -22,7 +22,7 @@ from polyreme.errors import DataError
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = len(_MAGIC) + 8 + 1 + 8 + 8
 _INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Type codes of integers. A data set of token ids has no others."""
+"""Type codes of integers, the only ones in a data set of token ids."""
 _PACKED = re.compile(r"(?P<prefix>.+)_packed_(?P<key>\w+)_document\.idx")
 
 
@@ -32,7 +32,7 @@ def packed_files(prefix: Path) -> list[Path]:
 
 
 def read_megatron(path: Path) -> Iterator[Row]:
-    """The rows of an index file and of those that belong to it. A file that belongs to no other has the column `input_ids`.
+    """The rows of an index file and of the files that belong to it. A single file has the column `input_ids`.
 
     Raises:
         DataError: a file is damaged, or the files have different numbers of sequences.

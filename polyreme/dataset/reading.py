@@ -1,6 +1,6 @@
 """Progress of the readers of data files, for a progress bar.
 
-Invariant: what a reader returns does not depend on whether its progress is shown.
+Invariant: a reader's result does not depend on whether its progress is shown.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,5 +23,5 @@ def watched(advance: Advance) -> Iterator[None]:
 
 
 def advance(size: int) -> None:
-    """Called by a reader when it has read so many bytes of its file."""
+    """Records that a reader has read this number of bytes of its file."""
     _advance.get()(size)

@@ -1,6 +1,6 @@
 """Rows of a data source: a file of any known format, a directory of files, or several of these.
 
-Invariant: the rows, and their order, depend on the content of the files and on the source's keys alone.
+Invariant: the rows and their order depend only on the content of the files and the source's keys.
 """
 
 import json
@@ -31,7 +31,7 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 """The reader of each suffix. A file with another suffix is read as JSON lines."""
 
 _BLOCK, _BLOCKS = 1 << 20, 64
-"""Bytes of a block, and the blocks of a file, that count for a digest."""
+"""Size of a block in bytes, and number of blocks of a file, in a digest."""
 
 
 def as_sources(data: Sources) -> tuple[DataSource, ...]:
@@ -49,7 +49,7 @@ def read_objects(data: Sources) -> Iterator[Row]:
     """The rows of all sources, one source after the other. Reads lazily.
 
     Raises:
-        DataError: a file is missing or damaged, a row is no JSON object, or a source has no row.
+        DataError: a file is missing or damaged, a row is not a JSON object, or a source has no row.
     """
     for source in as_sources(data):
         rows = _read_source(source)
@@ -62,7 +62,7 @@ def read_objects(data: Sources) -> Iterator[Row]:
 
 
 def bytes_of(data: Sources) -> int:
-    """The size of the files of all sources; of Megatron's, of the first file's tokens. Raises DataError."""
+    """The size of all sources' files in bytes. For Megatron's files, only the tokens of the first one count. Raises DataError."""
     paths = [path for source in as_sources(data) for path in files_of(source.path)]
     tokens = (path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths)
     return sum(path.stat().st_size for path in tokens if path.exists())
@@ -71,7 +71,7 @@ def bytes_of(data: Sources) -> int:
 def digest_of(data: Sources) -> str:
     """16 hex digits of the content of the sources' files; empty when a file is missing.
 
-    Of a file beyond 64 MiB it reads the size and 64 evenly spaced blocks of 1 MiB.
+    For a file beyond 64 MiB it uses the size and 64 evenly spaced blocks of 1 MiB.
     """
     digest = xxhash.xxh3_64()
     try:
@@ -133,7 +133,7 @@ def _read_source(source: DataSource) -> Iterator[Row]:
 
 
 def _is_chosen(fields: dict[str, object], source: DataSource, where: str) -> bool:
-    """Whether a row is in the source's part. Equal contents have equal places in [0, 1)."""
+    """Whether a row is in the source's part. Rows with equal content have the same position in [0, 1)."""
     if source.split is None:
         return True
     content = fields if source.split_by is None else _column(fields, source.split_by, where, "split_by")

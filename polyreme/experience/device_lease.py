@@ -1,9 +1,9 @@
 """The device lease of a colocated run: its learner and its replicas share devices, which are granted for `train` or for `generate`.
 
-Invariant: no grant of `train` exists beside another grant. A grant ends when its holder gives it up, or when its deadline has passed and
-somebody else needs the devices; the counter of a grant that has ended is refused for ever. A holder stops using the devices at its own
-deadline, which is never later than the one in Redis, unless a renewal has reached Redis since. The learner, which cannot stop inside a step,
-asks before it publishes what it has trained.
+Invariant: a grant of `train` exists only while there is no other grant. A grant ends when its holder releases it, or when its deadline has
+passed and another process needs the devices. The counter of an ended grant is refused forever. A holder stops using the devices at its own
+deadline, which is never later than the one in Redis, unless a renewal has reached Redis since. The learner, which cannot stop inside a
+step, checks its grant before it publishes a trained version.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ Use = Literal["train", "generate"]
 T = TypeVar("T")
 
 TTL = 10.0
-"""Seconds after a holder's death at which its grant ends."""
+"""Seconds after which the grant of a dead holder ends."""
 
 
 @dataclass(frozen=True)
 class Grant:
-    """A grant.
+    """A grant of the devices.
 
     Attributes:
-        counter: of this grant, higher than that of every earlier one.
-        wanted: whether a claim of `train` waits until this holder gives the devices up.
+        counter: counter of this grant, higher than that of every earlier one.
+        wanted: whether a claim of `train` waits until this holder releases the devices.
         version: the learner's newest version; -1 before the first.
     """
 
@@ -44,11 +44,11 @@ class DeviceLease:
     """One holder's side of the lease.
 
     Args:
-        run: the run, whose devices all change hands together.
-        use: what the holder needs the devices for.
-        holder: unique among all processes of the run, restarts included.
+        run: the run, whose devices are all granted together.
+        use: the holder's use of the devices.
+        holder: unique id among all processes of the run, including restarts.
         ttl: see `TTL`.
-        counter: the grant that the holder has already, whose deadline it learns at its first renewal; 0: none.
+        counter: counter of a grant that the holder already has, whose deadline it reads at its first renewal; 0: none.
 
     Attributes:
         grant: the current one, None without one.
@@ -67,16 +67,16 @@ class DeviceLease:
         return self.grant is not None and time.monotonic() < self._deadline
 
     async def ask(self) -> Grant | None:
-        """Asks for the devices, or renews the grant. None: they are in use; a claim of `train` now waits for them.
+        """Claims the devices, or renews the grant. None: they are in use; a claim of `train` now waits for them.
 
         Raises:
-            StaleGrantError: the grant has ended meanwhile. The devices must not be used; the next call asks anew.
+            StaleGrantError: the grant has ended. The devices must not be used; the next call makes a new claim.
         """
         async with self._calling:
             return await self._ask()
 
     async def renew(self) -> Grant | None:
-        """As `ask` with a grant; without one it does nothing."""
+        """Renews the grant, as `ask` does. Without a grant it does nothing."""
         async with self._calling:
             return await self._ask() if self.grant else None
 
@@ -97,7 +97,7 @@ class DeviceLease:
         """Waits for the devices.
 
         Args:
-            within: seconds.
+            within: timeout in seconds.
             alive: awaited at every check; it raises when waiting is pointless.
 
         Raises:
@@ -120,9 +120,9 @@ class DeviceLease:
         return grant
 
     async def hold(self) -> None:
-        """Renews the grant until a claim of `train` waits for it, or until the devices may not be used any more.
+        """Renews the grant until a claim of `train` waits, or until the devices may no longer be used.
 
-        Redis may be lost meanwhile; then it returns when the grant's deadline passes.
+        If Redis is lost, it returns when the grant's deadline passes.
         """
         last = "$"
         while self.usable:
@@ -139,7 +139,7 @@ class DeviceLease:
                 await asyncio.sleep(self._ttl / 20)
 
     async def renew_during(self, work: Awaitable[T]) -> T:
-        """Awaits `work`, which prepares the devices for this holder or for the next one, and renews the grant meanwhile."""
+        """Awaits `work`, which prepares the devices for this holder or for the next one, while it renews the grant."""
         task = asyncio.ensure_future(work)
         renewing = asyncio.create_task(self._renew_until(task))  # may wait for Redis longer than the work takes
         try:
@@ -157,7 +157,7 @@ class DeviceLease:
                 await self.renew()
 
     async def give_up(self) -> None:
-        """Ends the grant, or the claim. Does nothing when it has ended already. Raises StoreError."""
+        """Ends the grant or the claim. Does nothing when it has already ended. Raises StoreError."""
         async with self._calling:
             try:
                 with suppress(StaleGrantError):
@@ -179,5 +179,5 @@ class DeviceLease:
 
 
 async def trains(run: Run) -> bool:
-    """Whether the devices are granted for `train`, or claimed for it."""
+    """Whether the devices are granted or claimed for `train`."""
     return any(name.startswith(b"train:") for name in await run.redis.hkeys(run.key("device")))

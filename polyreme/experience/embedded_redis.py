@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddedServer:
-    """An embedded Redis: `redis-server` when it is installed, else the bundled Valkey. `start` and `open` make one.
+    """An embedded Redis: `redis-server` if it is installed, otherwise the bundled Valkey. `start` and `open` create one.
 
-    It listens on 127.0.0.1 only, keeps its append-only file in `data_dir` and leads a process group of its own. When this process dies,
+    It listens on 127.0.0.1 only, keeps its append-only file in `data_dir` and leads its own process group. When this process dies,
     it gets SIGTERM (on Linux) and exits after a last write; start it from the main thread for that reason.
     """
 
@@ -78,7 +78,7 @@ class EmbeddedServer:
 
     @classmethod
     async def open(cls, data_dir: Path, port: int = 0) -> "EmbeddedServer":
-        """As `start`; other tasks continue while it loads, and cancelling ends it. A `port` that is in use is replaced by a free one."""
+        """As `start`, but other tasks continue while it loads, and a cancellation ends it. A `port` in use is replaced by a free one."""
         server = cls(data_dir, port if is_free(port) else 0)
         await server._loaded()
         return server

@@ -77,13 +77,13 @@ class Registry:
         """Waits for at least `count` leases of a kind.
 
         Args:
-            kind, count: of the leases.
+            kind, count: kind and number of the leases.
             timeout: seconds.
             alive: called at every check; it raises, or returns False, when waiting is pointless.
 
         Raises:
             UnavailableError: there are fewer; the message lists them.
-            RunFailedError: the run failed meanwhile.
+            RunFailedError: the run has failed.
         """
         live: list[Lease] = []
         stopped = False

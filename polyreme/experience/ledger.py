@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -138,6 +138,13 @@ class ExperienceLog:
         words: list[bytes | int] = [word for part in parts for word in (part.index, part.attempt, part.number, part.payload)]
         await self._change("draft", *words)
 
+    async def set_paused(self, indices: Collection[int]) -> None:
+        """Records which groups in flight wait for the learner's next version; all others are sampled.
+
+        A paused group is not a straggler. When it continues, its time counts from then on.
+        """
+        await self._change("pause", *sorted(indices))
+
     async def append(
         self,
         index: int,
@@ -211,7 +218,7 @@ class ExperienceLog:
         """The plan of `iteration`, created if it does not exist; None when it cannot be created yet.
 
         Waits for groups in flight whose tokens would otherwise grow older than max_staleness. An attempt that has been in
-        flight for `straggler_timeout` seconds while a plan waits for it expires: its next attempt begins.
+        flight for `straggler_timeout` seconds while a plan waits for it, without a pause, expires: its next attempt begins.
 
         Raises:
             TransitionError: `iteration` is beyond the next one.
@@ -304,12 +311,12 @@ class ExperienceLog:
         return found
 
     async def pass_rate(self, prompt: str) -> PassRate:
-        """What is known of a prompt."""
+        """The pass rate of a prompt."""
         text = await self.run.redis.hget(self._pass_rates, prompt)
         return PassRate() if text is None else PassRate.parse(text.decode())
 
     async def pass_rates(self) -> dict[str, PassRate]:
-        """Of every prompt that was judged."""
+        """The pass rates of all judged prompts."""
         found = self.run.redis.hscan_iter(self._pass_rates, count=1000)
         return {prompt.decode(): PassRate.parse(text.decode()) async for prompt, text in found}
 

@@ -1,6 +1,6 @@
-"""How often each prompt was solved, as the log counts it.
+"""The log's counts of how often each prompt was solved.
 
-Invariant: the script that takes a scored group into the log counts it, so a group counts exactly once, whatever dies.
+Invariant: the script that adds a scored group to the log also counts it, so a group counts exactly once, whichever process dies.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ class Tally:
     """The verdicts on one scored group.
 
     Attributes:
-        prompt: names the prompt, see `PassRates`.
-        samples: judged, at least one.
-        solved: of these.
+        prompt: name of the prompt, see `PassRates`.
+        samples: number of judged samples, at least one.
+        solved: number of solved ones among them.
     """
 
     prompt: str
@@ -24,13 +24,12 @@ class Tally:
 
 @dataclass(frozen=True)
 class PassRate:
-    """What is known of a prompt.
+    """The counts of a prompt.
 
     Attributes:
         samples: number of judged samples in all groups.
-        solved: of these.
-        streak: samples of the newest groups that were all solved; negative: of the newest groups in which none was; 0: the newest group
-            had both.
+        solved: number of solved ones among them.
+        streak: number of samples in the newest groups in which all were solved; negative: in which none was; 0: the newest group had both.
     """
 
     samples: int = 0
@@ -39,7 +38,7 @@ class PassRate:
 
     @classmethod
     def parse(cls, text: str) -> "PassRate":
-        """Of the text that the log holds. Raises ValueError or TypeError for another one."""
+        """Parses the log's text. Raises ValueError or TypeError for any other text."""
         return cls(*(int(word) for word in text.split()))
 
     def __str__(self) -> str:
@@ -47,4 +46,4 @@ class PassRate:
 
 
 PassRates = Mapping[str, PassRate]
-"""By prompt. A prompt is named by a digest of its content, so a fork with other data knows the prompts that it shares."""
+"""Pass rates by prompt. The name of a prompt is a digest of its content, so a fork with other data recognises shared prompts."""

@@ -255,16 +255,16 @@ class Run:
         return int(await self.redis.hget(self.key("meta"), "recorded") or -1)
 
     async def set_trained(self, iteration: int, payload: bytes) -> None:
-        """Hands what an iteration did with its samples to the trainer's records."""
+        """Stores an iteration's encoded TrainedSamples for the trainer's records."""
         await self.redis.hset(self.key("trained"), str(iteration), payload)
 
     async def trained(self, iteration: int) -> bytes | None:
-        """What `set_trained` was given for an iteration; None when it was not called, or the records have taken it."""
+        """The payload that `set_trained` stored for an iteration; None when there is none, or the records have discarded it."""
         found = await self.redis.hget(self.key("trained"), str(iteration))
         return None if found is None else bytes(found)
 
     async def discard_trained(self, iteration: int) -> None:
-        """Deletes what `set_trained` was given for iterations up to this one."""
+        """Deletes the payloads of `set_trained` for iterations up to this one."""
         there = [number for number in await self.redis.hkeys(self.key("trained")) if int(number) <= iteration]
         if there:
             await self.redis.hdel(self.key("trained"), *there)

@@ -28,7 +28,7 @@ class StaleAttemptError(PolyremeError, RuntimeError):
 
 
 class StaleGrantError(PolyremeError, RuntimeError):
-    """The grant of the run's devices has ended. Its holder must stop using them."""
+    """The device grant has ended. Its holder must stop using the devices."""
 
 
 class TransitionError(PolyremeError, RuntimeError):
@@ -80,7 +80,9 @@ class Scripts:
         if code == "STALEATTEMPT":
             return StaleAttemptError(f"`{name}` for the current attempt", f"`{detail}`", "Discard the work on the old attempt.")
         if code == "STALEGRANT":
-            return StaleGrantError("a grant of the devices that has not ended", detail, "Stop using the devices, then ask again.")
+            return StaleGrantError(
+                "a grant of the devices that has not ended", detail, "Stop using the devices, then claim them again."
+            )
         if code == "ORDER":
             return TransitionError(f"a legal transition for `{name}`", detail, "See the transition table in docs/log.md.")
         if code == "RUNEXISTS":

@@ -1,4 +1,4 @@
-"""What an iteration did with its samples, as the learner hands it to the trainer's records.
+"""The learner's results for each sample of an iteration, which the trainer's records contain.
 
 Invariant: encoding followed by decoding preserves every bit. The order is that of the iteration's plan and of each group's samples.
 """
@@ -19,12 +19,12 @@ _DIGITS = 5
 
 @dataclass(frozen=True)
 class TrainedSamples:
-    """n samples with t response tokens in all.
+    """n samples with t response tokens in total.
 
     Attributes:
         advantages: float32 [t], 0 where the token was not trained on.
         weights: float32 [n], the sum of a sample's coefficients in the policy loss of an optimizer step, averaged over its steps.
-        steps: int32 [n, epochs], the optimizer steps of the iteration, from 1, that had the sample.
+        steps: int32 [n, epochs], the optimizer steps of the iteration, counted from 1, that trained the sample.
     """
 
     advantages: NDArray[np.float32]
@@ -51,13 +51,13 @@ class TrainedSamples:
             ) from None
 
     def fields(self, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """For each sample, the fields of its line in the sample files.
+        """Yields, for each sample, the fields of its line in the sample files.
 
         Args:
             lengths: the number of response tokens of each sample.
 
         Raises:
-            DataError: other samples.
+            DataError: the lengths do not match the samples.
         """
         if len(lengths) != len(self.weights) or sum(lengths) != len(self.advantages):
             found = f"{len(self.weights)} samples with {len(self.advantages)} tokens"

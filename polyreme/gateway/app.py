@@ -1,6 +1,6 @@
 """A gateway's HTTP application: /v1, /health, /ready and /metrics.
 
-Invariant: of /v1 it answers the list of models itself, and forwards completions. Every error of /v1 has OpenAI's format.
+Invariant: the gateway itself answers the list of models of /v1, and forwards completions. Every error of /v1 has OpenAI's format.
 """
 
 import time

@@ -1,7 +1,7 @@
 """An HTTP client of the replicas of one run.
 
-Invariant: it has the run's TLS and token, follows no proxy of the environment and no redirect. A connection has a deadline; the caller
-sets that of the reply.
+Invariant: it uses the run's TLS and token, and follows neither proxies of the environment nor redirects. A connection has a deadline; the
+caller sets that of the reply.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ _CONNECT_TIMEOUT = 5.0
 
 
 class ReplicaHttp:
-    """`async with ReplicaHttp(...) as http`.
+    """The client. Use as `async with ReplicaHttp(...) as http`.
 
     Args:
-        security: of the run; None: plain HTTP.
-        connections: that stay open for further requests, at most.
+        security: security settings of the run; None: plain HTTP.
+        connections: maximum number of connections that stay open for further requests.
 
     Raises:
         ConfigError: the security settings cannot be used.
@@ -39,7 +39,7 @@ class ReplicaHttp:
         )
 
     async def send(self, method: str, address: str, path: str, **parts: Any) -> httpx.Response:
-        """The reply's status and headers; the caller reads the body and closes it.
+        """Sends a request. Returns the reply with status and headers; the caller reads the body and closes it.
 
         Args:
             address: host:port.

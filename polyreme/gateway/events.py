@@ -1,6 +1,6 @@
 """Server-sent events, as bytes.
 
-Invariant: only whole events are passed on, each unchanged, so that a stream can break between two events but never inside one.
+Invariant: only whole events are forwarded, each unchanged, so that a stream can break between two events but never inside one.
 """
 
 import json
@@ -17,7 +17,7 @@ class EventSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The whole events that are complete with `data`; may be empty."""
+        """The events that `data` completes; may be empty."""
         events, end, self._rest = (self._rest + data).rpartition(_END)
         return events + end
 
@@ -28,7 +28,7 @@ def is_done(events: bytes) -> bool:
 
 
 def error_code(events: bytes) -> str | None:
-    """The code of the OpenAI error that is the last of whole events, '' for one without a code; None: it is no error."""
+    """The code of the OpenAI error in the last event, '' if it has no code; None: the last event is not an error."""
     *_, last = events.removesuffix(_END).rsplit(_END, 1)
     event: dict[str, Any] = json.loads(last.removeprefix(b"data: ")) if last.startswith(b"data: {") else {}
     error = event.get("error")

@@ -1,7 +1,7 @@
 """Forwards one request to a replica, and to another one when the first fails before anything was sent.
 
-Invariant: a client gets the reply of one replica, unchanged, or one error. A request with a version is answered by that version alone.
-Every request, its body included, ends at its deadline and when its client leaves, at the replica too.
+Invariant: a client gets the reply of one replica, unchanged, or one error. A request with a version is answered only by that version.
+Every request, including its body, ends at its deadline and when its client disconnects, also at the replica.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from polyreme.gateway.request import ForwardedRequest, RawHeaders, RefusedReques
 T = TypeVar("T")
 
 LAST_WORD_TIMEOUT = 5.0
-"""Seconds for the error at a deadline: a client that reads nothing keeps its place no longer."""
+"""Seconds for sending the error at a deadline, so that a client that reads nothing does not occupy a place longer."""
 ATTEMPTS = 3
-"""Replicas that may fail in a request."""
+"""Maximum number of failed replicas per request."""
 _Outcome = Literal["answered", "failed", "refused"]
-"""Of one replica: the client has a reply or a part of one; there is nothing for the client; the replica serves another version."""
+"""The result of one replica: the client has a reply or a part of one; the client has nothing; the replica serves another version."""
 REPLICA_HEADER = "polyreme-replica"
 _REFUSAL = "policy_version"
-"""Code of a replica's error: it serves another version, or has swapped to it before the answer was complete."""
+"""Code of a replica's error: it serves another version, or has swapped to another one before the answer was complete."""
 _TO_CLIENT = (b"content-type", b"polyreme-policy-version", b"x-request-id")
 
 
@@ -41,8 +41,8 @@ class GatewayLimits:
     """Bounds of a gateway.
 
     Attributes:
-        requests: that are read or answered at once; more get 429.
-        seconds: for a request, from its headers to the end of its reply.
+        requests: maximum number of concurrent requests; further ones get 429.
+        seconds: deadline of a request, from its headers to the end of its reply.
     """
 
     requests: int
@@ -50,11 +50,11 @@ class GatewayLimits:
 
 
 class Forwarder:
-    """The ASGI application of the paths that replicas answer.
+    """The ASGI application of the forwarded paths.
 
     Args:
-        names, table: of the run.
-        http: to the replicas.
+        names, table: model names and replicas of the run.
+        http: client of the replicas.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Forwarder:
         try:
             answer = await self._http.send("POST", replica.address, request.path, content=request.body, headers=request.headers)
         except httpx.TransportError:
-            replica.version = None  # until it answers again
+            replica.version = None  # not chosen until it answers again
             return "failed"
         try:
             if answer.status_code == 503:
@@ -172,7 +172,7 @@ class Forwarder:
             replica.version = None
         if is_done(last):
             await reply.end()
-        elif error_code(last) is not None:  # the replica's own; it may lack an end
+        elif error_code(last) is not None:  # the replica's error; the stream may lack its end
             await reply.end_failed()
         elif reply.status:
             await self._lose(reply, f"replica {replica.id} ended within its answer")
@@ -183,7 +183,7 @@ class Forwarder:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """A request's body, of at most the server's limit; None: the client has left."""
+    """A request's body, of at most the server's limit; None: the client has disconnected."""
     body, more = bytearray(), True
     while more:
         message = await receive()

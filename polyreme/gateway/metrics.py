@@ -1,6 +1,6 @@
 """A gateway's Prometheus metrics.
 
-Invariant: they live in a registry of their own, so that several gateways can be in one process.
+Invariant: each gateway has its own registry, so that several gateways can be in one process.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -24,8 +24,8 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.active = Gauge("polyreme_gateway_active_requests", "Requests that are read or answered.", registry=self.registry)
-        self.retries = Counter("polyreme_gateway_retries", "Requests that went on to another replica.", registry=self.registry)
+        self.retries = Counter("polyreme_gateway_retries", "Requests that were moved to another replica.", registry=self.registry)
         self.broken = Counter(
-            "polyreme_gateway_broken_streams", "Streams that ended with an error after they had begun.", registry=self.registry
+            "polyreme_gateway_broken_streams", "Streams that ended with an error after their start.", registry=self.registry
         )
         self.replicas = Gauge("polyreme_gateway_replicas", "Replicas that serve a version.", registry=self.registry)

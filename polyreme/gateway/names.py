@@ -1,4 +1,4 @@
-"""The model names of a gateway: what a request's `model` asks for.
+"""The model names of a gateway, which select policy versions.
 
 Invariant: pure. NAME is any version that is served, `latest` the newest one, NAME@17 version 17; an alias stands for one of these.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 from polyreme.errors import ConfigError
 
 Wanted = int | Literal["any", "latest"]
-"""A policy version, or which one of those that are served."""
+"""A policy version, or a rule that selects one of the served versions."""
 
 LATEST = "latest"
 _ALIAS = re.compile(r"[^\s@=]+")
@@ -40,14 +40,14 @@ class ModelNames:
 
     Attributes:
         base: name of the run's model at its replicas.
-        aliases: further names.
+        aliases: additional names.
     """
 
     base: str
     aliases: Mapping[str, Wanted] = field(default_factory=dict)
 
     def wanted(self, model: str | None) -> Wanted | None:
-        """What a request for `model` asks for; None: there is no such name. A request without a model asks for the base name."""
+        """The version that `model` selects; None: unknown name. A request without a model uses the base name."""
         if model is None or model == self.base:
             return "any"
         if model in self.aliases:
@@ -58,13 +58,13 @@ class ModelNames:
         return int(version) if at and name == self.base and _VERSION.fullmatch(version) else None
 
     def listed(self, versions: Iterable[int]) -> list[str]:
-        """Every name that can be asked for now: the base name first, then `latest`, the aliases, and the served versions, newest first."""
+        """All currently valid names: the base name first, then `latest`, the aliases, and the served versions, newest first."""
         served = sorted(set(versions), reverse=True)
         names = [self.base, LATEST, *sorted(self.aliases), *(f"{self.base}@{version}" for version in served)]
         return list(dict.fromkeys(names))
 
     def described(self, versions: Iterable[int]) -> str:
-        """What an error says about the names of `listed`."""
+        """The description of the names of `listed` in errors."""
         return "a model of " + ", ".join(f"`{name}`" for name in self.listed(versions))
 
 
@@ -81,6 +81,6 @@ def parse_aliases(words: Sequence[str], base: str) -> dict[str, Wanted]:
         if not _ALIAS.fullmatch(name) or not (is_version or target == LATEST or name == word):
             raise ConfigError("an alias NAME=VERSION, NAME=latest or NAME", repr(word), "Fix --alias.")
         if name in (base, LATEST) or name in found:
-            raise ConfigError("an alias with a name of its own", repr(name), "Choose another name for --alias.")
+            raise ConfigError("an alias with a unique name", repr(name), "Choose another name for --alias.")
         found[name] = int(target) if is_version else "latest" if target == LATEST else "any"
     return found

@@ -1,6 +1,6 @@
-"""The replicas of a run as a gateway sees them: their addresses, versions and loads.
+"""The replicas of a run from the view of a gateway: addresses, versions and loads.
 
-Invariant: replicas come and go with their leases. Version and load come from a replica's /metrics and are at most POLL_INTERVAL and one
+Invariant: replicas join and leave with their leases. Version and load come from a replica's /metrics and are at most POLL_INTERVAL and one
 timeout old; a replica that does not answer gets no request. A Redis that does not answer changes nothing.
 """
 
@@ -25,10 +25,10 @@ from polyreme.gateway.names import VersionBounds, Wanted
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
-"""Seconds between two looks at the leases and the metrics."""
+"""Seconds between two reads of the leases and the metrics."""
 POLL_TIMEOUT = 2.0
 LEAVE_TIMEOUT = 30.0
-"""Seconds for which a replica whose lease is gone may still answer: one that drains needs up to 25, see `polyreme_rollout.serving`."""
+"""Seconds for which a replica may still answer after its lease has gone: draining takes up to 25, see `polyreme_rollout.serving`."""
 _ALL_VERSIONS = VersionBounds()
 _VERSION, _READY, _LOAD = "polyreme_rollout_version", "polyreme_rollout_ready", "polyreme_rollout_active_slots"
 
@@ -38,13 +38,13 @@ class ServedReplica:
     """One replica.
 
     Attributes:
-        id: of its lease.
+        id: id of its lease.
         address: host:port of its HTTP server.
-        max_model_len: in tokens; 0: unknown.
-        version: that it serves; None: it is not ready, or it does not answer.
-        load: sequences of the run, running or queued.
-        outstanding: requests of this gateway.
-        chosen: when it was last chosen, as a count of all choices.
+        max_model_len: maximum length in tokens; 0: unknown.
+        version: the served version; None: it is not ready, or it does not answer.
+        load: number of sequences of the run, running or queued.
+        outstanding: number of unfinished requests of this gateway.
+        chosen: the count of all choices when it was last chosen.
         gone: its lease has been gone for LEAVE_TIMEOUT. A lost machine does not end its connections.
     """
 
@@ -61,11 +61,11 @@ class ServedReplica:
 def choose(
     replicas: Iterable[ServedReplica], wanted: Wanted, tried: Set[str] = frozenset(), bounds: VersionBounds = _ALL_VERSIONS
 ) -> ServedReplica | None:
-    """The least loaded replica that serves what is wanted; of equal ones, the one that was not chosen for the longest time.
+    """The least loaded replica with a wanted version; of equally loaded ones, the least recently chosen.
 
     Args:
-        tried: ids of replicas that are no choice.
-        bounds: of the version, beside `wanted`.
+        tried: ids of excluded replicas.
+        bounds: bounds of the version, in addition to `wanted`.
     """
     left = [each for each in replicas if each.version is not None and each.id not in tried and bounds.allow(each.version)]
     if wanted == "latest":
@@ -78,13 +78,13 @@ class ReplicaTable:
     """The replicas with a lease and an HTTP port.
 
     Args:
-        http: to the replicas.
+        http: client of the replicas.
     """
 
     def __init__(self, run: Run, http: ReplicaHttp) -> None:
         self._registry, self._http = Registry(run), http
         self._replicas: dict[str, ServedReplica] = {}
-        self._leaving: dict[str, tuple[float, ServedReplica]] = {}  # without a lease, since when
+        self._leaving: dict[str, tuple[float, ServedReplica]] = {}  # replicas without a lease, with the time of its loss
         self._choices = itertools.count(1)
         self._redis_lost = False
 
@@ -110,7 +110,7 @@ class ReplicaTable:
             self._redis_lost = False
         except StoreError as error:
             if not self._redis_lost:
-                logger.warning("the replicas known so far stay in use: %s", error)
+                logger.warning("the known replicas stay in use: %s", error)
             self._redis_lost = True
         await asyncio.gather(*(self._poll(each) for each in self.replicas))
 
@@ -157,6 +157,6 @@ class ReplicaTable:
 
 
 def _numbers(text: str) -> dict[str, float]:
-    """The gauges that a choice depends on. Raises ValueError when the text is no metrics."""
+    """The gauges that a choice depends on. Raises ValueError when the text does not contain metrics."""
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return {sample.name: sample.value for sample in samples if sample.name in (_VERSION, _READY, _LOAD)}

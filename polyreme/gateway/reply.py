@@ -13,7 +13,7 @@ from polyreme.gateway.events import DONE
 Headers = Iterable[tuple[bytes, bytes]]
 
 RETRY_AFTER = (b"retry-after", b"1")
-"""With 429 and 503. In seconds: about the time in which a request ends, or a replica is found."""
+"""Retry-After of 429 and 503 in seconds: about the time until a request ends or a replica is found."""
 
 
 def error_body(message: str, kind: str, code: str) -> bytes:
@@ -22,7 +22,7 @@ def error_body(message: str, kind: str, code: str) -> bytes:
 
 
 def server_error_body(status: int, message: str) -> bytes:
-    """What the HTTP server refuses, in OpenAI's format."""
+    """The body of an error of the HTTP server, in OpenAI's format."""
     return error_body(message, "invalid_request_error", {401: "invalid_api_key", 413: "body_too_large"}[status])
 
 
@@ -30,7 +30,7 @@ class Reply:
     """One reply.
 
     Attributes:
-        status: that was sent; 0: none yet.
+        status: the sent status; 0: none yet.
         failed: whether a stream ended with an error.
     """
 

@@ -14,13 +14,13 @@ _EXACT = b"polyreme-exact-policy-version"
 _BOUNDS = (b"polyreme-min-policy-version", _EXACT)
 _TO_REPLICA = (b"content-type", b"accept", b"x-request-id", *_BOUNDS)
 _SHOWN = 100
-"""Characters of a client's text in an error, at most."""
+"""Maximum characters of a client's text in an error."""
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 class RefusedRequest(Exception):
-    """The client's mistake, with the status and the code of the reply."""
+    """An error in the client's request, with the status and the code of the reply."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -29,11 +29,11 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """What is sent to a replica, and to which ones.
+    """A request to forward, and the eligible versions.
 
     Attributes:
-        wanted: by the name of the model.
-        bounds: by the client's headers. The replica checks them and a version in `wanted` again: it may swap after it was chosen.
+        wanted: the version that the model's name selects.
+        bounds: bounds from the client's headers. The replica checks them and a version in `wanted` again, since it may have swapped.
     """
 
     path: str
@@ -47,8 +47,8 @@ def parse(path: str, headers: RawHeaders, body: bytes, names: ModelNames, served
     """Reads a client's request.
 
     Args:
-        headers: with lower-case names.
-        served: versions, for the message about a wrong name.
+        headers: headers with lower-case names.
+        served: the served versions, for the message about a wrong name.
 
     Raises:
         RefusedRequest: the body, the model's name or a version's header cannot be used.

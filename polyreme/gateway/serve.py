@@ -26,7 +26,7 @@ async def serve_gateway(run: Run, host: str, port: int, aliases: Sequence[str], 
     """Serves a run's /v1 until the block ends. Yields the port.
 
     Args:
-        host, port: to bind; port 0 takes a free one.
+        host, port: address to bind; port 0 takes a free one.
         aliases: see `parse_aliases`.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Configurations of other systems as ours: one table of keys per system, and one engine that applies it."""
+"""Imports configurations of other systems: one table of keys per system, and one engine that applies it."""

@@ -11,16 +11,16 @@ from typing import Any
 from polyreme.import_config.rules import NOTHING, Values
 
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-"""Our name of each estimator."""
+"""Our name for each estimator."""
 
 
 def positive(value: Any, values: Values) -> Any:
-    """The number when it is positive, else 0: other systems write -1 for never."""
+    """The number if it is positive, otherwise 0. Other systems write -1 for never."""
     return value if isinstance(value, int | float) and value > 0 else 0
 
 
 def when(key: str, wanted: Any = True) -> Callable[[Any, Values], Any]:
-    """The value when another key has the value `wanted`."""
+    """The value if another key has the value `wanted`."""
     return lambda value, values: value if values.get(key) == wanted else NOTHING
 
 
@@ -29,13 +29,34 @@ def adapters(alpha: str, default: float) -> Callable[[Any, Values], Any]:
     return lambda rank, values: {"rank": rank, "alpha": values.get(alpha, default)} if rank else NOTHING
 
 
+def above(least: float) -> Callable[[Any, Values], Any]:
+    """The number if it is greater than `least`, the value that disables the option."""
+    return lambda value, values: value if isinstance(value, int | float) and value > least else NOTHING
+
+
+def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Callable[[Any, Values], Any]:
+    """The penalty near the length limit, from the keys of the buffer, the limit and the factor. Other systems count the buffer in tokens.
+
+    Args:
+    usual: the limit if the file has none.
+    """
+
+    def convert(value: Any, values: Values) -> Any:
+        tokens = values.get(length, usual)
+        if not value or not tokens:
+            return NOTHING
+        return {"buffer": min(1.0, tokens / values[limit]), "factor": values.get(factor, 1.0)}
+
+    return convert
+
+
 def lookup(table: dict[Any, Any]) -> Callable[[Any, Values], Any]:
     """The table's entry of the value."""
     return lambda value, values: table.get(value, NOTHING)
 
 
 def ratio(value: float, other: float) -> int:
-    """How many times `other` is in `value`, at least 1. Other systems drop or refuse a remainder."""
+    """`value` divided by `other`, rounded down, at least 1. Other systems drop or refuse a remainder."""
     return max(1, math.floor(value / other)) if other and other > 0 else 1
 
 
@@ -58,7 +79,7 @@ def paths(value: Any, values: Values) -> Any:
 
 
 def trackers(value: Any, values: Values) -> Any:
-    """The trackers of a list of loggers that we have; files and TensorBoard are always written."""
+    """The supported trackers in a list of loggers. Files and TensorBoard are always written."""
     names = [value] if isinstance(value, str) else value or []
     known = [{"kind": name} for name in dict.fromkeys(names) if name in ("wandb", "swanlab", "mlflow", "trackio")]
     return known or NOTHING

@@ -8,7 +8,7 @@ Invariant: the table below is the only place that knows MindSpeed RL's keys.
 
 from typing import Any
 
-from polyreme.import_config.convert import KL, lookup, path, product, ratio, when
+from polyreme.import_config.convert import KL, above, lookup, path, product, ratio, when
 from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
 TRAIN, ACTOR, CRITIC, RL, GENERATE = "megatron_training", "actor_config", "critic_config", "rl_config", "generate_config"
@@ -17,7 +17,7 @@ VERIFIERS = {
     **dict.fromkeys(["acc", "base_acc", "math_17k_acc", "acc_for_dapo", "acc_for_ppo", "math_verify_reward"], "math"),
     **dict.fromkeys(["format", "strict_format", "step"], "think_format"),
 }
-MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
+MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
 GAE = when(f"{RL}.adv_estimator", "gae")
 
 
@@ -114,6 +114,18 @@ RULES = (
     *_optimizer(ACTOR, "trainer.optimizer"),
     Rule(f"{ACTOR}.tensor_model_parallel_size", "trainer.parallel.tensor"),
     Rule(f"{ACTOR}.pipeline_model_parallel_size", "trainer.parallel.pipeline", "every stage has equally many layers"),
+    Rule(f"{ACTOR}.context_parallel_size", "trainer.parallel.context"),
+    *(
+        rule
+        for section in (TRAIN, ACTOR)
+        for rule in (
+            Rule(f"{section}.expert_model_parallel_size", "trainer.parallel.expert", "1: experts are not divided", above(1)),
+            Rule(f"{section}.recompute_granularity", "trainer.recompute", "selective: the activations inside each MLP",
+                 lookup({"selective": "selective", "full": "full"})),
+            Rule(f"{section}.moe_aux_loss_coeff", "trainer.moe.aux_loss_coef", "0: none", above(0)),
+            Rule(f"{section}.moe_z_loss_coeff", "trainer.moe.z_loss_coef", "0: none", above(0)),
+        )
+    ),
     Rule(f"{ACTOR}.micro_batch_size", "trainer.micro_batch_tokens", "x (max_prompt_length + max_tokens)",
          lambda value, values: value * (values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
     Rule(f"{ACTOR}.load", "", "a Megatron checkpoint: `polyreme convert` makes a Hugging Face directory for model.path"),

@@ -7,7 +7,7 @@ Invariant: the tables below are the only place that knows OpenRLHF's options. Th
 
 from typing import Any
 
-from polyreme.import_config.convert import adapters, lookup, path, positive, product, ratio
+from polyreme.import_config.convert import above, adapters, lookup, overlong, path, positive, product, ratio
 from polyreme.import_config.openrlhf_names import RENAMED
 from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
@@ -19,7 +19,7 @@ PRESETS = {
     "reinforce": "reinforce_pp",
     "reinforce_baseline": "reinforce_pp_baseline",
 }
-MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
+MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
 
 
 def _gae(value: Any, values: Values) -> Any:
@@ -106,6 +106,17 @@ RULES = (
     Rule("data.label_key", "data.label_key"),
     Rule("data.prompt_probs", "", "list the files in data.train, each with its `weight`"),
     Rule("data.max_samples", "", "name a part of the rows with `split`"),
+    Rule("data.prompt_split", "", "name a file, a directory or files with `*` in data.train"),
+    Rule("data.image_key", "", "models of text alone"),
+    Rule("data.max_images_per_prompt", "", "models of text alone"),
+    Rule("data.disable_fast_tokenizer", "", "the model's tokenizer.json is read"),
+    Rule("data.dataloader_num_workers", "", "prompts are encoded once, before the first iteration"),
+    Rule("ptx_coef", "", "set algorithm.ptx with data, coef and batch_size"),
+    Rule("ref_reward_offload", "", MEMORY),
+    Rule("actor_init_on_gpu", "", "an option of OpenRLHF's actor"),
+    Rule("local_rank", "", "the learner numbers its ranks"),
+    Rule("perf", "", "metrics have the time of each part of an iteration"),
+    Rule("use_ms", "", "nothing is downloaded"),
     Rule("data.input_template", "", "use data.template: chat, or prompts that are templated"),
     *part_of("data.template", "data.apply_chat_template"),
     *part_of("data.max_prompt_tokens", "data.prompt_max_len", "data.max_len"),
@@ -145,7 +156,9 @@ RULES = (
     Rule("actor.policy_loss_type", "algorithm.loss.ratio", "gspo: one ratio per response", lookup({"gspo": "sequence"})),
     Rule("actor.entropy_coef", "algorithm.entropy_coef", "", lambda value, _: value or NOTHING),
     *part_of("trainer.parallel.data", "actor.num_nodes", "actor.num_gpus_per_node"),
-    Rule("actor.gradient_checkpointing*", "", "activations are bounded by trainer.micro_batch_tokens"),
+    Rule("actor.gradient_checkpointing_enable", "trainer.recompute", "true: full", lookup({True: "full"})),
+    Rule("actor.gradient_checkpointing_*", "", "see trainer.recompute"),
+    Rule("actor.aux_loss_coef", "trainer.moe.aux_loss_coef", "0: none", above(0)),
     Rule("actor.*", "", "an option of OpenRLHF's actor"),
     Rule("critic.adam.lr", "trainer.critic.optimizer.lr", "", _gae),
     Rule("critic.value_clip", "algorithm.advantage.value_clip", "", _gae),
@@ -165,6 +178,10 @@ RULES = (
     Rule("reward.normalize_enable", "algorithm.shaping.normalise", "by the run's scores; OpenRLHF has the reward model's mean and deviation"),
     Rule("reward.clip_range", "algorithm.shaping.clip"),
     *part_of("reward.rewards", "reward.model_name_or_path", "reward.remote_url"),
+    Rule("reward.overlong_buffer_len", "algorithm.shaping.overlong", "/ rollout.max_new_tokens, with overlong_penalty_factor",
+         overlong("reward.overlong_buffer_len", "rollout.max_new_tokens", "reward.overlong_penalty_factor")),
+    *part_of("algorithm.shaping.overlong", "reward.overlong_penalty_factor"),
+    Rule("reward.stop_properly_penalty_coef", "", "set algorithm.shaping.truncation_mask, or let the reward read the finish reason"),
     Rule("reward.*", "", "rewards are processes of the reward service"),
     Rule("ref.*", "", "the reference shares the learner's ranks"),
     Rule("vllm.num_engines", "rollout.replicas", "", lambda value, _: value or NOTHING),
@@ -178,13 +195,17 @@ RULES = (
     *part_of("trainer.lora", "ds.lora.alpha"),
     Rule("ds.lora.*", "", "see trainer.lora"),
     *part_of("model.dtype", "ds.param_dtype", "ds.bf16"),
+    Rule("ds.adam_offload", "trainer.offload.optimizer"),
     Rule("ds.*", "", "the learner is Megatron-Core, not DeepSpeed"),
     Rule("ckpt.save_steps", "trainer.save_interval", "-1: only after the last iteration", positive),
+    Rule("ckpt.best_metric_key", "", "set eval_best: SET/METRIC"),
     Rule("ckpt.max_num", "trainer.keep_checkpoints"),
     Rule("ckpt.path", "output_dir", "", path),
     Rule("ckpt.*", "", "every checkpoint is resumable, and the last is exported for Hugging Face"),
     Rule("eval.steps", "eval_interval", "-1: only before the first iteration and after the last", positive),
-    Rule("eval.*", "", "evaluations are greedy, one answer per prompt"),
+    Rule("eval.n_samples_per_prompt", "eval_answers", "one answer is greedy, several are sampled"),
+    Rule("eval.temperature", "eval_temperature", "of several answers", above(0)),
+    Rule("eval.*", "", "name a part of the rows with `split`"),
     Rule("logger.wandb.key", "trackers", "the key comes from WANDB_API_KEY", lambda value, _: [{"kind": "wandb"}]),
     Rule("logger.*", "", "metrics.jsonl and TensorBoard are always written"),
 )  # fmt: skip

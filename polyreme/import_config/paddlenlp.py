@@ -7,12 +7,12 @@ Invariant: the table below is the only place that knows PaddleNLP's keys.
 
 from typing import Any
 
-from polyreme.import_config.convert import lookup, path, positive, product, ratio, trackers
+from polyreme.import_config.convert import lookup, name, overlong, path, positive, product, ratio, trackers
 from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
 PRESETS = {"ppo": "ppo", "grpo": "grpo", "reinforce_plus_plus": "reinforce_pp", "vapo": "ppo"}
 CRITIC = ("ppo", "vapo")
-MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
+MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
 
 
 def _samples(values: Values) -> int:
@@ -81,6 +81,10 @@ def _schedule(value: Any, values: Values) -> Any:
     )
 
 
+def _recompute(value: Any, values: Values) -> Any:
+    return ("full" if values.get("recompute_granularity", "full") == "full" else "selective") if value else NOTHING
+
+
 RULES = (
     Rule("actor_model_name_or_path", "model.path", "CHECK: a Hugging Face directory on this machine", path),
     Rule("critic_model_name_or_path", "trainer.critic.path", "CHECK: a directory on this machine",
@@ -143,10 +147,32 @@ RULES = (
     Rule("ptx_datasets", "", "set algorithm.ptx with data, coef and batch_size"),
     Rule("pipeline_parallel_degree", "trainer.parallel.pipeline", "-1: 1; every stage has equally many layers", lambda value, _: max(1, value)),
     Rule("pipeline_parallel_*", "", "an option of Paddle's schedule"),
-    Rule("virtual_pp_degree", "", "stages are not interleaved"),
+    Rule("virtual_pp_degree", "trainer.parallel.virtual_pipeline"),
     Rule("sharding*", "", "the optimizer's state is always sharded over data ranks"),
+    Rule("offload_optim", "trainer.offload.optimizer"),
     Rule("offload_*", "", MEMORY),
-    Rule("recompute*", "", "activations are bounded by trainer.micro_batch_tokens"),
+    Rule("recompute", "trainer.recompute", "with recompute_granularity; full_attn and core_attn: selective", _recompute),
+    Rule("recompute_*", "", "see trainer.recompute"),
+    Rule("enable_overlong_reward_buffer", "algorithm.shaping.overlong", "overlong_reward_buffer / max_dec_len, with overlong_penalty_factor",
+         overlong("overlong_reward_buffer", "max_dec_len", "overlong_penalty_factor", 256)),
+    *part_of("algorithm.shaping.overlong", "overlong_*"),
+    Rule("early_stopping", "eval_stop_after", "early_stopping_patience", lambda value, values: values.get("early_stopping_patience", 4) if value else NOTHING),
+    *part_of("eval_stop_after", "early_stopping_patience"),
+    Rule("early_stopping_*", "", "every evaluation that is better counts"),
+    Rule("run_name", "name", "lower-case letters, digits and hyphens", name),
+    Rule("wandb_*", "", "wandb reads its own environment variables"),
+    Rule("pg_loss_coeff", "", "the weight of the policy's loss is 1"),
+    Rule("eos_token", "", "the stop tokens of generation_config.json end a response"),
+    Rule("max_src_len", "", "see data.max_prompt_tokens"),
+    *part_of("rollout.max_model_len", "max_seq_len"),
+    *(Rule(f"{use}_task_config", "", "list files and their weights in `data`") for use in ("train", "eval", "ptx")),
+    Rule("max_evaluate_steps", "", "see eval_samples"),
+    Rule("decay_steps", "", "the rate falls until the last iteration"),
+    *(Rule(key, "", "there is no dropout") for key in ("dropout_warmup_steps", "hidden_dropout_prob", "attention_probs_dropout_prob")),
+    *(Rule(f"{role}_tokenizer_alpha", "", "prompts have one tokenization") for role in ("actor", "reward", "reward_critic")),
+    Rule("unified_checkpoint*", "", "checkpoints fit every layout"),
+    Rule("stage", "", "see algorithm.preset"),
+    Rule("tensor_parallel_output", "", "logits stay divided over the tensor ranks"),
     Rule("top_p", "", "samples are drawn from the whole distribution"),
     Rule("repetition_penalty", "", "samples are drawn from the policy itself"),
     Rule("min_dec_len", "", "a response ends where the policy ends it"),

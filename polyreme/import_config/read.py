@@ -1,6 +1,6 @@
 """Reads configuration files of other systems: YAML, JSON, and shell scripts with a command line.
 
-Invariant: the result is plain values by dotted key, as the file writes them. Nothing is executed.
+Invariant: the result is the file's plain values by dotted key. Nothing is executed.
 """
 
 import re
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a file. Values that refer to other keys (`${...}`) are left out, since these have them.
+    """The values of a file. Values that refer to other keys (`${...}`) are omitted, since those keys have them.
 
     Raises:
         ConfigError: the file is missing, or neither YAML, JSON nor a script with options.
@@ -47,13 +47,13 @@ def _load(text: str, path: Path) -> Mapping[str, Any]:
 
 
 def _options(text: str) -> dict[str, Any]:
-    """`a.b=value` and `--a_b value` of a script; an option without a value is true. Positional words are left out, and
-    what is before the name of the other system's module."""
+    """`a.b=value` and `--a_b value` of a script; an option without a value is true. Positional words are omitted, and so are
+    all words before the name of the other system's module."""
     words: list[str] = []
     for line in text.replace("\\\n", " ").splitlines():
         try:
             words += shlex.split(line, comments=True)
-        except ValueError:  # a quotation over several lines is no command line
+        except ValueError:  # a quotation over several lines is not a command line
             continue
     starts = [place for place, word in enumerate(words) if re.match(r"(openrlhf|verl)\.", word)]
     words = words[starts[0] + 1 :] if starts else words

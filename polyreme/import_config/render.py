@@ -1,6 +1,6 @@
-"""An import as the text of a run.yaml.
+"""Renders an import as the text of a run.yaml.
 
-Invariant: the text holds every value with its origin as a comment, and lists every key that has no counterpart. Pure.
+Invariant: the text has every value with its origin as a comment, and lists every key without a counterpart. Pure.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from polyreme.import_config.rules import Imported
 
 
 def text_of(found: Imported, title: str, file: str) -> str:
-    """The YAML text; `title` and `file` name where the values come from."""
+    """The YAML text; `title` and `file` name the origin of the values."""
     checks = sum("CHECK" in comment for comment in found.comments.values())
     lines = [
         f"# Imported from {title}: {file}",

@@ -13,11 +13,11 @@ Values = Mapping[str, Any]
 
 
 class Nothing:
-    """What a conversion returns when the value has no counterpart or belongs to another rule."""
+    """The result of a conversion when the value has no counterpart or belongs to another rule."""
 
 
 class ReadElsewhere(Nothing):
-    """What a conversion returns when the rule of another key reads the value."""
+    """The result of a conversion when the rule of another key reads the value."""
 
 
 NOTHING: Final = Nothing()
@@ -26,14 +26,14 @@ PART: Final = ReadElsewhere()
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key.
+    """The translation of a key.
 
     Attributes:
-        key: the other system's dotted key. `*` at its end stands for any rest.
+        key: the other system's dotted key. A final `*` matches any suffix.
         target: our dotted key; empty: there is no counterpart.
-        note: what the translation does, or why there is no counterpart. Empty: the value is taken over.
-        convert: our value, of the key's value and all values. NOTHING: see `note`. None: the same value. A mapping sets the keys below
-            `target`.
+        note: a description of the translation, or the reason why there is no counterpart. Empty: the value is taken over.
+        convert: computes our value from the key's value and all values. NOTHING: see `note`. None: the same value. A mapping sets the keys
+            below `target`.
     """
 
     key: str
@@ -46,7 +46,7 @@ class Rule:
 
 
 def part_of(target: str, *keys: str) -> tuple[Rule, ...]:
-    """Rules of keys whose values the rule of another key reads for `target`."""
+    """The conversion of a key whose value the rule of another key reads for `target`."""
     return tuple(Rule(key, target, "", lambda value, values: PART) for key in keys)
 
 
@@ -55,12 +55,12 @@ class System:
     """Another system.
 
     Attributes:
-        name: as on the command line.
-        title: as in texts.
-        rules: its keys. A key may have several rules; the first one that matches the whole key decides over those with `*`.
-        defaults: its defaults of keys that matter here, used when a file lacks them.
-        fixed: our keys that follow from the system itself: value and reason, of all values.
-        epochs: its key with the number of passes over the data, for files that give no number of iterations.
+        name: name on the command line.
+        title: name in texts.
+        rules: rules of its keys. A key may have several rules. Rules that name the whole key have priority over those with `*`.
+        defaults: its defaults for relevant keys, used when a file lacks them.
+        fixed: our keys that follow from the system itself: computes value and reason from all values.
+        epochs: its key with the number of passes over the data, for files without a number of iterations.
     """
 
     name: str
@@ -77,7 +77,7 @@ class System:
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of a key of the file, or of a default. `ours` is meaningful when `target` is not empty."""
+    """The result for a key of the file or a default. `ours` is meaningful only when `target` is not empty."""
 
     key: str
     value: Any

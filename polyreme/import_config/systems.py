@@ -1,4 +1,4 @@
-"""The systems whose configurations can be imported, and how a file's system is recognised.
+"""The systems whose configurations can be imported, and the recognition of a file's system.
 
 Invariant: a file is imported by exactly one system: the named one, or the one whose keys it has.
 """
@@ -17,20 +17,20 @@ from polyreme.import_config.verl import VERL
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
 _PREPARED = {MINDSPEED.name: with_inherited, OPENRLHF.name: with_dotted_names}
-"""Of systems with several spellings of a key: the values under the keys of the rules."""
+"""For systems with several spellings of a key: a function that returns the values under the keys of the rules."""
 _PLACEHOLDER = 100
-"""Iterations of a run whose file gives passes over data of unknown length."""
+"""Iterations of a run whose file has a number of passes over data of unknown length."""
 
 
 def import_file(path: Path, name: str | None = None, rows: int | None = None) -> tuple[System, Imported]:
-    """The values of another system's configuration.
+    """Imports the values of another system's configuration.
 
     Args:
         name: the system; None: recognised by the keys.
-        rows: rows of the training data, for a file that gives passes over it and no number of steps.
+        rows: number of rows of the training data, for a file with a number of passes and no number of steps.
 
     Raises:
-        ConfigError: the file is no configuration, or of no known system.
+        ConfigError: the file is not a configuration, or its system is unknown.
     """
     values = read_values(path)
     system = SYSTEMS[name] if name else recognise(values, path)
@@ -42,7 +42,7 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
 
 
 def recognise(values: Values, path: Path) -> System:
-    """The system that knows most of the values' keys. Raises ConfigError when it knows fewer than half of them."""
+    """The system that has most of the values' keys. Raises ConfigError when it has fewer than half of them."""
     known = {
         name: sum(bool(system.rules_of(key)) for key in (_PREPARED[name](values) if name in _PREPARED else values))
         for name, system in SYSTEMS.items()

@@ -5,7 +5,7 @@ Invariant: the table below is the only place that knows TRL's keys.
 
 from typing import Any
 
-from polyreme.import_config.convert import adapters, lookup, path, positive, product, ratio, trackers
+from polyreme.import_config.convert import above, adapters, lookup, path, positive, product, ratio, trackers
 from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
 AGGREGATIONS = {
@@ -132,7 +132,9 @@ RULES = (
          lambda value, values: adapters("lora_alpha", 32)(values.get("lora_r", 16), values) if value else NOTHING),
     *part_of("trainer.lora", "lora_r", "lora_alpha"),
     Rule("lora_*", "", "see trainer.lora"),
-    Rule("gradient_checkpointing*", "", "activations are bounded by trainer.micro_batch_tokens"),
+    Rule("gradient_checkpointing", "trainer.recompute", "true: full", lookup({True: "full"})),
+    Rule("gradient_checkpointing_*", "", "see trainer.recompute"),
+    Rule("num_generations_eval", "eval_answers", "one answer is greedy, several are sampled", above(0)),
     Rule("dataset_*", "", "name a file, a directory or files with `*` in data.train"),
     Rule("per_device_eval_batch_size", "", "an evaluation sends all its prompts at once"),
     Rule("do_eval", "", "set data.eval"),

@@ -7,7 +7,21 @@ Invariant: the table below is the only place that knows verl's keys.
 
 from typing import Any
 
-from polyreme.import_config.convert import KL, adapters, lookup, name, path, paths, positive, product, ratio, trackers, when
+from polyreme.import_config.convert import (
+    KL,
+    above,
+    adapters,
+    lookup,
+    name,
+    overlong,
+    path,
+    paths,
+    positive,
+    product,
+    ratio,
+    trackers,
+    when,
+)
 from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -20,7 +34,7 @@ PRESETS = {
     "remax": "remax",
     "opo": "opo",
 }
-MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
+MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
 NO_GENERATION = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 
 
@@ -92,7 +106,7 @@ RULES = (
     Rule("data.val_batch_size", "", "an evaluation sends all its prompts at once"),
     Rule("data.*", "", "rows are read by their columns alone"),
     Rule(f"{MODEL}.path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
-    Rule(f"{MODEL}.enable_gradient_checkpointing", "", "activations are bounded by trainer.micro_batch_tokens"),
+    Rule(f"{MODEL}.enable_gradient_checkpointing", "trainer.recompute", "true: full", lookup({True: "full"})),
     Rule(f"{MODEL}.use_remove_padding", "", "sequences are always packed without padding"),
     Rule(f"{MODEL}.lora_rank", "trainer.lora", "0: all weights are trained", adapters(f"{MODEL}.lora_alpha", 16)),
     *part_of("trainer.lora", f"{MODEL}.lora_alpha"),
@@ -127,8 +141,11 @@ RULES = (
     Rule(f"{ACTOR}.policy_loss.*", "", "an option of a loss that is not used"),
     Rule(f"{ACTOR}.shuffle", "", "the order of samples does not matter: a mini-batch consists of whole groups"),
     Rule(f"{ACTOR}.strategy", "", "the learner is Megatron-Core"),
+    Rule(f"{ACTOR}.fsdp_config.optimizer_offload", "trainer.offload.optimizer"),
     Rule(f"{ACTOR}.fsdp_config.*", "", MEMORY),
     Rule(f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.parallel.tensor"),
+    Rule(f"{ACTOR}.megatron.pipeline_model_parallel_size", "trainer.parallel.pipeline", "every stage has equally many layers"),
+    Rule(f"{ACTOR}.megatron.expert_model_parallel_size", "trainer.parallel.expert"),
     Rule(f"{ACTOR}.*", "", "an option of verl's actor worker"),
     Rule(f"{ROLLOUT}.n", "group_size"),
     Rule(f"{ROLLOUT}.temperature", "rollout.temperature"),
@@ -141,7 +158,9 @@ RULES = (
     Rule(f"{ROLLOUT}.name", "rollout.engine", "", lookup({"vllm": "vllm"})),
     Rule(f"{ROLLOUT}.dtype", "model.dtype", "", lookup({"bfloat16": "bfloat16", "float32": "float32"})),
     Rule(f"{ROLLOUT}.log_prob_*", "", "the learner's forward passes use trainer.micro_batch_tokens"),
-    Rule(f"{ROLLOUT}.val_kwargs.*", "", "evaluations are greedy, one answer per prompt"),
+    Rule(f"{ROLLOUT}.val_kwargs.n", "eval_answers", "one answer is greedy, several are sampled"),
+    Rule(f"{ROLLOUT}.val_kwargs.temperature", "eval_temperature", "of several answers", above(0)),
+    Rule(f"{ROLLOUT}.val_kwargs.*", "", "one answer is greedy, several are drawn from the whole distribution"),
     Rule(f"{ROLLOUT}.multi_turn.*", "", "there are no tools and further turns"),
     Rule(f"{ROLLOUT}.*", "", "an option of verl's rollout worker"),
     Rule("actor_rollout_ref.ref.*", "", "the reference shares the learner's ranks and micro-batches"),
@@ -170,6 +189,9 @@ RULES = (
     *part_of("reward.rewards", "custom_reward_function.name"),
     Rule("custom_reward_function.*", "", "set reward.rewards.0.options"),
     Rule("reward_model.enable", "", "for a reward model, add {model: DIRECTORY} to reward.rewards"),
+    Rule("reward_model.overlong_buffer.enable", "algorithm.shaping.overlong", "with its len and penalty_factor",
+         overlong("reward_model.overlong_buffer.len", "data.max_response_length", "reward_model.overlong_buffer.penalty_factor")),
+    *part_of("algorithm.shaping.overlong", "reward_model.overlong_buffer.*"),
     Rule("reward_model.*", "", "a reward model is a reward of its own: {model: DIRECTORY}"),
     Rule("trainer.nnodes", "trainer.parallel.nodes"),
     *part_of("trainer.parallel.data and rollout.replicas", "trainer.n_gpus_per_node"),

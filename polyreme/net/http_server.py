@@ -36,7 +36,7 @@ ErrorBody = Callable[[int, str], bytes]
 
 
 def detail_body(status: int, message: str) -> bytes:
-    """The error format of services without one of their own."""
+    """The default error format of services."""
     return json.dumps({"detail": message}).encode()
 
 
@@ -140,8 +140,8 @@ async def serve_http(
         port: 0 takes a free one.
         drain_timeout: seconds for running requests at the end.
         security: TLS and token; None: plain.
-        is_open: whether a path is served without the token, beside the probes.
-        error_body: of 401 and 413.
+        is_open: whether a path, in addition to the probes, is served without the token.
+        error_body: returns the body of 401 and 413.
 
     Raises:
         ConfigError: the port is taken, or the security settings cannot be used.
@@ -197,7 +197,8 @@ class _TooLarge(Exception):
 
 
 async def _discard(receive: Receive, size: int, limit: int) -> None:
-    """Reads on up to `limit` bytes: a client that still sends would see a reset connection instead of the answer."""
+    """Reads and drops up to `limit` bytes. Otherwise a client that is still sending would see a reset connection instead of the
+    response."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_TIMEOUT):
             while size < limit:

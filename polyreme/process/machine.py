@@ -1,4 +1,4 @@
-"""What this machine, or the container that this process runs in, has.
+"""The memory and devices of this machine or container.
 
 Invariant: reading changes nothing.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The container's limit under cgroup v2 and v1."""
+"""The files with the container's limit under cgroup v2 and v1."""
 
 
 def memory_limit() -> int:
@@ -18,7 +18,7 @@ def memory_limit() -> int:
 
 
 def limit_of(total: int, cgroup_limits: list[str]) -> int:
-    """The smallest of the machine's memory and the limits of its control group, of which "max" is none."""
+    """The smallest of the machine's memory and the limits of its control group, where "max" means no limit."""
     return min([total, *(int(text) for text in cgroup_limits if text.isdigit())])
 
 

@@ -1,6 +1,6 @@
 """Starts, restarts and ends processes.
 
-Invariant: the processes of a set live and die together: when one dies, all are ended and restarted. A child is not restarted if its exit
+Invariant: the processes of a set share their life: when one dies, all are ended and restarted. A child is not restarted if its exit
 code stands for a permanent error, and each set has a limited number of restarts. When supervision ends, all its processes have ended.
 """
 
@@ -47,11 +47,11 @@ class ChildFailedError(RunFailedError):
 
 
 class ProcessSet:
-    """Processes that live and die together.
+    """Processes that start, fail and restart together.
 
     Args:
         name: for messages.
-        programs: called for every start, since for example ports are chosen per start.
+        programs: called at every start, since for example ports are chosen per start.
         log_dir: stdout and stderr are appended to NAME.log there.
         serves: whether the processes are servers, for which an unrequested exit with status 0 counts as a failure.
     """

@@ -39,9 +39,9 @@ class RangeAssembly:
 
     Args:
         ranges: they do not overlap.
-        nbytes: where the last one ends.
-        buffer: writable destination of at least so many bytes.
-        title: what they belong to, for messages.
+        nbytes: end of the last range.
+        buffer: writable destination of at least `nbytes` bytes.
+        title: name of the whole, for messages.
     """
 
     def __init__(self, ranges: Iterable[DigestedRange], nbytes: int, buffer: memoryview, title: str) -> None:
@@ -117,7 +117,7 @@ class Assembly(RangeAssembly):
 
     @classmethod
     def verified_part(cls, manifest: Manifest, buffer: memoryview) -> "Assembly":
-        """A complete part that is in the buffer already. Reads it once. Raises DigestError, and as the constructor."""
+        """The assembly of a part that is complete in the buffer. Reads it once. Raises DigestError, and the errors of the constructor."""
         verify(manifest, buffer)
         assembly = cls(manifest, buffer)
         assembly.position, assembly._pending = manifest.nbytes, []

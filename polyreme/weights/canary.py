@@ -12,11 +12,11 @@ import numpy as np
 from polyreme.api.v1 import weights_pb2 as pb
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""By dtype of the weights, in nats: several times what rounding explains, and far below what wrong weights give."""
+"""Default limit by dtype of the weights, in nats: several times the effect of rounding, and far below that of wrong weights."""
 
 
 class CanaryError(ValueError):
-    """A replica's log-probabilities are not those of the version."""
+    """A replica's log-probabilities differ from those of the version."""
 
 
 @dataclass(frozen=True)

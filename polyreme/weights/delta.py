@@ -1,7 +1,7 @@
-"""A part of a version as its changes since another version. Pure.
+"""Deltas: a part of a version, as its changes since another version. Pure.
 
 Invariant: a delta applied to bytes with the digests of its base gives bytes with the digests of its manifest, which are those of the
-whole version. `apply` verifies both ends, so nothing else is ever taken for the version.
+whole version. The digests of both ends are verified, so no other bytes are ever used as the version.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -52,12 +52,12 @@ class FramePlace:
 
 @dataclass(frozen=True)
 class DeltaManifest:
-    """What a delta's payload holds.
+    """The content of a delta's payload.
 
     Attributes:
-        manifest: of the version that the delta leads to, sealed.
-        base_term, base_version: the version that it starts from. Digests decide; these are for messages.
-        tensors: one per tensor with bytes of its own, in the manifest's order.
+        manifest: sealed manifest of the resulting version.
+        base_term, base_version: the base version, only for messages; digests identify it.
+        tensors: one per tensor with its own bytes, in the manifest's order.
 
     Raises:
         ManifestError: the tensors are not those of the manifest, the manifest is not sealed, or the payload is longer than WHOLE_ABOVE.
@@ -93,7 +93,7 @@ class DeltaManifest:
 
     @property
     def density(self) -> float:
-        """Fraction of the elements that the payload holds."""
+        """Fraction of the elements that are in the payload."""
         elements = sum(_size(tensor) for tensor in _own(self.manifest))
         return sum(tensor.changed for tensor in self.tensors) / max(1, elements)
 
@@ -169,7 +169,7 @@ def apply(delta: DeltaManifest, payload: memoryview, shadow: memoryview) -> None
 
 
 def compact(older: WeightDelta, newer: WeightDelta) -> WeightDelta | None:
-    """One delta with the effect of both in turn; None when it is more than half of the part's bytes.
+    """One delta with the effect of both, one after the other; None when it is more than half of the part's bytes.
 
     Raises:
         DeltaError: `newer` does not start where `older` ends.
@@ -206,7 +206,7 @@ def _assembled(before: Manifest, after: Manifest, frames: list[Frame | None]) ->
 
 
 def _frames(delta: DeltaManifest, payload: memoryview) -> Iterator[tuple[Tensor, Frame | None]]:
-    """Each tensor with its frame; None when it is as before."""
+    """Yields each tensor with its frame; None for an unchanged tensor."""
     if payload.nbytes != delta.nbytes:
         raise DeltaError(f"expected a payload of {delta.nbytes} bytes; found {payload.nbytes}")
     start = 0

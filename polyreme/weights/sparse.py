@@ -24,7 +24,7 @@ Words = NDArray[np.unsignedinteger[Any]]
 
 
 class FrameError(ValueError):
-    """A frame does not hold what its manifest says."""
+    """A frame does not match its manifest."""
 
 
 class Changes(NamedTuple):
@@ -105,7 +105,7 @@ def apply(changes: Changes, target: Words) -> None:
 
 
 def merge(older: Changes, newer: Changes) -> Changes:
-    """One set of changes with the effect of both in turn."""
+    """One set of changes with the effect of both, one after the other."""
     if newer.positions is None:
         return newer
     if older.positions is None:

@@ -1,4 +1,4 @@
-"""A version's bytes on the wire: StageStreamRequest messages that are encoded and decoded without protobuf.
+"""The wire format of a version's bytes: StageStreamRequest messages that are encoded and decoded without protobuf.
 
 Invariant: every message is a valid protobuf message of that schema. Only messages of this module's own encoding are read without a copy.
 (Protobuf takes several times as long for a mebibyte as the network stack.)
@@ -16,10 +16,10 @@ STAGE_STREAM = "/polyreme.api.v1.WeightsService/StageStream"
 FETCH = "/polyreme.api.v1.WeightsService/Fetch"
 CHUNK_BYTES = 1 << 20  # larger chunks leave the processor's cache before they are hashed
 LONGEST_CHUNK_BYTES = 8 << 20
-MAX_FETCHES = 2  # replicas that fetch from one replica at once: it also generates
-SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # a slower stream is ended although it progresses
+MAX_FETCHES = 2  # maximum number of concurrent fetches from one replica, which also generates
+SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # a slower stream is ended even if it progresses
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants of glibc's mallopt
 _KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20
 
 _OFFSET, _DATA = 0x11, 0x1A  # field 2 of 8 bytes, field 3 of a length

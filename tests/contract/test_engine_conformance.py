@@ -1,4 +1,4 @@
-"""Every inference engine keeps the promises of `polyreme_rollout.engine.protocol`: see tests/support/engine_conformance.py."""
+"""Every inference engine conforms to `polyreme_rollout.engine.protocol`: see tests/support/engine_conformance.py."""
 
 import json
 import os
@@ -19,19 +19,31 @@ from support.tiny_tokenizer import model_files as tokenizer_files
 TESTS = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module", params=["simulated", pytest.param("vllm", marks=pytest.mark.real)])
+OPTIONS: dict[str, dict[str, Any]] = {"vllm-no-prefix-caching": {"prefix_caching": False}}
+"""Options of rollout.vllm, none of which affects conformance."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "simulated",
+        pytest.param("vllm", marks=pytest.mark.real),
+        *(pytest.param(name, marks=[pytest.mark.real, pytest.mark.slow]) for name in OPTIONS),
+    ],
+)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of all checks of one engine, which runs once in its own process, since it may fork."""
     folder = tmp_path_factory.mktemp("engine")
     (files := folder / "files").mkdir()
     weights: list[str] = []
     contents = tokenizer_files()
-    if request.param == "vllm":
+    engine, options = request.param.partition("-")[0], OPTIONS.get(request.param, {})
+    if engine == "vllm":
         model = tiny_model("tied", folder / "model", hidden_size=128)
         contents, weights = model_files(model), [str(model)]
     for name, data in contents.items():
         (files / name).write_bytes(data)
-    command = [sys.executable, "-m", "support.engine_conformance", request.param, str(files), *weights]
+    command = [sys.executable, "-m", "support.engine_conformance", engine, str(files), json.dumps(options), *weights]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

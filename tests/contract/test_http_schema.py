@@ -1,4 +1,4 @@
-"""For any request, every route answers according to its OpenAPI document, without undocumented errors."""
+"""Every route answers any request according to its OpenAPI document, without undocumented errors."""
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -21,8 +21,7 @@ def application():
     return make_app(Scorer(rewards, 1024, metrics), metrics, ["<eos>"], [True])
 
 
-# Lists of different lengths are refused, which JSON schema cannot say; and a documented 5xx is an answer: statuses that are not
-# documented still fail.
+# Lists of different lengths are refused, which JSON schema cannot express. A documented 5xx is allowed; undocumented statuses still fail.
 EXCLUDED = ("positive_data_acceptance", "not_a_server_error")
 METHODS = {
     "polyreme.api.v1.RewardService/Score": reward_pb2.ScoreResponse,
@@ -32,7 +31,7 @@ METHODS = {
 
 
 def test_every_route_answers_as_documented() -> None:
-    import schemathesis  # here, and not its pytest plugin: its import takes longer than the collection of a hundred files of tests
+    import schemathesis  # imported here instead of its pytest plugin, whose import takes longer than the collection of a hundred test files
 
     schemathesis.checks.load_all_checks()
     excluded = [schemathesis.checks.CHECKS.get_one(name) for name in EXCLUDED]

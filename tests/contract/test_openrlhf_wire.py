@@ -16,7 +16,7 @@ MISSING = b'{"detail":[{"type":"missing","loc":["body","query"],"msg":"%b","inpu
 
 
 async def theirs(url: str, data: dict[str, Any], tries: int = 1) -> dict[str, Any]:
-    """As OpenRLHF's trainers ask: a session for each request, a total timeout, errors by status, several tries."""
+    """Sends a request as OpenRLHF's trainers do: a session for each request, a total timeout, errors by status, several tries."""
     timeout = aiohttp.ClientTimeout(total=180)
     for left in reversed(range(tries)):
         try:

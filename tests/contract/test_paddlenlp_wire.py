@@ -19,7 +19,7 @@ GOOD = b'{"error_code":0,"error_msg":"Success","score":[1.0,0.0]}'
 
 
 def post(url: str, data: Any) -> requests.Response:
-    """As PaddleNLP's trainers ask: a bare URL, three lists, nothing else."""
+    """Sends a request as PaddleNLP's trainers do: a plain URL and three lists."""
     return requests.post(url, json=data)
 
 

@@ -29,7 +29,7 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Issued:
 
 @asynccontextmanager
 async def guarded(ours: Issued, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> AsyncIterator[RawServer]:
-    """A PaddleNLP server that wants a certificate of the test's CA, and the token."""
+    """A PaddleNLP server that requires a certificate of the test's CA and the token."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ours.ca)
     context.load_cert_chain(ours.certificate, ours.key)
     context.verify_mode, context.maximum_version = ssl.CERT_REQUIRED, version
@@ -43,7 +43,7 @@ async def guarded(ours: Issued, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
 
 
 def shown(ours: Issued, **fields: object) -> dict[str, object]:
-    """A `security` section with everything that the guarded server wants, but for `fields`."""
+    """A `security` section with everything that the guarded server requires, changed by `fields`."""
     section = {**ours.section(), "token_env": VARIABLE, **fields}
     return {name: value for name, value in section.items() if value is not None}
 

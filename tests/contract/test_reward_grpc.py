@@ -1,4 +1,4 @@
-"""RewardService as its proto promises it."""
+"""RewardService behaves as its proto specifies."""
 
 import asyncio
 import random
@@ -80,7 +80,7 @@ async def test_a_full_queue_is_resource_exhausted_with_a_time_to_come_back(tmp_p
 
 
 async def test_callers_that_give_up_and_ask_again_have_every_key_scored_once(tmp_path: Path) -> None:
-    """Random calls over the same keys, on both wires, many cancelled half way: nothing is scored twice, nothing is lost."""
+    """Random calls with the same keys, on both wires, many of them cancelled: no item is scored twice, and none is lost."""
     plugin = tmp_path / "noted.py"
     plugin.write_text(
         "import time\n"

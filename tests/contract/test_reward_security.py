@@ -48,7 +48,7 @@ async def secured(section: dict[str, object]) -> AsyncIterator[tuple[Addresses, 
 
 
 async def grpc_score(address: str, security: SecurityConfig | None) -> float | str:
-    """The score of a right answer, or the status' name."""
+    """The score of a right answer, or the name of the status."""
     async with rpc.connect(address, security) as channel:
         try:
             reply = await reward_pb2_grpc.RewardServiceStub(channel).Score(REQUEST, timeout=300)

@@ -1,4 +1,4 @@
-"""What every rollout engine must do behind the service: the simulated one in this process, vLLM as the command that users run."""
+"""The contract of every rollout engine behind the service: the simulated one in this process, and vLLM through the real command."""
 
 import asyncio
 import uuid
@@ -133,7 +133,7 @@ async def test_chunks_are_large_and_lengths_exact(world: World) -> None:
 
 
 async def test_routes_are_reported_for_every_token_or_for_none(world: World) -> None:
-    """By vLLM on CPU for none. A continued sequence reports those of its new tokens."""
+    """vLLM on CPU reports none. A continued sequence reports the routes of its new tokens."""
     described = await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)
     for prefix in ([], [5, 6, 7]):
         call = world.rollout.Generate(world.ask([(0, prefix, 40, 0)], temperature=1.0))
@@ -203,7 +203,7 @@ async def test_cancelling_a_call_ends_its_work(world: World) -> None:
 
 
 async def test_sequences_survive_a_swap_and_say_where_it_was(world: World) -> None:
-    """A generation that ends before its swap shows nothing, so there are further ones: which comes first depends on the machine."""
+    """A generation may end before its swap, which depends on the machine and shows nothing, so the test tries several."""
     for _ in range(30):
         responses, before = await swapped_generation(world)
         ends = sorted((end for response in responses for end in response.ends), key=lambda end: end.slot)
@@ -222,7 +222,8 @@ async def test_sequences_survive_a_swap_and_say_where_it_was(world: World) -> No
 
 
 async def swapped_generation(world: World) -> tuple[list[rollout_pb2.GenerateResponse], int]:
-    """Two sequences of 120 tokens, during which the next version is committed if the machine is quick enough; and the version before."""
+    """Generates two sequences of 120 tokens while the next version is committed, if the machine is fast enough. Also returns the version
+    before."""
     before = (await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)).version
     staging = world.learner.write(before + 1, {name: array * 1.5 for name, array in world.arrays.items()})
     await world.weights.StageArena(staging, timeout=300)

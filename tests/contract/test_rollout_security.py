@@ -1,4 +1,4 @@
-"""The token on both ports of a replica: as a whole run with simulated replicas uses it, and as strangers meet it."""
+"""The token on both ports of a replica: in a whole run with simulated replicas, and for callers without it."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""One number per token, over both native wires and from one server to another; the other wires stay with one number per response."""
+"""One number per token, over both native wires and from one server to another. The other wires have one number per response."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def test_over_grpc(steps: dict[str, str]) -> None:
     async with serving({**steps, "weight": 2.0}, {**EXACT, "weight": -1.0}) as (stub, _, _):
         request = reward_pb2.ScoreRequest(items=[asked("1#3"), asked("a#3")])
         first, second = (await stub.Score(request, timeout=300)).results
-        assert (first.score, list(first.token_rewards)) == (0.0, [0.5, 0.0, 0.5])  # the exact match is the last token's
+        assert (first.score, list(first.token_rewards)) == (0.0, [0.5, 0.0, 0.5])  # the exact match belongs to the last token
         assert (second.score, list(second.token_rewards)) == (-0.5, [0.0, 0.0, 0.5])
         assert [(part.name, part.raw, part.weighted) for part in first.parts] == [("steps", 0.5, 1.0), ("exact", 1.0, -1.0)]
         listed = await stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=300)
@@ -49,7 +49,7 @@ async def test_an_old_caller_that_sends_texts_alone_gets_a_status(steps: dict[st
 
 
 async def test_an_old_server_answers_scalars(steps: dict[str, str]) -> None:
-    """A server without such rewards answers a caller that knows them as it always has."""
+    """A server without such rewards answers a newer caller as before."""
     async with serving(EXACT) as (stub, _, _):
         (result,) = (await stub.Score(reward_pb2.ScoreRequest(items=[asked("1#3")]), timeout=300)).results
         assert (result.score, list(result.token_rewards)) == (1.0, [])

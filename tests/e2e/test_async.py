@@ -1,5 +1,5 @@
-"""Generation that overlaps training, with partial rollouts, started as a user starts it: it learns, within its bound, over swaps in the
-middle of answers and over pauses between their parts."""
+"""A whole run whose generation overlaps training, with partial rollouts. It learns within its staleness bound, across swaps within
+answers and pauses between their parts."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from support.whole_run import Up, make_task
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 
 LEAD = "0123456789" * 6 + "#"
-"""Of every answer: long enough that weights are swapped under some. What stands behind the # counts."""
+"""Start of every answer, so long that weights are swapped during some answers. Only the text after the # counts."""
 
 
 def test_an_asynchronous_run_learns_within_its_bound(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Bad input from a user's perspective: real commands as processes, one message with a fix, an exit status, and no leftovers.
+"""Bad input: real commands as processes end with one message with a fix and an exit status, and leave nothing behind.
 
-The checks before a start are in tests/unit/cli/test_checks.py one by one, and rewards that hang or are not finite in test_demo.py.
+tests/unit/cli/test_checks.py tests each check before a start, and test_demo.py rewards that hang or are not finite.
 """
 
 import os
@@ -31,7 +31,7 @@ OTHER_API = (
     "-c",
     "import polyreme; polyreme.API_VERSION += 1\nfrom polyreme.cli.main import main\nmain()",
 )
-"""The command as another release of Polyreme would run it."""
+"""Runs the command as another release of Polyreme."""
 REWARDS = """
 calls = 0
 def raises(response):
@@ -48,7 +48,7 @@ def always(response):
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task in a folder that is none of the usual."""
+    """A task in a folder with an unusual name."""
     folder = tmp_path_factory.mktemp("task") / "Aufgabe für zwei [b]"
     folder.mkdir()
     (folder / "rewards.py").write_text(REWARDS)
@@ -90,7 +90,7 @@ def told(process: "subprocess.Popen[str]", code: int, *pieces: str, seconds: flo
 
 
 def one_error(output: str, *pieces: str) -> str:
-    """The only error in a command's output, which has no traceback."""
+    """Returns the only error in a command's output, which has no traceback."""
     assert "Traceback" not in output, output
     errors = [line for line in output.splitlines() if line.startswith("polyreme: error: ")]
     assert len(errors) == 1, output
@@ -163,7 +163,7 @@ def test_a_redis_that_cannot_be_used(task: Path, tmp_path: Path) -> None:
         redis.terminate()
         redis.wait(300)
     output = refused(nobody, "connection refused (nothing listens there)", "redis-server --appendonly yes")
-    assert output.count("connection refused") == 2  # once when it begins to wait, once at the end
+    assert output.count("connection refused") == 2  # once when it starts to wait, once at the end
 
 
 @pytest.mark.real
@@ -184,7 +184,7 @@ def test_servers_of_another_version_are_named(task: Path, tmp_path: Path) -> Non
 
 @pytest.mark.real
 def test_a_reward_that_raises_ends_the_run_with_its_words(task: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From another folder, without a home, and with prompts beyond the context."""
+    """The command runs from another folder, without a home directory, and with prompts beyond the context."""
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.chdir(tmp_path)
     rewards = os.path.relpath(task.parent / "rewards.py")
@@ -199,7 +199,7 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(task: Path, monkeypatc
 
 @pytest.mark.real
 def test_a_reward_that_never_scores_ends_the_run_at_its_first_groups(task: Path) -> None:
-    """Before the grace of an outage is over, and although no group has used up its attempts."""
+    """The run ends before the time for an outage is over, although no group has used all its attempts."""
     rewards = f"reward.rewards=[{{file: '{task.parent / 'rewards.py'}', function: always}}]"
     changes = ("trainer.sft=[]", "reward.attempts=1", "reward.start_timeout=1000", "max_failed_fraction=1", "data.eval=null")
     up = Up(task, "name=never", rewards, *changes)
@@ -221,7 +221,7 @@ def test_a_redis_that_dies_again_and_again_ends_the_run(task: Path) -> None:
         if count == 1:
             up.until(lambda: (up.run_dir / "redis" / "redis.log").read_text().count("Ready to accept connections") == 2)
             assert "Redis ended; restart 1 of 1" in up.output
-            time.sleep(5.0)  # now `up` has seen that it answers
+            time.sleep(5.0)  # `up` has now checked that it answers
     assert up.wait() == 3
     one_error(up.output, "the run's own Redis to keep running; found it ended 2 times", "redis.log", "--resume")
     assert not up.leftovers()
@@ -233,7 +233,7 @@ def stores(up: Up) -> list[psutil.Process]:
 
 
 def loads(up: Up) -> bool:
-    """Whether the trainer's process makes an interrupt of SIGTERM already; it opens the run a good while later."""
+    """Whether the trainer's process already turns SIGTERM into an interrupt. It opens the run much later."""
     for child in psutil.Process(up.process.pid).children():
         if "train" in command_line(child):
             caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{child.pid}/status").read_text(), re.MULTILINE)
@@ -253,7 +253,7 @@ def test_ctrl_c_before_there_is_anything_to_save(task: Path, moment: str) -> Non
     }
     up.until(seen[moment])
     up.signal(signal.SIGINT)
-    assert up.wait() in (0, 128 + signal.SIGINT), up.output  # 0: the trainer listened already
+    assert up.wait() in (0, 128 + signal.SIGINT), up.output  # 0: the trainer's handlers were installed already
     assert "Traceback" not in up.output and "error" not in up.output
     if (up.run_dir / "run.json").exists():
         assert not up.leftovers()

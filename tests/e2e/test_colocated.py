@@ -1,4 +1,4 @@
-"""Learner and replica on shared devices, started as a user starts it: it learns, and each is killed once in its own turn."""
+"""A whole run with learner and replica on shared devices: it learns although each is killed once in its own turn."""
 
 import json
 from pathlib import Path
@@ -34,6 +34,6 @@ def test_a_colocated_run_learns_although_learner_and_replica_are_killed(tmp_path
 
 
 def process_of(up: Up, word: str) -> psutil.Process:
-    """The process with this word in its command line, which `up` or one of its children has started."""
+    """The process below `up` with this word in its command line."""
     there = [process for process in psutil.Process(up.process.pid).children(recursive=True) if runs(process)]
     return next(process for process in there if word in command_line(process))

@@ -1,4 +1,4 @@
-"""The whole system, started as a user starts it: it learns, it leaves a model that answers as its replica did, and nothing else."""
+"""The whole system, started like a user's run: it learns, exports a model that answers as its replica did, and leaves nothing else."""
 
 import json
 import os
@@ -161,7 +161,7 @@ def test_bad_input_is_one_message_and_the_end(task: Path, tmp_path: Path, name: 
 
 
 def test_a_killed_redis_restarts_and_a_fork_continues_from_the_last_checkpoint(task: Path) -> None:
-    # All checkpoints are kept, and with them all groups: who writes the samples may be the last to find the new Redis.
+    # All checkpoints are kept, and with them all groups, since the writer of the samples may be the last to reconnect to Redis.
     first = Up(task, "name=forked", "iterations=4", "trainer.keep_checkpoints=4", "trainer.save_interval=1")
     first.until(lambda: len(first.records("iteration")) >= 1)
     (redis,) = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(first.run_dir / "redis")]
@@ -190,7 +190,7 @@ def test_a_killed_redis_restarts_and_a_fork_continues_from_the_last_checkpoint(t
 
 @pytest.mark.slow
 def test_a_replica_whose_engine_is_killed_is_started_again(task: Path) -> None:
-    """vLLM's core is a separate process. The replica outlives it and must detect its end."""
+    """vLLM's core is a separate process. The replica survives it and must detect its end."""
     up = Up(task, "name=coreless", "iterations=6")
     up.until(lambda: len(up.records("iteration")) >= 2)
     [service] = [process for process in psutil.Process(up.process.pid).children() if "rollout" in command_line(process)]

@@ -19,7 +19,7 @@ PORT = 16379
 
 
 def documented(address: str) -> tuple[dict[str, str], list[str]]:
-    """The remote command of the guide, for our address and secrets: its environment and words."""
+    """The remote command of the guide with our address and secrets: its environment and arguments."""
     [line] = [
         line for line in (ROOT / "docs" / "machines.md").read_text().splitlines() if line.startswith("POLYREME_REDIS_PASSWORD=")
     ]
@@ -67,7 +67,7 @@ async def test_the_remote_command_adds_a_machine_to_a_run(net: Network, tmp_path
         assert joined and all(f" at {second.address}:" in text for text in joined)
         assert [record["iteration"] for record in records if record["kind"] == "iteration"] == [1, 2, 3, 4]
         assert PASSWORD not in (run_dir / "run.json").read_text() + (run_dir / "config.yaml").read_text()
-        with redis_py.Redis(host=first.address, port=PORT, password=PASSWORD) as store:  # this process is on the network too
+        with redis_py.Redis(host=first.address, port=PORT, password=PASSWORD) as store:  # this process is also on the network
             assert store.ping()
         audit = [sys.executable, "-m", "polyreme", "audit", "--redis", url]
         assert await Child.spawn("audit", audit, environment, tmp_path / "audit.log").wait() == 0, logs()

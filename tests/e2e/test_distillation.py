@@ -1,4 +1,4 @@
-"""On-policy distillation as a whole run: a teacher on vLLM's own server, and no reward at all."""
+"""On-policy distillation as a whole run, with a teacher on vLLM's own server and without rewards."""
 
 import json
 import os
@@ -25,7 +25,8 @@ ITERATIONS = 16
 
 @pytest.mark.real
 def test_a_policy_learns_to_answer_as_its_teacher(tmp_path: Path) -> None:
-    """The warm policy answers any digit, the teacher always the same: the KL to it falls, and the run has no reward service."""
+    """The warm policy answers with any digit, the teacher always with the same one. The KL to the teacher falls without a reward
+    service."""
     path = make_task(tmp_path)
     train_teacher(tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "teacher")
     tree = yaml.safe_load(path.read_text())
@@ -49,12 +50,12 @@ def test_a_policy_learns_to_answer_as_its_teacher(tmp_path: Path) -> None:
 
 
 def samples(run_dir: Path, iteration: int) -> list[dict[str, Any]]:
-    """What an iteration trained on."""
+    """The samples that an iteration trained on."""
     return [json.loads(line) for line in (run_dir / "samples" / f"iteration_{iteration:04d}.jsonl").read_text().splitlines()]
 
 
 def train_teacher(model: Path, data: Path, path: Path) -> None:
-    """The untrained policy, taught with plain torch to answer every prompt with RIGHT."""
+    """Trains the untrained policy with plain torch to answer every prompt with RIGHT."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,7 +84,7 @@ def train_teacher(model: Path, data: Path, path: Path) -> None:
 
 @contextmanager
 def teacher_server(model: Path, log: Path) -> Iterator[str]:
-    """`vllm serve` on CPU: the URL of its API."""
+    """Runs `vllm serve` on CPU. Yields the URL of its API."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments: dict[str, Any] = {"model": model, "host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": 64}

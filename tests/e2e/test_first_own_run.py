@@ -1,4 +1,4 @@
-"""docs/first-own-run.md and docs/v1.md do what they say: every block is executed, in order."""
+"""Executes every block of docs/first-own-run.md and docs/v1.md, in order."""
 
 import json
 import re
@@ -16,7 +16,7 @@ MAKE, REWARD, CHECK, UP, AUDIT, ANSWER = guide.commands(PAGE)
 
 
 def documented(name: str) -> bool:
-    """Whether docs/reference/ has a name, among a record's fields or the metrics. Words in capitals stand for any other."""
+    """Whether docs/reference/ has a name among a record's fields or the metrics. Words in capitals are placeholders."""
     pages = Path(__file__).resolve().parents[2] / "docs" / "reference"
     names = re.findall(r"`([\w/]+)`", "".join((pages / f"{page}.md").read_text() for page in ("records", "metrics")))
     return any(re.fullmatch(re.sub(r"[A-Z]{3,}", r"\\S+", found), name) for found in names)
@@ -24,7 +24,7 @@ def documented(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The guide's files, and what its first command makes of them."""
+    """The guide's files, and the results of its first command."""
     folder = tmp_path_factory.mktemp("made")
     guide.write_files(PAGE, folder)
     guide.write_files("v1.md", folder)

@@ -1,7 +1,7 @@
-"""A learner on two machines arrives at the bits of one on a single machine, also when either machine's processes are killed or cut off.
+"""A learner on two machines produces the same bits as on one machine, even when either machine's processes are killed or disconnected.
 
-The ranks, torchrun's agents, leases, log and checkpoints are real; replicas and orchestrator are not there: the test fills the log. And
-once all of it is real, by the commands that the guide gives.
+The ranks, torchrun's agents, leases, log and checkpoints are real. There are no replicas and no orchestrator: the test fills the log. One
+test runs everything for real, with the commands of the guide.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Cluster:
-    """A run whose learner is on the machines of a network; the first is the trainer's."""
+    """A run whose learner is on the machines of a network. The first one is the trainer's."""
 
     run: Run
     config: RunConfig
@@ -61,7 +61,7 @@ class Cluster:
         self.children[node] = Child.spawn(f"machine-{node}", command, environment, log, signal.SIGTERM)
 
     def pids(self, **environment: str) -> list[int]:
-        """This run's processes with these values in their environment."""
+        """The pids of this run's processes with these values in their environment."""
         wanted, found = {"POLYREME_RUN": self.run.run_id, **environment}, []
         for process in psutil.process_iter():
             try:
@@ -75,16 +75,16 @@ class Cluster:
         return [pid for pid in self.pids() if "polyreme_trainer.launch" in psutil.Process(pid).cmdline()]
 
     async def trained(self, iteration: int) -> None:
-        """Waits until an iteration is trained; there are groups for no more than that."""
+        """Allows groups up to an iteration and waits until it is trained."""
         self.groups = iteration * GROUPS
         async with asyncio.timeout(600):
             while not [r for _, r in await self.run.records("0", 0) if r["kind"] == "iteration" and r["iteration"] == iteration]:
                 assert self.children[0].poll() is None, self.logs()
                 await asyncio.sleep(0.1)
-        await asyncio.sleep(0.3)  # past its save, if it has one
+        await asyncio.sleep(0.3)  # after its save, if it has one
 
     async def done(self) -> dict[str, Any]:
-        """The run's end, with all its groups. Returns what it has made."""
+        """Lets the run finish with all its groups. Returns its results."""
         self.groups = ITERATIONS * GROUPS
         try:
             await asyncio.wait_for(self.children[0].wait(), 900)
@@ -109,7 +109,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(url: str, run_id: str, folder: Path, model: Path, machines: list[Machine | None]) -> AsyncIterator[Cluster]:
-    """A run on these machines, all started (None: on this host). Everything ends with the block."""
+    """Starts a run on these machines (None: on this host). Everything ends with the block."""
     os.mkdir(folder)
     parallel = ParallelConfig(data=2, nodes=len(machines))
     base = run_config(folder, iterations=ITERATIONS, groups_per_iteration=GROUPS, group_size=SAMPLES)
@@ -179,7 +179,7 @@ async def test_a_machine_that_is_cut_off_holds_nothing_up(net: Network, run_id: 
     ):
         await made.trained(3)
         other.cut()
-        made.groups = 5 * GROUPS  # the next iteration stands in a collective
+        made.groups = 5 * GROUPS  # the next iteration waits in a collective
         async with asyncio.timeout(600):
             while "waits for machine 1" not in made.logs():  # noqa: ASYNC110 (a file gives no event)
                 await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Three machines: a trainer with Redis and the reward, and two rollouts that have nothing but Redis's address."""
+"""Three machines: a trainer with Redis and the reward, and two replicas that get only the address of Redis."""
 
 import asyncio
 import shutil
@@ -33,7 +33,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 class Spread(SimulatedRun):
-    """Its processes on machines."""
+    """The run's processes on the machines."""
 
     places: dict[str, Machine]
 
@@ -44,7 +44,7 @@ class Spread(SimulatedRun):
 
 
 async def commits(run: Run) -> dict[str, int]:
-    """The newest version that each replica has."""
+    """The newest version of each replica."""
     return {record["replica"]: record["version"] for _, record in await ExperienceLog(run).commits("0", 0)}
 
 
@@ -96,7 +96,7 @@ async def test_a_run_over_three_machines_outlives_a_cut_link(net: Network, run_i
             there = await until(2, 4)
             near.cut()
             await asyncio.sleep(CUT_SECONDS)
-            alone = await until(1, max(there.values()) + 3)  # the run went on
+            alone = await until(1, max(there.values()) + 3)  # the run continued
             near.heal()
             await until(2, max(alone.values()))
             assert await started.ended(900) == ("done", ""), started.logs()
@@ -156,7 +156,7 @@ async def test_a_machine_joins_with_nothing_but_redis_address(net: Network, run_
 
 
 def greedy(model: Path, tokens: int) -> list[int]:
-    """The continuation of PROMPT by `transformers`."""
+    """The greedy continuation of PROMPT by `transformers`."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,5 +1,5 @@
-"""A new user's path with real parts: init, own data in Parquet, own reward, up, the page, report, chat. No file of the project is read on
-the way."""
+"""A new user's path with real parts: init, own data in Parquet, own reward, up, the page, report, chat. It reads no file of the
+repository."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def reward(response, label):
 
 
 def bring_own(folder: Path) -> None:
-    """What a user changes in the files of `init`: the data, with its columns, and the reward."""
+    """Changes the files of `init` as a user would: the data with its columns, and the reward."""
     kinds = {"vowels": "aeiouy", "early": "abcdefgh"}
     rows = [(f"{kind} for {a}{b}{c}", letters) for kind, letters in kinds.items() for a in "tom" for b in "toms" for c in "tomsk"]
     prompts, letters = zip(*rows, strict=True)
@@ -39,7 +39,7 @@ def bring_own(folder: Path) -> None:
 
 
 def page_of(run_dir: Path) -> str:
-    """The page that `polyreme ui` serves."""
+    """Fetches the page from `polyreme ui`."""
     words = [sys.executable, "-m", "polyreme", "ui", str(run_dir), "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:

@@ -1,4 +1,4 @@
-"""docs/stages.md does what it says, a stage that is stopped is resumed, and examples/three_steps reaches what it promises."""
+"""Executes docs/stages.md, resumes a stopped stage, and checks that examples/three_steps reaches its documented results."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_a_stage_that_is_asked_to_stop_saves_and_is_resumed(folder: Path) -> Non
 @pytest.mark.real
 @pytest.mark.slow
 def test_the_three_steps_continue_after_interruptions_and_reach_their_goal(tmp_path: Path) -> None:
-    """Interrupted within the reward model's training, and again within PPO."""
+    """The test interrupts the training of the reward model, and then PPO."""
     words = [sys.executable, str(ROOT / "examples" / "three_steps" / "run.py"), "--output", str(tmp_path)]
     moments = [
         lambda: len(records(tmp_path / "three-steps-reward-model", "step")) > 45,

@@ -1,6 +1,6 @@
-"""The run page in a real browser: on recorded runs, on one that trains, and as an offline report.
+"""The run page in a real browser: for recorded runs, for a training run, and as an offline report.
 
-With POLYREME_SCREENSHOTS=docs/images the pictures of the guide are written there; without it, into the test's own directory.
+POLYREME_SCREENSHOTS=docs/images writes the screenshots of the guide there. By default they go to the test's own directory.
 """
 
 import json
@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def served(*words: str, **environment: str) -> Iterator[str]:
-    """The address of `polyreme ui`, while it runs."""
+    """Runs `polyreme ui`. Yields its address."""
     command = [sys.executable, "-m", "polyreme", "ui", *words, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
     assert process.stdout is not None
@@ -81,13 +81,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def complaints() -> list[str]:
-    """What the pages' consoles said."""
+    """The messages of the pages' consoles."""
     return []
 
 
 @pytest.fixture
 def open_page(browser: Browser, complaints: list[str]) -> Iterator[Any]:
-    """Opens an address; the test fails when its page complains on the console."""
+    """Opens an address. The test fails when the page writes to the console."""
     contexts: list[BrowserContext] = []
 
     def opened(address: str, size: Any = WIDE, theme: Any = "light", **options: Any) -> Page:
@@ -107,7 +107,7 @@ def open_page(browser: Browser, complaints: list[str]) -> Iterator[Any]:
 
 
 def telling_sample(run_dir: Path) -> dict[str, Any]:
-    """The first sample that two versions wrote and whose first reward call failed."""
+    """The first sample that two versions sampled and whose first reward call failed."""
     files = sorted((run_dir / "samples").glob("iteration_*.jsonl"))
     lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     return next(line for line in lines if len(line["calls"]) > 1 and len(line["spans"]) > 1)
@@ -292,7 +292,7 @@ def test_a_run_that_trains_moves_on_the_page(redis_url: str, run_id: str, tmp_pa
         (config.run_dir / "config.yaml").write_text(config.to_yaml())
         with served(str(config.run_dir)) as address, owned(config.run_dir):  # as `polyreme up` owns it
             page = open_page(address)
-            for number in (2, 5):  # it goes on by itself
+            for number in (2, 5):  # it continues by itself
                 moved = re.compile(rf"^({number}|\d\d+) / 200")
                 expect(page.locator(".runs .progress")).to_have_text(moved)
             page.goto(f"{address}#/servers")

@@ -1,4 +1,4 @@
-"""Random faults over a whole simulated run: whatever is killed, stopped or cut off, the run is done, and its log is whole.
+"""Random faults during a whole simulated run: whichever processes are killed, stopped or disconnected, the run finishes with an intact log.
 
 Each test prints its seed and schedule; POLYREME_FAULT_SEED=N repeats one.
 """
@@ -31,8 +31,8 @@ def seed_of(default: int) -> int:
 
 
 async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervised: bool, pace: float, **kind: Any) -> Storm:
-    """A run under `count` faults, fewer when it is done before, and then in peace to its end."""
-    iterations = max(8, int((1.2 if kind.get("max_staleness") else 0.55) * count))  # about as many as there are faults in them
+    """Runs with `count` faults, or fewer if the run finishes earlier, and then without faults to the end."""
+    iterations = max(8, int((1.2 if kind.get("max_staleness") else 0.55) * count))  # about as many as there are faults
     victims = (*DIRECT, "supervisor") if supervised else DIRECT
     faults = schedule(seed, count, 3, victims, pace, drafts="step_seconds" in kind)
     print(f"seed {seed}:", *faults, sep="\n  ")
@@ -50,7 +50,7 @@ async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervis
 
 
 async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervised: bool, pace: float = 0.1, **kind: Any) -> None:
-    """Runs with seeds of their own until there were `count` faults."""
+    """Repeats runs with different seeds until there were `count` faults."""
     storms: list[Storm] = []
     nursery = await Nursery.open(MODULES)
     try:
@@ -72,7 +72,7 @@ async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
 
 
 async def test_a_stopped_replica_delays_no_other_and_comes_back(tmp_path: Path) -> None:
-    """A replica is stopped for longer than its lease, with samples in progress and a weight push under way."""
+    """A replica is stopped for longer than its lease, during samples and a weight push."""
     nursery = await Nursery.open(MODULES)
     try:
         async with simulated_storm(nursery, tmp_path / "run", 0, iterations=10_000, supervised=False, rare=0) as s:
@@ -80,7 +80,7 @@ async def test_a_stopped_replica_delays_no_other_and_comes_back(tmp_path: Path) 
             replicas = {lease.id for lease in await Registry(s.run).wait_for("rollout", 3, 300)}
             begin, before = time.monotonic(), s.appends
             await until(lambda: s.appends > before + 10)
-            seconds = 9.0 + 5 * (time.monotonic() - begin)  # on a fast machine its lease still holds
+            seconds = 9.0 + 5 * (time.monotonic() - begin)  # on a fast machine its lease has not expired yet
             await s.rage([Fault("chunk", "after", 0.03, "rollout-0", "stop", seconds + 3.0, 0.0)])
             before = s.appends
             await asyncio.sleep(seconds)
@@ -101,7 +101,7 @@ async def test_a_stopped_replica_delays_no_other_and_comes_back(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 async def test_servers_that_leave_take_no_group_along(tmp_path: Path) -> None:
-    """Many answers take long, and no other process dies whose successor would take up what was lost."""
+    """Many answers take long, and no other process dies, whose successor would recover lost groups."""
     faults = [Fault("score", "after", 0.5, victim, action, away, gap) for victim, action, away, gap in (
         ("reward", "term", 0.1, 1.0), ("rollout-0", "term", 0.1, 1.0), ("reward", "term", 0.3, 2.0), ("reward", "stop", 14.0, 8.0),
         ("reward", "term", 0.0, 15.0), ("rollout-1", "term", 0.3, 1.0), ("reward", "cut", 2.0, 1.0), ("reward", "term", 0.1, 4.0),
@@ -164,7 +164,7 @@ async def test_a_storm_of_faults_over_groups_that_last(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_a_storm_of_faults_over_samples_that_pause(tmp_path: Path) -> None:
-    """With a token budget; a sample of 64 tokens has up to three parts."""
+    """With a token budget, so that a sample of 64 tokens has up to three parts."""
     rollout = {"start_timeout": 600.0, "chunk_timeout": 5.0, "max_new_tokens": 64, "tokens_per_iteration": 24}
     await endure_all(tmp_path, seed_of(400), 60, 60, supervised=False, max_staleness=2, rollout=rollout)
 
@@ -173,7 +173,7 @@ async def test_a_storm_of_faults_over_samples_that_pause(tmp_path: Path) -> None
 @pytest.mark.real
 @pytest.mark.timeout(5400)
 async def test_faults_in_every_part_of_the_real_stack(tmp_path: Path) -> None:
-    """Two vLLM, megatron-core on two tensor ranks, asynchrony, and all the rest. A killed learner must train to the same numbers again."""
+    """Two vLLM replicas, megatron-core on two tensor ranks, and asynchrony. A killed learner must reproduce the same numbers."""
     seed, iterations = seed_of(300), 900
     faults = schedule(seed, 30, REAL_REPLICAS, (*DIRECT, "supervisor"), pace=6.0)
     faults = [replace(fault, action="kill" if fault.action == "usurp" else fault.action) for fault in faults]

@@ -1,4 +1,4 @@
-"""What several files of integration tests have in common."""
+"""Fixtures for several integration tests."""
 
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -11,7 +11,7 @@ from support.publishing import World, publishing, push_soon
 
 @pytest.fixture(autouse=True)
 def signal_handlers_of_before() -> Iterator[None]:
-    """What runs in the test's own process may change its handlers. The processes of later tests inherit a signal that is ignored."""
+    """Restores signal handlers that code in the test's process has changed. Processes of later tests would inherit an ignored signal."""
     numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
     yield

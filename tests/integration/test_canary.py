@@ -1,4 +1,4 @@
-"""The canary of each version: a replica that computes something else serves nothing, and says why."""
+"""The canary of each version: a replica with different results serves nothing, and reports why."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ async def test_it_returns_with_a_load_that_passes(world: World, monkeypatch: pyt
         nonlocal stale
         before = dict(engine.weights)
         loaded = await real(engine, sources)
-        if before and stale:  # this load leaves one tensor of the version before, silently
+        if before and stale:  # this load silently keeps one tensor of the previous version
             stale -= 1
             engine.weights["norm"] = before["norm"]
         return loaded
@@ -72,7 +72,7 @@ async def test_calls_wait_for_the_canary(world: World) -> None:
     async with world.replica("near") as near:
         near.engine.has_place.clear()
         await world.step(canary=right)
-        await until(lambda: bool(near.versions))  # loaded, and not yet compared
+        await until(lambda: bool(near.versions))  # loaded, but not yet compared
         assert not near._swapper.steady.is_set()
         assert near._swapper.version is None
         near.engine.has_place.set()

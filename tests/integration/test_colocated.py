@@ -1,4 +1,4 @@
-"""A colocated run as processes, with simulated learner and replicas: lease, turns, pushes, restarts and the log are the real ones."""
+"""A colocated run as processes, with simulated learner and replicas. Lease, turns, pushes, restarts and the log are real."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from support.simulated_run import SimulatedRun, simulated_run
 
 @asynccontextmanager
 async def device_events(run: Run) -> AsyncIterator[list[str]]:
-    """The lease's events in the block, complete at its end."""
+    """Collects the lease's events during the block; they are complete at its end."""
     events: list[str] = []
 
     async def watch(last: str, block_ms: int) -> str:
@@ -41,7 +41,7 @@ async def device_events(run: Run) -> AsyncIterator[list[str]]:
 
 
 def exclusive_grants(events: list[str]) -> int:
-    """Checks that `train` was never granted beside anything else, and counts its grants."""
+    """Checks that `train` was never granted together with another grant, and counts its grants."""
     holders, trainings = set[str](), 0
     for text in events:
         what, _, holder = text.rpartition(" ")

@@ -1,4 +1,4 @@
-"""`polyreme convert` and megatron-core itself: it loads the files that are written, and what it writes comes back bit for bit."""
+"""`polyreme convert` with megatron-core itself, which loads the written files in both formats, and whose own files are converted back bit by bit."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polyreme_trainer.convert.command import convert
+from polyreme_trainer.convert.command import CheckpointFormat, convert
 from polyreme_trainer.megatron.hf_mapping import VOCAB_MULTIPLE
 from support import convert_checks
 from support.models import tiny_family_model
@@ -24,6 +24,7 @@ def test_megatron_loads_what_is_written_and_writes_what_is_read(tmp_path: Path) 
     ]
     for model in models:
         convert(model, tmp_path / "converted" / model.name, tensor=2, vocab_multiple=VOCAB_MULTIPLE)
+        convert(model, tmp_path / "converted" / f"{model.name}-dist", file_format=CheckpointFormat.torch_dist)
     (tmp_path / "written").mkdir()
     names = json.dumps([str(model) for model in models])
     run_ranks(convert_checks.save_and_load, 2, names, str(tmp_path / "converted"), str(tmp_path / "written"), "2", timeout=280)

@@ -1,4 +1,4 @@
-"""Versions as deltas, over real gRPC: whatever happens on the way, a replica ends at the bytes of a full push."""
+"""Versions as deltas, over real gRPC: after any fault, a replica ends with the bytes of a full push."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -63,7 +63,7 @@ async def test_versions_without_changes_are_committed(world: World) -> None:
 
 
 async def test_the_same_delta_under_a_new_term_is_committed(world: World, redis_url: str) -> None:
-    """A learner that resumed trains to the same bytes."""
+    """A resumed learner reproduces the same bytes."""
     async with world.replica("far") as far:
         trained = []
         for version in range(2):
@@ -134,7 +134,7 @@ async def test_a_restarted_replica_refuses_the_delta_and_receives_the_whole_vers
     async with serving(receiver) as port, await world.registry.register(lease("far", port)):
         await world.step(SPARSE)
         await world.publisher.wait_committed(0, 1, 300)
-        receiver._swapper.staging._receiver._buffers.clear()  # the memory of a process that is gone
+        receiver._swapper.staging._receiver._buffers.clear()  # the memory of an ended process
         weights = await world.step(SPARSE)
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)

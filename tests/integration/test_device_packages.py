@@ -1,7 +1,7 @@
-"""Every name that the learner and the replicas call in packages of accelerators exists there, with the parameters that the call passes.
+"""Every name that the learner and the replicas call in packages for accelerators exists there with the passed parameters.
 
-The packages do not run here: pip downloads their wheels, and their source is read. megatron-core 0.19 needs Python 3.12, which the images of
-accelerators may have.
+The packages do not run here: pip downloads their wheels, and the test reads their source. megatron-core 0.19 needs Python 3.12, which the
+images of accelerators may have.
 """
 
 import ast
@@ -22,13 +22,13 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyre
 PINNED = ("megatron-core==0.19.0", "torch-npu==2.10.0.post4", "transformer-engine==2.20.2", "vllm-ascend==0.23.0")
 _PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34))
 Get = Callable[[str], PackageSource]
-NEW = ("Attention.attend", "Packing.band", "Packing.blocks", "Packing.ends")
-"""Methods of our classes that are meant to override nothing."""
+NEW = {"Attention.attend", *(f"Packing.{name}" for name in ("band", "mask", "_plan", "blocks", "key_blocks", "ends", "key_ends"))}
+"""Methods of our classes that intentionally override nothing."""
 
 
 @pytest.fixture(scope="module")
 def package() -> Get:
-    """A pinned package by its name, unpacked in a cache."""
+    """Unpacks a pinned package into a cache."""
     return _unpacked
 
 
@@ -68,7 +68,7 @@ def sources() -> Iterator[Path]:
 
 
 def mistakes(package: PackageSource, imports: list[tuple[str, str]], state: str) -> list[str]:
-    """What our source imports from `package`, overrides in its classes or passes in calls, and is not there.
+    """The names that our source imports from `package`, overrides in its classes or passes in calls, and that do not exist there.
 
     Args:
         imports: (module, name) of `from module import name`.
@@ -112,16 +112,11 @@ def test_megatron_core_for_python_3_12_has_what_the_learner_calls(package: Get) 
 
 
 def test_the_installed_megatron_core_passes_the_same_check() -> None:
-    import importlib.util
-
-    spec = importlib.util.find_spec("megatron")
-    assert spec is not None and spec.submodule_search_locations
-    folder = Path(next(iter(spec.submodule_search_locations))).parent
-    assert mistakes(PackageSource(folder), megatron_imports(), "parallel_state") == []
+    assert mistakes(_installed("megatron"), megatron_imports(), "parallel_state") == []
 
 
 def test_the_check_finds_a_missing_name_a_parameter_and_a_method(tmp_path: Path) -> None:
-    """Against a package in which three things are missing."""
+    """The package of this test lacks three names."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "core.py").write_text(
         "class TransformerConfig:\n    num_layers: int\n\nclass TopKRouter:\n    def forward(self): ...\n"
@@ -131,6 +126,58 @@ def test_the_check_finds_a_missing_name_a_parameter_and_a_method(tmp_path: Path)
     assert "no megatron.core.GPTModel" in found
     assert "TransformerConfig does not take" in found and "hidden_size" in found
     assert "ExpertRouter.gating overrides nothing" in found
+
+
+OPTIMIZER_METHODS = {
+    ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"): (
+        "zero_grad_buffer",
+        "scale_gradients",
+        "start_param_sync",
+    ),
+    ("megatron.core.optimizer.optimizer", "MixedPrecisionOptimizer"): ("prepare_grads", "step_with_ready_grads"),
+    ("megatron.core.optimizer.optimizer", "FP32Optimizer"): ("prepare_grads", "step_with_ready_grads"),
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"): ("_get_model_param_range_map",),
+}
+"""What our optimizer calls of instances, which the check of imports does not see."""
+
+
+@pytest.mark.slow
+def test_megatron_core_for_python_3_12_has_what_the_optimizer_calls(package: Get) -> None:
+    check_optimizer(package("megatron-core"))
+
+
+def test_the_installed_megatron_core_has_what_the_optimizer_calls() -> None:
+    check_optimizer(_installed("megatron"))
+
+
+def check_optimizer(package: PackageSource) -> None:
+    names = "".join((OURS / f"{name}.py").read_text() for name in ("optimizer", "optimizer_parts", "fragments"))
+    for (module, kind), methods in OPTIMIZER_METHODS.items():
+        found = _methods(package, module, kind)
+        assert [name for name in methods if name not in found or f".{name}(" not in names] == [], kind
+    place = package.find("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer")
+    assert isinstance(place, tuple)
+    source = ast.unparse(place[1])
+    assert "self.model_chunks = model_chunks" in source and "model_chunk.start_param_sync()" in source
+
+
+def test_torch_takes_the_call_of_its_packed_attention() -> None:
+    place = _installed("torch").find("torch.nn.attention.varlen", "varlen_attn")
+    assert isinstance(place, tuple) and isinstance(place[1], ast.FunctionDef)
+    positional = [each.arg for each in place[1].args.args]
+    keywords = {each.arg for each in place[1].args.kwonlyargs}
+    [call] = calls(OURS / "accelerator.py", {"varlen_attn"})
+    assert positional[: call.positional] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert set(call.keywords) <= keywords | set(positional[call.positional :])
+
+
+def _installed(name: str) -> PackageSource:
+    """The installed package of this name."""
+    import importlib.util
+
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.submodule_search_locations
+    return PackageSource(Path(next(iter(spec.submodule_search_locations))).parent)
 
 
 @pytest.mark.slow
@@ -145,7 +192,7 @@ def test_torch_npu_has_what_the_device_module_calls(package: Get) -> None:
 
 @pytest.mark.slow
 def test_torch_npu_takes_the_call_of_its_packed_attention(package: Get) -> None:
-    """Its documentation has the signature of the kernel, which is not written in Python."""
+    """The kernel is not written in Python, so the test reads its signature from the documentation."""
     documentation = (package("torch-npu").root / "torch_npu/_op_plugin_docs.py").read_text()
     start = documentation.index("torch_npu.npu_fusion_attention(Tensor query")
     signature = documentation[start : documentation.index("->", start)]
@@ -173,16 +220,12 @@ def test_vllm_ascend_reads_the_variable_that_keeps_weights_in_the_plain_format(p
 
 ENGINE = ROOT / "services/rollout/polyreme_rollout/engine"
 ASLEEP = {"sleep": ("level", "mode"), "wake_up": ("tags",)}
-"""What the engine calls of vLLM, with the keywords that it passes."""
+"""The calls of vLLM by the engine, with their keywords."""
 
 
 def test_vllm_takes_the_calls_of_a_colocated_replica() -> None:
-    """The engine's calls are read from its source, so that none is missing here."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.submodule_search_locations
-    vllm = PackageSource(Path(next(iter(spec.submodule_search_locations))).parent)
+    """The test reads the engine's calls from its source, so that none is missing here."""
+    vllm = _installed("vllm")
     llm = _methods(vllm, "vllm.v1.engine.async_llm", "AsyncLLM")
     nodes = list(ast.walk(ast.parse((ENGINE / "vllm.py").read_text())))
     asked = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ASLEEP]
@@ -229,7 +272,7 @@ def _tags(nodes: list[ast.AST]) -> set[str]:
 
 @pytest.mark.slow
 def test_transformer_engines_adam_keeps_its_step_elsewhere(package: Get) -> None:
-    """megatron-core takes it where it is installed; our checkpoints read the step from the state of torch's. docs/cuda.md says so."""
+    """megatron-core uses it if it is installed, but our checkpoints read the step from the state of torch's Adam, see docs/cuda.md."""
     place = package("transformer-engine").find("transformer_engine.pytorch.optimizers", "FusedAdam")
     assert isinstance(place, tuple)
     assert "group['step']" in ast.unparse(place[1])

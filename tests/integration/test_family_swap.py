@@ -1,4 +1,5 @@
-"""Pushed weights of the families whose layers vLLM packs in their own way: its workers hold them, and it answers as transformers does."""
+"""Pushed weights of the families whose layers vLLM packs differently: its workers hold them, and its answers equal those of
+transformers."""
 
 import json
 import os
@@ -20,12 +21,16 @@ from support.worker_weights import digest, rank_weights
 pytestmark = pytest.mark.real
 
 TESTS = Path(__file__).resolve().parents[1]
-WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96}  # vLLM's kernels on CPU want multiples of 32
+WIDE: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "intermediate_size": 96,
+}  # vLLM's kernels on CPU require multiples of 32
 
 WIDE_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 96},  # 48: the kernel pads it
     "qwen3_moe": {"moe_intermediate_size": 64},
-    "olmoe": {"tie_word_embeddings": False},  # vLLM's OLMoE has a head of its own; the published models are untied
+    "olmoe": {"tie_word_embeddings": False},  # vLLM's OLMoE has a separate head; the published models are untied
 }
 
 
@@ -40,7 +45,7 @@ WIDE_EXPERTS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_the_workers_hold_and_use_the_pushed_tensors(model_type: str, tmp_path: Path) -> None:
-    """Two versions after each other: the second shows what a reload leaves of the first."""
+    """Pushes two versions: the second one shows whether a reload keeps anything of the first."""
     sizes = WIDE | WIDE_EXPERTS.get(model_type, {})
     model = tiny_family_model(model_type, tmp_path / "model", **sizes)
     (files := tmp_path / "files").mkdir()

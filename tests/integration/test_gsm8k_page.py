@@ -1,4 +1,4 @@
-"""docs/gsm8k.md: what needs neither network nor card is executed, on rows and a model of the published formats."""
+"""Executes the steps of docs/gsm8k.md that need neither network nor card, on rows and a model in the published formats."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ DATA_CHECK, REWARD, FITS = guide.commands(PAGE)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The recipe with the published layout of its data: two rows as Parquet, and a model's directory without weights."""
+    """The recipe with data in the published layout: two rows as Parquet, and a model directory without weights."""
     guide.write_files(PAGE, tmp_path)
     data = tmp_path / "examples" / "recipes" / "data"
     (data / "gsm8k").mkdir(parents=True)

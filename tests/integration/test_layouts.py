@@ -1,4 +1,4 @@
-"""Layouts of the ranks: training is that of one rank, and a run resumes in another layout where it stopped.
+"""Layouts of the ranks: training equals that of one rank, and a run resumes in another layout.
 
 The model has tied embeddings, grouped queries, biases and 45 tokens, so every rule of the mapping table is used, and padding too.
 """
@@ -20,18 +20,23 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.real
 
 ONE: dict[str, int] = {}
-TWO = {"tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}}
+VIRTUAL = {"pipeline": 2, "virtual_pipeline": 2}
+TWO = {"pipeline": {"pipeline": 2}, "virtual": VIRTUAL, "tensor": {"tensor": 2}, "data": {"data": 2}}
 """The layouts of two ranks."""
+CONTEXT = {"context": 2}
 EXPERT = {"data": 2, "expert": 2}
+CUT = {"data": 2, "expert_tensor": 2}
+WHOLE = {"tensor": 2, "expert": 2, "expert_tensor": 1}
+"""Experts are cut where attention is not, and the other way around."""
 MOE = {"aux_loss_coef": 0.3, "z_loss_coef": 0.1, "replay_routes": True}
-"""Everything that routers do beside their choice."""
+"""All settings of routers."""
 
 Train = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("tied", tmp_path_factory.mktemp("model") / "tied")
+    return tiny_model("tied", tmp_path_factory.mktemp("model") / "tied", layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +66,12 @@ def test_training_is_that_of_one_rank_and_resumes_on_any_layout(
     train: Train, straight: tuple[dict[str, Any], Path], model: Path, tmp_path: Path
 ) -> None:
     expected, folder = straight
-    check_chain(train, {**TWO, "one": ONE}, model, expected["runs"][0], folder, tmp_path)
+    check_chain(train, {**TWO, "context": CONTEXT, "one": ONE}, model, expected["runs"][0], folder, tmp_path)
 
 
 def test_expert_ranks_train_as_one_rank_and_a_run_leaves_and_enters_them(train: Train, experts: Path, tmp_path: Path) -> None:
     expected = train(ONE, a_run(5, step_1=tmp_path / "at-1", step_3=tmp_path / "at-3"), model=experts)["runs"][0]
-    layouts = {"expert": EXPERT, "data": TWO["data"], "one": ONE}
+    layouts = {"expert": EXPERT, "cut": CUT, "whole": WHOLE, "one": ONE}
     check_chain(partial(train, model=experts), layouts, experts, expected, tmp_path, tmp_path)
 
 
@@ -116,32 +121,46 @@ def test_bfloat16_weights_and_their_copies_pass_from_layout_to_layout_bit_for_bi
         before = path
 
 
+FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FOUR = {
-    "tied": [{"tensor": 2, "pipeline": 2}, {"data": 2, "pipeline": 2}],
-    "experts": [{"tensor": 2, "pipeline": 2}, {**EXPERT, "tensor": 2}, {**EXPERT, "pipeline": 2}],
+    "tied": [{"tensor": 2, "pipeline": 2}, {"data": 2, **VIRTUAL}],
+    "experts": [
+        {"tensor": 2, "expert_tensor": 1, **VIRTUAL},
+        {**CONTEXT, "expert": 2, "tensor": 2},
+        {**CONTEXT, "expert": 2, "pipeline": 2},
+    ],
 }
 
 
 @pytest.mark.parametrize("kind", FOUR)
-def test_stages_combine_with_other_ranks_and_with_experts(
-    kind: str, train: Train, model: Path, experts: Path, tmp_path: Path
-) -> None:
-    """With experts, tensor ranks share the positions, and send each other's hidden states to the next stage. Balanced and replayed
-    routers follow the micro-batches from stage to stage, also in recomputed layers."""
-    model, more = (experts, {"moe": MOE, "recompute": "full"}) if kind == "experts" else (model, {})
+def test_stages_combine_with_other_ranks_and_with_experts(kind: str, train: Train, model: Path, tmp_path: Path) -> None:
+    """With experts, tensor ranks share the positions, and send each other's hidden states to the next stage; where they do not cut experts,
+    they have copies of them. Balanced and replayed routers follow the micro-batches from stage to stage, also in recomputed layers. Context
+    ranks may share experts as data ranks do, and a position's routes are on the rank of its token. Each layer of a virtual stage has its
+    own number: its routes, or, as every second layer of Gemma 3, its window."""
+    more: dict[str, Any] = {}
+    gemma = tiny_family_model("gemma3_text", tmp_path / "gemma", **FOUR_LAYERS)
+    others = [a_run(2) | {"model": str(gemma)}, a_run(2, lora={"rank": 3, "alpha": 6.0})]
+    if kind == "experts":
+        model = tiny_family_model("qwen2_moe", tmp_path / "experts", num_experts=6, num_hidden_layers=4)
+        more, others = {"moe": MOE, "recompute": "full"}, []
     first = tmp_path / "one-3"
-    expected = train(ONE, a_run(3, step_3=first) | more, model=model)["runs"][0]
+    expected, *expected_others = train(ONE, a_run(3, step_3=first) | more, *others, model=model)["runs"]
     weights = layout_checks.saved_state(model, first)["weights"]
     for number, layout in enumerate(FOUR[kind], start=4):
         path = tmp_path / f"at-{number}"
-        found = train(layout, a_run(3, step_3=path) | more, model=model)["runs"][0]
+        found, *found_others = train(layout, a_run(3, step_3=path) | more, *others, model=model)["runs"]
         assert found == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in expected], layout
+        for one, several in zip(expected_others, found_others, strict=True):
+            assert several == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in one], layout
         agree(layout_checks.saved_state(model, path)["weights"], weights, TOLERANCE)
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("tied", {"pipeline": 2}), ("untied", {"pipeline": 2}), ("experts", EXPERT)])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("tied", {"pipeline": 2}), ("untied", VIRTUAL), ("experts", EXPERT), ("experts", WHOLE)]
+)
 def test_a_version_that_several_ranks_write_is_the_exported_model_bit_for_bit(
     kind: str, layout: dict[str, int], experts: Path, tmp_path: Path
 ) -> None:
-    path = experts if kind == "experts" else tiny_model("tied" if kind == "tied" else "untied", tmp_path / "model")
+    path = experts if kind == "experts" else tiny_model("tied" if kind == "tied" else "untied", tmp_path / "model", layers=4)
     run_ranks(layout_checks.push_and_export, 2, str(path), str(tmp_path), json.dumps(layout), timeout=240)

@@ -1,4 +1,4 @@
-"""The learner's training over layouts and over a resume: the same numbers whatever the ranks, the same bits after a restart."""
+"""The learner's training over layouts and resumes: the same numbers for any ranks, and the same bits after a restart."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.presets import PRESETS
 from polyreme.config.run import RunConfig
-from polyreme.config.trainer import CriticConfig, OptimizerConfig, ParallelConfig
+from polyreme.config.trainer import CriticConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord
 from polyreme_trainer.observe.registry import find
 from support import learning
@@ -57,6 +57,8 @@ ALGORITHMS = {
 
 
 LAYOUTS = [ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(pipeline=2)]
+VIRTUAL = ParallelConfig(pipeline=2, virtual_pipeline=2)
+CONTEXT = ParallelConfig(context=2)
 
 Results = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
 
@@ -83,10 +85,10 @@ def train_every_way(model: Path, folder: Path, parallel: ParallelConfig) -> Resu
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
-    """A model, and what one rank makes of it."""
+    """A model, and the results of one rank."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = tiny_model(request.param, folder / "model")
-    save_classifier(tiny_model(request.param, folder / "other", seed=1), folder / "classifier")
+    model = tiny_model(request.param, folder / "model", layers=4)
+    save_classifier(tiny_model(request.param, folder / "other", seed=1, layers=4), folder / "classifier")
     return model, train_every_way(model, folder / "one", ParallelConfig())
 
 
@@ -95,6 +97,10 @@ def test_every_layout_gives_the_loss_and_the_weights_of_one_rank(
     one_rank: tuple[Path, Results], parallel: ParallelConfig, tmp_path: Path
 ) -> None:
     model, expected = one_rank
+    if parallel.pipeline > 1 and json.loads((model / "config.json").read_text())["tie_word_embeddings"]:
+        parallel = VIRTUAL
+    if parallel.data > 1 and not json.loads((model / "config.json").read_text())["tie_word_embeddings"]:
+        parallel = CONTEXT
     found = train_every_way(model, tmp_path / "several", parallel)
     for name in ALGORITHMS:
         torch.testing.assert_close(found[name][0], expected[name][0], rtol=0, atol=TOLERANCE)
@@ -134,7 +140,7 @@ def measured(trained: dict[str, float | None]) -> dict[str, float]:
 
 
 def test_every_preset_trains(tmp_path: Path) -> None:
-    """As it is named, in one process: the engine gives each what it needs, and each moves the weights."""
+    """Every preset without changes, in one process: the engine provides its inputs, and the weights move."""
     model = tiny_model("tied", tmp_path / "model")
     config = config_of(tmp_path, model, ParallelConfig(), CriticConfig())
     run_ranks(
@@ -154,7 +160,7 @@ def test_every_preset_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "cap"), [("grpo", None), ("corrected", 1.5), ("mixed", None)])
 def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], name: str, cap: float | None) -> None:
-    """Every sample through transformers, the loss written out, torch's AdamW: the same two iterations."""
+    """The same two iterations with transformers, one sample at a time, an explicit loss and torch's AdamW."""
     path, results = one_rank
     weights, recorded = results[name]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -176,7 +182,7 @@ def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], nam
 
 
 def plain_rows_loss(model: PreTrainedModel, iteration: int) -> torch.Tensor:
-    """The mean cross entropy of the response tokens of 7 of 12 rows: those of the iteration's one step, in orders drawn pass by pass."""
+    """The mean cross entropy of the response tokens of the step's 7 of 12 rows, whose order is drawn per pass."""
     ids, masks = learning.supervised_rows(model.config.vocab_size)
     order = [row for number in range(2) for row in np.random.default_rng([0, 0x707478, number]).permutation(12)]
     losses = []
@@ -188,7 +194,7 @@ def plain_rows_loss(model: PreTrainedModel, iteration: int) -> torch.Tensor:
 
 
 def test_ppo_does_what_plain_torch_does(one_rank: tuple[Path, Results]) -> None:
-    """Policy, reference and critic of transformers, a sample at a time; GAE written out: the same two iterations."""
+    """The same two iterations with policy, reference and critic of transformers, one sample at a time, and an explicit GAE."""
     path, results = one_rank
     weights, recorded = results["ppo"]
     policy, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
@@ -267,16 +273,20 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
     return loss
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=["tensor", "data", "pipeline"])
+@pytest.mark.parametrize("parallel", [*LAYOUTS[:2], VIRTUAL], ids=["tensor", "data", "pipeline"])
 def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: Path) -> None:
-    """PPO's with its critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration is the critic's alone."""
-    model = tiny_model("tied", tmp_path / "model")
+    """PPO with critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration trains only the
+    critic. The checkpoint is written while training continues. The run on two data ranks resumes with offload."""
+    model = tiny_model("tied", tmp_path / "model", layers=4)
     own = OptimizerConfig(lr=3e-3, schedule="linear", warmup=2, clip_grad=0.5, eps=learning.EPS)
     base = config_of(tmp_path, model, parallel, CriticConfig(warmup_iterations=1, optimizer=own))
     trainer = base.trainer.model_copy(update={"ema_decay": DECAY})
     config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"], "trainer": trainer})
-    for function in (learning.save_and_continue, learning.resume_and_continue):
-        run_ranks(function, parallel.world_size, config.model_dump_json(), str(tmp_path))
+    run_ranks(learning.save_and_continue, parallel.world_size, config.model_dump_json(), str(tmp_path))
+    if parallel.data > 1:
+        moves = config.trainer.model_copy(update={"offload": OffloadConfig(optimizer=True, idle_models=True)})
+        config = config.model_copy(update={"trainer": moves})
+    run_ranks(learning.resume_and_continue, parallel.world_size, config.model_dump_json(), str(tmp_path))
     whole, resumed = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "resumed"))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     results = json.loads((tmp_path / "whole.json").read_text())
@@ -284,6 +294,7 @@ def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: P
     assert (after["state"], after["metrics"]) == (results["state"], results["metrics"][3:])
     assert results["state"]["kl_coef"] != 0.02 and results["state"]["scores"]["count"] == 5 * 24
     assert [gate["value"] <= gate["limit"] for gate in results["gates"]] == [True, True]
+    exported = config.run_dir / "hf" / "iteration-000003"
     versions = [load_file(model / "model.safetensors"), *(load_file(tmp_path / f"version-{i}.safetensors") for i in range(1, 6))]
     check_warm_up(versions[1], versions[0])
     left = [1 - done / (base.iterations - 2) for done in range(3)]
@@ -292,25 +303,26 @@ def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: P
     assert ["ptx_loss" in each for each in results["metrics"]] == [False, True, True, True, True]
     assert [each["reference/version"] for each in results["metrics"]] == [0, 0, 2, 2, 4]
     check_reference(whole, versions)
-    check_average(config.run_dir / "hf" / "iteration-000003", versions)
-    check_exported_critic(config.run_dir / "hf" / "iteration-000003")
+    assert all(torch.equal(tensor, versions[3][name]) for name, tensor in load_file(exported / "model.safetensors").items())
+    check_average(exported, versions)
+    check_exported_critic(exported)
 
 
 def check_warm_up(first: dict[str, torch.Tensor], untrained: dict[str, torch.Tensor]) -> None:
-    """The critic alone has been trained."""
+    """Checks that only the critic was trained."""
     assert all(torch.equal(first[name], tensor) for name, tensor in untrained.items() if name in first)
     assert first["critic.score.weight"].abs().max() > 0
 
 
 def check_reference(whole: dict[str, torch.Tensor], versions: list[dict[str, torch.Tensor]]) -> None:
-    """After iteration 5 it is version 4."""
+    """Checks that the reference is version 4 after iteration 5."""
     for name in policy_names(versions):
         assert torch.equal(whole[f"reference.{name}"], versions[4][name])
         assert not torch.equal(whole[f"reference.{name}"], versions[5][name])
 
 
 def check_average(exported: Path, versions: list[dict[str, torch.Tensor]]) -> None:
-    """The moving average after every iteration, and version 3's as `transformers` loads it, against loops in float64."""
+    """Compares the moving average of every iteration, and that of version 3 loaded by `transformers`, with loops in float64."""
     for name in policy_names(versions):
         expected = versions[0][name].double()
         for number, version in enumerate(versions[1:], start=1):

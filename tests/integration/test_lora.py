@@ -1,4 +1,4 @@
-"""Low-rank adapters on learner ranks: PEFT's numbers on one rank, one rank's on several, and what is saved, exported and shared.
+"""Low-rank adapters on learner ranks: one rank equals PEFT, several ranks equal one; saves, exports and shared references.
 
 The model has tied embeddings, grouped queries, biases and 45 tokens, so every rule of the mapping table is used.
 """
@@ -29,7 +29,12 @@ from support.stages import prepared, run_rank, stage_config, write_data, write_m
 pytestmark = pytest.mark.real
 
 LORA = {"rank": 3, "alpha": 6.0}
-LAYOUTS = {"tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}, "one": dict[str, int]()}
+LAYOUTS = {
+    "tensor": {"tensor": 2},
+    "data": {"data": 2},
+    "pipeline": {"pipeline": 2, "virtual_pipeline": 2},
+    "one": dict[str, int](),
+}
 KL = {"place": "loss", "estimator": "k3", "coef": 0.1}
 SECTIONS = {
     "shared": algorithm(kl=KL),
@@ -40,11 +45,11 @@ SECTIONS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("tied", tmp_path_factory.mktemp("model") / "tied")
+    return tiny_model("tied", tmp_path_factory.mktemp("model") / "tied", layers=4)
 
 
 def test_values_gradients_and_merged_weights_are_those_of_peft(model: Path, tmp_path: Path) -> None:
-    """Also with norms after the layers, with experts, on both model specs, and with recomputed layers."""
+    """This includes norms after the layers, experts, both model specs, and recomputed layers."""
     others = [tiny_family_model(name, tmp_path / name) for name in ("gemma3_text", "qwen2_moe")]
     run_ranks(lora_checks.compare_with_peft, 1, json.dumps([str(path) for path in (model, *others)]), str(tmp_path / "out"))
 
@@ -54,7 +59,7 @@ def a_run(steps: int, resume: Path | None = None, lora: dict[str, Any] = LORA, *
 
 
 def test_two_tensor_ranks_train_as_one_does_and_go_on_from_what_it_saved(model: Path, tmp_path: Path) -> None:
-    """Adapters of all projections, and of parts of fused layers."""
+    """The adapters are on all projections, or on parts of fused layers."""
     out = tmp_path / "measured.json"
     kinds: dict[str, dict[str, Any]] = {"all": LORA, "some": {**LORA, "targets": ["q_proj", "up_proj"]}}
     one, two = (
@@ -152,7 +157,7 @@ def test_a_reference_in_the_actors_memory_is_a_frozen_copy_of_the_model(model: P
 @pytest.mark.slow
 def test_a_run_on_two_stages_is_that_on_one_rank(model: Path, tmp_path: Path) -> None:
     one = train_every_way(model, tmp_path / "1", ParallelConfig())
-    two = train_every_way(model, tmp_path / "2", ParallelConfig(pipeline=2))
+    two = train_every_way(model, tmp_path / "2", ParallelConfig(pipeline=2, virtual_pipeline=2))
     for name in SECTIONS:
         agree(load_file(tmp_path / "2" / f"{name}.safetensors"), load_file(tmp_path / "1" / f"{name}.safetensors"), TOLERANCE)
         for expected, found in zip(one[name], two[name], strict=True):
@@ -160,7 +165,7 @@ def test_a_run_on_two_stages_is_that_on_one_rank(model: Path, tmp_path: Path) ->
 
 
 def test_a_run_resumes_after_a_warm_start_to_the_same_bits(model: Path, tmp_path: Path) -> None:
-    """With a critic that starts from the actor after the warm start. What was exported is what was saved, merged."""
+    """The critic starts from the actor after the warm start. The export is the merged saved state."""
     phase = SftPhase(data=Path("unused"), steps=1, batch_size=12, lr=1e-2)
     ppo = AlgorithmConfig.model_validate({"preset": "ppo"})
     config = run_of(tmp_path, model, ParallelConfig(tensor=2), sft=[phase]).model_copy(update={"algorithm": ppo})
@@ -179,7 +184,7 @@ def test_a_run_resumes_after_a_warm_start_to_the_same_bits(model: Path, tmp_path
 
 
 def test_stages_train_adapters(tmp_path: Path) -> None:
-    """The loss falls, the export is the model with the adapters that are beside it, and the initial model is a reference without memory."""
+    """The loss falls, the export is the model merged with its exported adapters, and the initial model is a reference without memory."""
     write_data(tmp_path)
     write_model(tmp_path)
     shutil.copytree(tmp_path / "model", tmp_path / "copy")

@@ -1,4 +1,4 @@
-"""The megatron policy and critic against transformers and plain torch, over families and layouts.
+"""The megatron policy and critic compared with transformers and plain torch, over families and layouts.
 
 One start of the ranks runs every check of a layout, because starting costs more than checking.
 """
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.real
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_family_equals_transformers(tensor: int, tmp_path: Path) -> None:
-    """Tied and untied."""
+    """Every family is tested with tied and untied embeddings."""
     for model_type in known_families():
         for tied in (True, False):
             tiny_family_model(model_type, tmp_path / f"{model_type}-{'tied' if tied else 'untied'}", tie_word_embeddings=tied)
@@ -52,7 +52,7 @@ SEVERAL_KINDS: dict[str, dict[str, Any]] = {
 
 
 def test_variants_equal_transformers_over_their_whole_context(tmp_path: Path) -> None:
-    """Rotary embeddings, and windows that are shorter than the context."""
+    """The variants are rotary embeddings, and windows shorter than the context."""
     for model_type, fields in SEVERAL_KINDS.items():
         tiny_family_model(model_type, tmp_path / model_type, **fields)
     run_ranks(family_checks.positions_agree, 1, str(tmp_path), timeout=280)

@@ -1,4 +1,4 @@
-"""The example of a user's own algorithm, trained with by the engine, against the same written in plain torch."""
+"""The example of a custom algorithm, trained by the engine and compared with plain torch."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The publisher with real Redis, real gRPC and real shared memory: who gets which version, and what happens when one does not."""
+"""The publisher with real Redis, gRPC and shared memory: the version of each replica, and failed pushes."""
 
 import asyncio
 import itertools

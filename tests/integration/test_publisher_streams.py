@@ -1,4 +1,4 @@
-"""Weights for replicas that cannot map the arena: by stream, over real gRPC, whole or not at all."""
+"""Weights for replicas that cannot map the arena: complete versions by stream, over real gRPC."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ from support.waiting import until
 
 @pytest.fixture
 async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    """A learner that streams to every replica itself."""
+    """A learner that streams to every replica directly."""
     push_soon(monkeypatch)
     async with publishing(redis, redis_url, run_id, weights={"relay_roots": 100}) as world:
         yield world
@@ -91,7 +91,7 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
         await world.publisher.wait_committed(0, 1, 300)
         monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 1.0)
         monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 1.0)
-        proxy.hold()  # nothing gets through, and neither side notices
+        proxy.hold()  # no bytes pass, and neither side notices
         weights = await world.step()
         await world.notice("the connection to replica far is broken", "no progress after 0 of")
         monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 300.0)
@@ -116,7 +116,7 @@ async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_th
         return await relay(link, version, *rest)
 
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", noted)
-    monkeypatch.setattr(replica_client.ReplicaClient, "relay", noted_relay)  # of what the other replica has received by then
+    monkeypatch.setattr(replica_client.ReplicaClient, "relay", noted_relay)  # from the other replica
     monkeypatch.setattr(replica_sync, "STREAM_INTERRUPT_TIMEOUT", 0.05)
     world.arena.unlink()
     receivers = [world.receiver() for _ in range(2)]

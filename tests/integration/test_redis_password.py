@@ -22,10 +22,10 @@ SECRET = "open-sesame"
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A Redis that asks for the password."""
+    """A Redis that requires the password."""
     with EmbeddedServer.start(tmp_path / "store") as server:
         with Redis.from_url(server.url) as client:
-            client.config_set("rdbcompression", "no")  # what is dumped shall be legible
+            client.config_set("rdbcompression", "no")  # the dump must be readable
             client.config_set("requirepass", SECRET)
         yield server
 
@@ -63,7 +63,7 @@ def test_it_is_in_no_record_no_argument_and_no_output(guarded: EmbeddedServer, c
 
 
 def started(up: psutil.Process, services: tuple[str, ...], output: Path) -> list[psutil.Process]:
-    """The processes of these services, once all have begun to be what they are."""
+    """The processes of these services, once all run their own program."""
     found: list[psutil.Process] = []
 
     def all_there() -> bool:

@@ -1,4 +1,4 @@
-"""Versions from replica to replica, over real gRPC: the trainer sends each once, and no fault of a relay costs a replica its version."""
+"""Relays between replicas, over real gRPC: the trainer sends each version once, and replicas get it despite any fault of a relay."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -237,7 +237,7 @@ async def test_a_relay_that_moves_on_leaves_its_children_to_another_source(world
 async def test_the_end_of_a_relay_in_the_middle_of_the_chain_loses_no_version(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first replica has the version, the second one fetches it and ends, the third one waits for the second."""
+    """The first replica has the version, the second one ends while it fetches it, and the third one waits for the second."""
     monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
     monkeypatch.setattr(relay_plan, "MAX_FETCHES", 1)
     real = relay.send

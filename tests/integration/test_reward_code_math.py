@@ -1,4 +1,4 @@
-"""The built-in rewards that need worker processes: programs on tests, and mathematics."""
+"""The built-in rewards that need worker processes: `code` and `math`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The guide to rewards is correct: the test writes its files and runs its commands."""
+"""Writes the files of the guide to rewards and runs its commands."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def commands() -> list[str]:
 
 
 def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a snippet to its end, and ends whatever it leaves behind."""
+    """Runs a snippet to its end, and ends all its remaining processes."""
     environment = {**os.environ, "PATH": search_path(), "NO_PROXY": "127.0.0.1"}
     script = f"trap 'kill $(jobs -p) || true' EXIT\n{script}".replace("8731", (folder / "port").read_text())
     return subprocess.run(["bash", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)

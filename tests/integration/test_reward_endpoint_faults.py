@@ -1,4 +1,5 @@
-"""Reward servers that hang, reset, lie and stumble, among good answers: every good item has its score, every bad one a status."""
+"""Reward servers that hang, reset connections or send invalid replies, mixed with good ones: every good item gets its score, every bad one
+a status."""
 
 import asyncio
 import json
@@ -42,7 +43,7 @@ RECOVERS = ("500_then_200", "reset_then_200", "429_then_200", "slow")
 
 
 class Server:
-    """What each response makes it do; an even number is right, an odd one wrong."""
+    """A server whose behaviour depends on the response. An even number is right, an odd one wrong."""
 
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
@@ -102,7 +103,7 @@ async def scored(scorer: Scorer, texts: list[str]) -> list[Scored]:
 
 @pytest.mark.parametrize(("faults", "bad", "good"), [(QUICK, 80, 240), (WAITS, 20, 100)], ids=["answers", "silence"])
 async def test_random_faults_among_good_answers(faults: list[str], bad: int, good: int) -> None:
-    """What waits for its deadline is apart, and its deadline is made for the machine: ten times what the good answers take alone."""
+    """Items that wait for their deadline run separately, with a deadline of ten times the time of the good answers on this machine."""
     rng = random.Random(0)
     right = [str(n) for n in range(2000, 2000 + good)]
     texts = [f"{rng.choice(faults)} {n}" for n in range(bad)] + right
@@ -127,11 +128,11 @@ async def test_random_faults_among_good_answers(faults: list[str], bad: int, goo
             assert (answer.status.name, answer.score, bool(answer.message)) == (FAULTS[fault], 0.0, True), (text, answer)
         else:
             assert (answer.status.name, answer.score) == ("OK", 1.0 - int(number) % 2), (text, answer)
-    await until(lambda: process.num_fds() <= files + 2)  # the servers' side closes its connections too
+    await until(lambda: process.num_fds() <= files + 2)  # the servers also close their connections
 
 
 async def test_a_machine_that_is_gone_without_a_word_costs_few_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connections are taken, as by a switch in front of it, and nothing ever comes."""
+    """Something in front of it, such as a switch, accepts its connections, and no reply ever arrives."""
     monkeypatch.setattr(endpoints, "_BACKOFF", Backoff(first=600.0, longest=600.0))
     items = [item(str(2 * n)) for n in range(8)]
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as gone:

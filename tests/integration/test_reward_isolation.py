@@ -1,4 +1,4 @@
-"""Plugins that hang, crash, allocate, fork and lie, among good items: every good item has its score, every bad one a status."""
+"""Plugins that hang, crash, allocate, fork or reply falsely, among good items: every good item gets its score, every bad one a status."""
 
 import asyncio
 import os
@@ -116,7 +116,7 @@ def plugin(tmp_path: Path) -> dict[str, str]:
 
 
 LIMITS = {"item_timeout": 60.0, "worker_memory_mib": 256, "workers": 2}
-SOON = {**LIMITS, "item_timeout": 3.0}  # where items hang: others need a thousandth of it
+SOON = {**LIMITS, "item_timeout": 3.0}  # for items that hang; others need a thousandth of it
 
 
 @pytest.mark.parametrize("fault", sorted(EXPECTED))
@@ -177,14 +177,14 @@ async def test_random_faults_among_good_items(
 async def test_a_keeper_whose_words_are_unheard_ends_all_the_same(
     plugin: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Workers that end just when the service closes leave the keeper's words on them unread, and its connection reset."""
+    """Workers that end while the service closes leave the keeper's messages unread, and its connection reset."""
     before = {p.pid for p in descendants()}
     async with scoring(plugin, **{**LIMITS, "workers": 4}) as scorer:
         await scorer.score([item("a", "a")] * 20)
         _, *workers = await worker_pids()
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not any(map(psutil.pid_exists, workers)))  # not a turn for the event loop, which would hear them
+        wait_until(lambda: not any(map(psutil.pid_exists, workers)))  # without a turn of the event loop, which would read them
     assert not [p for p in descendants() if p.pid not in before]
     assert "Traceback" not in capfd.readouterr().err
 
@@ -313,7 +313,7 @@ async def test_a_worker_knows_no_variable_but_the_usual_and_the_named(
 
 async def test_keeper_and_workers_refuse_to_be_inspected(watchful: dict[str, str]) -> None:
     async with scoring(watchful) as scorer:
-        (answer,) = await scorer.score([item("dumpable")])  # what a worker is, it has from its keeper
+        (answer,) = await scorer.score([item("dumpable")])  # a worker inherits its properties from its keeper
         assert answer.score == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Reward models in processes of their own: scores equal those of transformers itself, and whatever goes wrong is a status."""
+"""Reward models in separate processes: scores equal those of transformers, and every failure is a status."""
 
 import asyncio
 import json

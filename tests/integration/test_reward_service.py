@@ -41,7 +41,7 @@ def command(*arguments: str) -> AbstractContextManager[Fork]:
 
 @pytest.fixture
 async def reward_run(redis: Redis, run_id: str, tmp_path: Path) -> Run:
-    """A run whose rewards are the demo's rule and a plugin that takes its time."""
+    """A run whose rewards are the demo's rule and a slow plugin."""
     plugin = tmp_path / "slow.py"
     plugin.write_text(SLOW.format(asked=str(tmp_path / "asked")))
     rewards = reward_config({"name": "numeric"}, {"file": str(plugin)})
@@ -78,7 +78,7 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
 async def test_a_server_of_the_newest_run_waits_where_that_has_no_rewards(
     redis: Redis, redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
-    """As a container, which starts before it knows the run. Where the run is named, it is an error."""
+    """A container starts before it knows the run, so it must wait. For a named run it is an error."""
     distils = {"reward": None, "algorithm": {"preset": "distillation"}, "teacher": {"url": "http://127.0.0.1:9/v1"}}
     run = await Run.create(redis, run_id, config_tree(tmp_path, ROWS, **distils), {"config.json": b"{}", "tokenizer.json": b"{}"})
     with command("--redis", redis_url) as process:

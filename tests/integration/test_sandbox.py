@@ -1,4 +1,4 @@
-"""What a sandbox lets a program do, what it makes of forged results, and which mode is chosen where."""
+"""The permissions of programs in a sandbox, forged results, and the choice of the mode."""
 
 import json
 import subprocess
@@ -73,7 +73,7 @@ def test_a_failing_program_is_not_a_sandbox_error(mode: Mode, program: str, over
 
 
 def test_a_sandbox_that_takes_its_time_breaks_no_limit(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Usage before the program starts does not count towards its limits."""
+    """Usage before the program's start does not count towards its limits."""
     monkeypatch.setattr(running, "_LOOK_SECONDS", 1e-6)
     assert all(script(mode, "pass").well for _ in range(10))
 
@@ -202,7 +202,7 @@ def test_where_nothing_isolates_the_reward_refuses_to_start(monkeypatch: pytest.
     assert reward(Item("", "p", "print(3)", metadata_json=json.dumps({"tests": {"inputs": [""], "outputs": ["3"]}}))) == 1.0
 
 
-# Refuses system calls as a container's default does, then says what is chosen.
+# Refuses system calls like a container's default profile, then prints the chosen mode.
 REFUSED = """
 import ctypes, sys
 from polyreme.errors import ConfigError

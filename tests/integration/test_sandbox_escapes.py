@@ -1,4 +1,4 @@
-"""Programs that try to leave their sandbox, in every mode that this machine has, as root and as the images' user."""
+"""Programs that try to leave their sandbox, in every mode of this machine, as root and as the images' user."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from support.users import ROOT, SERVICE_USER, as_user
 
 
 def attempt_all(mode: Mode, uid: int | None) -> dict[str, str]:
-    """What each attempt achieved."""
+    """Returns what each attempt achieved."""
     argv = [sys.executable, "-m", "support.escapes", mode]
     if uid is not None and uid != os.geteuid():
         command = as_user(uid, argv)
@@ -45,7 +45,7 @@ def test_no_attempt_succeeds_in_a_sandbox(mode: Mode, uid: int | None) -> None:
 
 
 def test_without_a_sandbox_the_harmless_ones_succeed() -> None:
-    """Else their failure inside one would say nothing."""
+    """Otherwise their failure inside a sandbox would prove nothing."""
     if os.geteuid() != 0:
         pytest.skip("what an unprivileged user may do to other processes depends on the machine")
     achieved = attempt_all(Mode.NONE, None)

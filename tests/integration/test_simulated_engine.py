@@ -1,4 +1,4 @@
-"""`polyreme rollout` with `rollout.engine: simulated`: the engine is chosen by configuration, all the rest is the real replica."""
+"""`polyreme rollout` with `rollout.engine: simulated`: the configuration chooses the engine, and everything else is the real replica."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""The simulated learner and replicas as processes, in a run whose other parts are real."""
+"""Simulated learner and replicas as processes, in a run whose other parts are real."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The stages on learner ranks: the same numbers whatever the ranks, the same bits after a kill, and what transformers makes of the result."""
+"""The stages on learner ranks: the same numbers for any ranks, the same bits after a kill, and the exports in transformers."""
 
 import json
 from dataclasses import asdict
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.real
 
 TOLERANCE = 1e-5
 SGD_LIKE = {"trainer__optimizer": {"lr": 1e-3, "eps": 1e-4}, "trainer__micro_batch_tokens": 64}
-"""A key bias has no gradient but rounding; with Adam's usual epsilon that noise alone would move it by the learning rate."""
+"""Epsilon of Adam. The gradient of a key bias is only rounding; with the usual epsilon, this noise would move it by the learning rate."""
 KINDS: dict[str, dict[str, Any]] = {
     "sft": {"stage": "sft"},
     "reward-model": {
@@ -42,15 +42,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(folder: Path, name: str, parallel: ParallelConfig) -> StageConfig:
-    sizes = {"trainer__parallel": parallel.model_dump()}
+def configured(folder: Path, name: str, parallel: ParallelConfig, offload: bool = False) -> StageConfig:
+    sizes = {"trainer__parallel": parallel.model_dump(), "trainer__offload": {"optimizer": offload, "idle_models": offload}}
     words = parallel.layout.replace(" ", "-")
     return stage_config(folder, **KINDS[name], **SGD_LIKE, **sizes, name=f"{name}-{words}")
 
 
-def train(folder: Path, parallel: ParallelConfig, *names: str, dies_at: str = "") -> dict[str, StageConfig]:
-    """Trains these kinds, one after the other, on so many ranks."""
-    configs = {name: configured(folder, name, parallel) for name in names}
+def train(
+    folder: Path, parallel: ParallelConfig, *names: str, dies_at: str = "", offload: bool = False
+) -> dict[str, StageConfig]:
+    """Trains these kinds of stages, one after the other, in a layout."""
+    configs = {name: configured(folder, name, parallel, offload) for name in names}
     run_dirs = json.dumps([str(prepared(config)) for config in configs.values()])
     run_ranks(run_rank, parallel.world_size, run_dirs, dies_at)
     return configs
@@ -81,19 +83,19 @@ def one_rank(folder: Path) -> dict[str, StageConfig]:
 
 @pytest.fixture(scope="module")
 def two_tensor_ranks(folder: Path) -> dict[str, StageConfig]:
-    """The same by two tensor ranks."""
+    """The same stages, trained by two tensor ranks."""
     return train(folder, ParallelConfig(tensor=2), *KINDS)
 
 
 @pytest.fixture(scope="module")
 def two_data_ranks(folder: Path) -> dict[str, StageConfig]:
-    """The same by two data ranks."""
+    """The same stages, trained by two data ranks."""
     return train(folder, ParallelConfig(data=2), *KINDS)
 
 
 @pytest.fixture(scope="module")
 def two_stages(folder: Path) -> dict[str, StageConfig]:
-    """The same by two pipeline stages."""
+    """The same stages, trained by two pipeline stages."""
     return train(folder, ParallelConfig(pipeline=2), *KINDS)
 
 
@@ -116,15 +118,15 @@ def test_every_layout_trains_to_the_weights_of_one_rank(
 def test_a_killed_stage_is_resumed_to_the_same_bits(
     folder: Path, two_tensor_ranks: dict[str, StageConfig], tmp_path: Path
 ) -> None:
-    """Rank 0 is killed after the third step, of which the newest checkpoint (of the second) knows nothing."""
+    """Rank 0 is killed after the third step. The newest checkpoint is from the second one. The interrupted run offloads."""
     for part in ("model", "rows.jsonl", "held_out.jsonl"):
         (tmp_path / part).symlink_to(folder / part)
     with pytest.raises(AssertionError):
-        train(tmp_path, ParallelConfig(tensor=2), "kto", dies_at="6")
+        train(tmp_path, ParallelConfig(tensor=2), "kto", dies_at="6", offload=True)
     config = configured(tmp_path, "kto", ParallelConfig(tensor=2))
     assert [record["step"] for record in records(config, "step")] == [1, 2, 3]
     assert not (config.run_dir / "hf" / "final").exists()
-    train(tmp_path, ParallelConfig(tensor=2), "kto")
+    train(tmp_path, ParallelConfig(tensor=2), "kto", offload=True)
     assert [record["step"] for record in records(config, "step")] == [1, 2, 3, 4, 5, 6]
     torch.testing.assert_close(weights(config), weights(two_tensor_ranks["kto"]), rtol=0, atol=0)
 
@@ -135,7 +137,7 @@ def rows_of(config: StageConfig) -> StageRows:
 
 
 def logps(model: Any, rows: StageRows) -> list[torch.Tensor]:
-    """Of the trained tokens of each sequence, by transformers, one sequence at a time."""
+    """Log-probabilities of the trained tokens by transformers, one sequence at a time."""
     result = []
     for ids, mask in zip(rows.ids, rows.loss_mask, strict=True):
         tokens = torch.from_numpy(ids.astype("int64"))[None]

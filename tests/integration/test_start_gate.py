@@ -1,4 +1,4 @@
-"""Replicas that are lost while the learner compares itself with them: real Redis, pushes and gRPC, simulated engines."""
+"""Replicas that are lost during the learner's comparison with them: real Redis, pushes and gRPC, simulated engines."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ class Start:
         return asyncio.create_task(self.client.replica_answers(self.publisher, 0, self.config))
 
     async def notice(self) -> str:
-        """Waits for the first one."""
+        """Waits for the first notice."""
         async with asyncio.timeout(300):
             while not (texts := await self.notices()):  # noqa: ASYNC110 (it is read from a stream)
                 await asyncio.sleep(0.02)
@@ -83,7 +83,7 @@ async def start(
 
 
 def of_replicas(answers: tuple[Answers, Answers], count: int) -> bool:
-    """Whether there are all of so many replicas' answers."""
+    """Whether the answers of `count` replicas are complete."""
     greedy, sampled = answers
     whole = all(len(answer.response) == len(answer.logprobs) > 0 for answer in greedy + sampled)
     return whole and (len(greedy), len(sampled)) == (gates.PROMPTS * count, gates.PROMPTS * gates.SAMPLES * count)

@@ -1,4 +1,4 @@
-"""A real replica as the teacher of the policy that it serves: at the same version it teaches nothing."""
+"""A real replica as the teacher of the policy that it serves. At the same version all advantages are zero."""
 
 import uuid
 from pathlib import Path
@@ -13,7 +13,7 @@ from polyreme.errors import ConfigError
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.megatron.batch import collect
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.orchestrator.teacher_client import TeacherClient
 from support.models import tiny_model
 from support.replicas import Learner, Replica, generate, hf_weights, model_files, replica, request, rollout_config
@@ -25,7 +25,8 @@ LENGTH = 20
 
 
 async def test_a_teacher_that_is_the_student_gives_advantages_of_zero(redis_url: str, tmp_path: Path) -> None:
-    """Sampled over gRPC, judged over /v1: by prompt_logprobs and by echo, and equal to transformers for any other tokens."""
+    """Samples come from gRPC and teacher log-probabilities from /v1, by prompt_logprobs and by echo. For other tokens they equal
+    transformers'."""
     run_id = f"test-{uuid.uuid4().hex[:12]}"
     model = tiny_model("untied", tmp_path / "model", hidden_size=128)
     template = Template(model_files(model), DataConfig(train=tmp_path / "unused", template="none"))

@@ -38,7 +38,7 @@ async def test_rewards_of_tokens_reach_the_log(redis_url: str, run_id: str, tmp_
 
 
 async def test_a_run_without_rewards_learns_from_its_teacher_alone(redis_url: str, run_id: str, tmp_path: Path) -> None:
-    """The teacher fails every fifth request; no number comes of that, and no reward service is there."""
+    """The teacher fails every fifth request, which never becomes a number. There is no reward service."""
     template = Template(model_files(), DataConfig(train=tmp_path / "unused"))
     asked: list[list[int]] = []
 

@@ -1,4 +1,4 @@
-"""A warm start that was stopped continues where it stopped, to the same bits."""
+"""A stopped warm start continues to the same bits."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ NEVER = 1000
 
 
 def config_of(folder: Path, model: Path) -> RunConfig:
-    """Two phases, of 30 steps and of 20, on two tensor ranks; every tenth step is reported."""
+    """Two phases of 30 and 20 steps on two tensor ranks. Every tenth step is reported."""
     rows = folder / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "response": str(n + 1)}) for n in range(20)))
     phases = [SftPhase(data=rows, steps=steps, batch_size=4, lr=1e-3, warmup=3, cooldown=5) for steps in (30, 20)]
@@ -34,7 +34,7 @@ def config_of(folder: Path, model: Path) -> RunConfig:
     ("reports", "done"), [(2, [[1, 10], [1, 20]]), (3, [[1, 10], [1, 20], [1, 30], [2, 10]])], ids=["first phase", "second phase"]
 )
 def test_a_stopped_warm_start_continues_to_the_same_bits(reports: int, done: list[list[int]], tmp_path: Path) -> None:
-    """Asked to stop within the first phase, and at its end, which is noticed in the second."""
+    """The stop is requested within the first phase, and at its end, where the second phase notices it."""
     model = tiny_model("tied", tmp_path / "model")
     for name, stop in (("straight", (NEVER,)), ("parts", (reports, NEVER))):
         (folder := tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""Versions by stream, over real gRPC into real shared memory: every refusal, what a broken stream leaves, and the way back."""
+"""Versions by stream, over real gRPC into real shared memory: refusals, broken streams and rollbacks."""
 
 import asyncio
 import gc
@@ -51,7 +51,7 @@ class Sent:
 
 
 class Wire:
-    """A learner's end that may say anything."""
+    """A learner that may send any message."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel, self.stub = channel, pb_grpc.WeightsServiceStub(channel)
@@ -60,7 +60,7 @@ class Wire:
         return self.channel.stream_stream(STAGE_STREAM, response_deserializer=pb.StageStreamResponse.FromString)(timeout=300)
 
     async def begin(self, manifest: Manifest) -> tuple[Any, int]:
-        """An open stream, and where it is to begin."""
+        """Opens a stream. Returns it and the offset at which it must begin."""
         call = self.call()
         await call.write(encode_manifest(manifest.to_proto()))
         answer = await call.read()
@@ -68,7 +68,7 @@ class Wire:
         return call, answer.begin_at
 
     async def stage(self, part: tuple[Manifest, bytes], chunk: int = 1000) -> int:
-        """Streams a part; gives where it began."""
+        """Streams a part. Returns the offset at which it began."""
         manifest, data = part
         call, begin = await self.begin(manifest)
         try:
@@ -96,7 +96,7 @@ class Wire:
                 for message in messages:
                     await call.write(message)
                 await call.done_writing()
-            except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it is over already
+            except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has ended already
                 await asyncio.sleep(0.05)
             while await call.read() is not grpc.aio.EOF:
                 pass
@@ -256,7 +256,7 @@ async def test_bytes_that_proved_wrong_are_not_gone_on_from() -> None:
 async def test_a_newer_stream_ends_an_older_one_of_the_same_part() -> None:
     async with world() as (receiver, wire):
         old, new = Sent(1), Sent(2)
-        dead, _ = await wire.begin(old.parts[0][0])  # as when its connection is gone and nobody knows
+        dead, _ = await wire.begin(old.parts[0][0])  # as if its connection were lost without notice
         await wire.push(new)
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await dead.read()
@@ -322,7 +322,7 @@ async def test_what_the_engine_is_loading_is_not_written() -> None:
             while not receiver.engine.paused:  # noqa: ASYNC110 - the engine is the server's
                 await asyncio.sleep(0.001)
         await wire.stage(three.parts[0])
-        receiver.engine.broken_loads = 1  # two's load fails, and one's, to go back to, is there
+        receiver.engine.broken_loads = 1  # the load of version two fails, and version one can be restored
         receiver.engine.may_load.set()
         with pytest.raises(grpc.aio.AioRpcError, match="version 1 is served again"):
             await committing

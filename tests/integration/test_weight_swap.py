@@ -1,4 +1,4 @@
-"""Pushed weights in real vLLM: what the replica computes with is what was pushed, name by name and token by token."""
+"""Pushed weights in real vLLM: the replica uses exactly the pushed weights, name by name and token by token."""
 
 import json
 import os
@@ -56,13 +56,13 @@ async def test_answers_are_those_of_the_pushed_weights(kind: Kind, parallel: int
             await streamed_versions_are_served_and_gone_back_to(learner, there, model, reference)
             assert not [
                 name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist_")
-            ]  # also while it runs: a kill leaves nothing
+            ]  # also while it runs, so that a kill leaves nothing
         finally:
             learner.arena.close()
 
 
 async def streamed_versions_are_served_and_gone_back_to(learner: Learner, there: Any, model: Path, reference: Reference) -> None:
-    """As from another host: into the replica's own memory, from where its workers load."""
+    """Streams as from another host, into the replica's own memory, from which its workers load."""
     link = ReplicaClient(there.lease, learner.arena)
 
     async def push(version: int, weights: dict[str, np.ndarray]) -> None:
@@ -90,7 +90,7 @@ async def streamed_versions_are_served_and_gone_back_to(learner: Learner, there:
 async def deltas_and_canaries(
     learner: Learner, there: Any, link: ReplicaClient, reference: Reference, weights: dict[str, np.ndarray]
 ) -> None:
-    """Sparse versions over the one that was streamed: the workers' answers are those of the new weights, and a canary finds wrong ones."""
+    """Sparse versions on top of the streamed one: the workers' answers follow the new weights, and a canary detects wrong ones."""
     rng, ask = np.random.default_rng(1), request(learner.run_id, PROMPT, [(0, [], 32, 0)])
     before, base = learner.write(12, weights), learner.slot
     old = Manifest.from_proto(before.manifest)
@@ -126,7 +126,7 @@ def misshapen(good: Manifest, weights: dict[str, np.ndarray]) -> Manifest:
 
 
 async def broken_version_is_rolled_back(learner: Learner, there: Any, weights: dict[str, np.ndarray]) -> None:
-    """A version with one tensor of the wrong shape, inside a fused layer: right digests, right names, and no way to load it."""
+    """A version with one tensor of the wrong shape in a fused layer has correct digests and names, but cannot be loaded."""
     good, learner.layout = learner.layout, misshapen(learner.layout, weights)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await learner.push(there.weights, 5, {name: array for name, array in weights.items() if name != WRONG})

@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate for 127.0.0.1 or another name, to serve and to call with, its key, and the CA that it comes from."""
+    """A certificate for 127.0.0.1 or another name, for servers and clients, with its key and its CA."""
 
     certificate: Path
     key: Path
@@ -25,7 +25,7 @@ class Issued:
 
 
 def issue(folder: Path, name: str = "127.0.0.1") -> Issued:
-    """A fresh CA and one certificate from it for `name`, as files in a new folder."""
+    """Creates a CA and one certificate from it for `name`, as files in a new folder."""
     folder.mkdir()
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority = _certificate("the test's CA", authority_key, "the test's CA", authority_key, True)

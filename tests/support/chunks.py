@@ -1,4 +1,4 @@
-"""Partial rollouts, and messages of a replica with tokens for them."""
+"""Helpers that create partial rollouts and a replica's messages with tokens."""
 
 import numpy as np
 

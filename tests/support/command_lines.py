@@ -1,6 +1,6 @@
-"""The command lines of a page, compared with the real command line.
+"""Checks the command lines of a page against the real command line.
 
-Invariant: nothing is executed. A line that passes is one that `polyreme` or `make` takes: its command, options, choices and keys exist.
+Invariant: nothing is executed. `polyreme` or `make` accepts every line that passes: its command, options, choices and keys exist.
 """
 
 import re
@@ -26,7 +26,7 @@ _BUILTINS = {"cd", "export", "source", "kill", "mkdir", "for", "done", "wait"}
 
 
 def simple_commands(script: str) -> Iterator[list[str]]:
-    """The simple commands of a shell script, without redirections and leading assignments. `[...]` is what a synopsis may leave out."""
+    """The simple commands of a shell script, without redirections and leading assignments. `[...]` is an optional part of a synopsis."""
     for line in script.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(re.sub(r" \[[^]]*\]", "", line), posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -41,7 +41,7 @@ def simple_commands(script: str) -> Iterator[list[str]]:
 
 
 def problems(words: Sequence[str], files: Sequence[str] = ()) -> list[str]:
-    """What is wrong with a simple command; `files` are the names of the page's own files."""
+    """The problems of a simple command; `files` are the names of the page's own files."""
     match words:
         case ["polyreme", *rest]:
             return _of_polyreme(rest)
@@ -56,12 +56,12 @@ def problems(words: Sequence[str], files: Sequence[str] = ()) -> list[str]:
 
 
 def _of_polyreme(words: Sequence[str]) -> list[str]:
-    """What the command line of `polyreme` would refuse."""
+    """The problems that the command line of `polyreme` would report."""
     if not words or words[0].isupper() or words[0].startswith("--"):
         return []
     if words[0] not in {command.name for command in commands()}:
         return [f"no command {words[0]}"]
-    if words[:2] == ["reward", "test"]:  # a command of its own behind the service's command line
+    if words[:2] == ["reward", "test"]:  # a subcommand after the service's command line
         return [] if words[2:] == [] or words[3:4] == ["--config"] else ["polyreme reward test FILE --config FILE"]
     command, rest = _command(words[0]), list(words[1:])
     while hasattr(command, "commands"):
@@ -92,7 +92,7 @@ def _is_override(word: str) -> bool:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The texts that a parameter of this type takes; empty where it takes any."""
+    """The values that a parameter of this type accepts; empty if it accepts any."""
     if isinstance(annotation, type):
         return [member.value for member in annotation] if issubclass(annotation, Enum) else []
     if get_origin(annotation) is Literal:

@@ -1,7 +1,7 @@
-"""Python processes that start in milliseconds: one process has imported what they import, and each of them is its fork.
+"""Python processes that start in milliseconds, since each is a fork of one process that has imported their modules.
 
-Invariant: a fork has its own session, environment, directory and outputs, as a process that a shell starts. What a module imports at start
-is not tested with it.
+Invariant: a fork has its own session, environment, directory and outputs, like a process that a shell starts. Forks do not test the imports
+of a module at its start.
 """
 
 import atexit
@@ -43,12 +43,12 @@ MODULES = (
     "uvicorn.protocols.http.auto",
 )
 FORKED = ("polyreme_trainer.orchestrator", "polyreme_trainer.testing.simulated_learner")
-"""Modules whose processes are forks when the child of a `spawn` starts them by its interpreter's path."""
+"""Modules that run as forks when the child of a `spawn` starts them through its interpreter's path."""
 _DEADLINE = 300.0  # seconds
 
 
 class Fork:
-    """A process that the parent has forked. It has what `Child` and tests use of a `subprocess.Popen`."""
+    """A process that the parent has forked, with the parts of `subprocess.Popen` that `Child` and tests use."""
 
     def __init__(self, args: Sequence[str], pid: int) -> None:
         self.args, self.pid = args, pid
@@ -80,7 +80,7 @@ class Fork:
     def _ended(self, seconds: float) -> int | None:
         if self.returncode is not None:
             return self.returncode
-        ended = select.poll()  # not select.select, which takes no descriptor above 1023
+        ended = select.poll()  # select.select would not accept descriptors above 1023
         ended.register(self._pidfd, select.POLLIN)
         if ended.poll(seconds * 1000):
             os.close(self._pidfd)
@@ -90,11 +90,11 @@ class Fork:
 
 @dataclass(frozen=True)
 class Started:
-    """A command that runs, or has run.
+    """A running or finished command.
 
     Attributes:
         argv: its arguments.
-        out, err: files of its outputs; the same file when they share one.
+        out, err: files of its outputs, which may be the same file.
     """
 
     argv: tuple[str, ...]
@@ -121,7 +121,7 @@ def polyreme(*argv: str, cwd: Path | None = None, **environment: str) -> "subpro
 
 
 def start(*argv: str, cwd: Path | None = None, together: bool = False, **environment: str) -> Started:
-    """Starts `polyreme argv`. `together`: both outputs go to one file, in the order of writing. The variables of Polyreme are unset."""
+    """Starts `polyreme argv` without Polyreme's variables. `together`: both outputs go to one file, in the order of writing."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
     folder = Path(tempfile.mkdtemp(prefix="command-", dir=_parent().folder))
     out, err = folder / "out", folder / ("out" if together else "err")
@@ -132,16 +132,17 @@ def start(*argv: str, cwd: Path | None = None, together: bool = False, **environ
 
 
 def search_path() -> str:
-    """PATH of shells whose `polyreme` is a fork, and whose `python` is this interpreter."""
+    """A PATH for shells in which `polyreme` is a fork and `python` is this interpreter."""
     return f"{_parent().folder}:{os.environ['PATH']}"
 
 
 def spawn(
     name: str, module: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, executable: str | None = None
 ) -> Child:
-    """As `Child.spawn`: starts `python -m module argv`. `environment` is added to this process's; what it writes is appended to `log`.
+    """As `Child.spawn`: starts `python -m module argv`. `environment` is added to this process's; the output is appended to `log`.
 
-    What it starts itself of FORKED is a fork of the parent too, behind a stand-in that is its child; not with another `executable`.
+    If it starts modules of FORKED itself, these are also forks of the parent, behind a stand-in that is its child, unless `executable` is
+    set.
     """
     with open(log, "ab") as file:
         outputs = file.fileno(), file.fileno()
@@ -158,12 +159,12 @@ def fork(
     executable: str = sys.executable,
     terminal: bool = False,
 ) -> Fork:
-    """Starts `python -m module argv` with nothing but `environment`.
+    """Starts `python -m module argv` with only `environment`.
 
     Args:
         outputs: file descriptors for its stdout and stderr.
         cwd: its working directory; this process's by default.
-        executable: the interpreter that it finds as its own.
+        executable: the value of `sys.executable` in it.
         terminal: whether its stdout becomes its controlling terminal.
     """
     order = {
@@ -179,7 +180,7 @@ def fork(
 
 @contextmanager
 def piped(module: str, argv: Sequence[str], environment: Mapping[str, str], executable: str = sys.executable) -> Iterator[Fork]:
-    """A fork whose outputs are both in its `stdout`. Kills it at the end of the block."""
+    """Starts a fork with both outputs in its `stdout`. Kills it at the end of the block."""
     read_end, write_end = os.pipe()
     with open(read_end) as stdout:
         try:
@@ -216,12 +217,13 @@ if status < 0:
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
-"""A stand-in for the interpreter, or for `polyreme`. Its process lasts as long as the fork that it asks for, with the same end, and the fork
-ends with it."""
+"""A stand-in for the interpreter or for `polyreme`. Its process lives as long as the fork that it requests and has the same exit status,
+and
+the fork ends with it."""
 
 
 class _Parent:
-    """This process's side of the parent of all forks. It ends with this process, and the forks end with it."""
+    """The client of the process that forks. That process ends with this one, and the forks end with it."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="polyreme-commands-"))
@@ -252,7 +254,7 @@ class _Parent:
         self._process.kill()
         self._process.wait()
         self._socket.close()
-        shutil.rmtree(self.folder, ignore_errors=True)  # forks that are dying may still write
+        shutil.rmtree(self.folder, ignore_errors=True)  # dying forks may still write
 
 
 _parent = functools.cache(_Parent)

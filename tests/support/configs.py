@@ -26,7 +26,8 @@ MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts
 
 
 def run_config(folder: Path, **changes: Any) -> RunConfig:
-    """A valid configuration whose paths lie in `folder` (nothing is read from them); `changes` replace top-level fields, unchecked."""
+    """A valid configuration whose paths lie in `folder` (nothing is read from them); `changes` replace top-level fields without
+    validation."""
     config = RunConfig.model_validate(
         {
             "iterations": 1000,
@@ -45,5 +46,5 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
 
 
 def algorithm(**changes: Any) -> AlgorithmConfig:
-    """ALGORITHM with other keys."""
+    """ALGORITHM with changed keys."""
     return AlgorithmConfig.model_validate({**ALGORITHM, **changes})

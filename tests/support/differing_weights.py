@@ -1,4 +1,4 @@
-"""A program for two data ranks, as of two machines: they read one model, and then each another."""
+"""A program for two data ranks, as on two machines: both read the same model, then each reads a different one."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from support.configs import run_config
 
 
 def compare(folder: str) -> None:
-    """Models are in `folder`: a and b."""
+    """Reads the models a and b in `folder`."""
     device = Device("cpu")
     init_parallel(ParallelConfig(data=2), device)
     own = "ab"[torch.distributed.get_rank()]

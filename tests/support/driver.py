@@ -1,7 +1,7 @@
-"""The driver of a storm: applies the faults of a schedule to a run one after another, and repairs their damage.
+"""The driver of a storm: applies the faults of a schedule to a run, one after another, and repairs their damage.
 
-It sees phases through proxies between the processes and Redis, which let it act before a command arrives, after its answer is lost,
-or a little later. What is wrong with the run at the end is for the caller to find out.
+It observes phases through proxies between the processes and Redis, which let it act before a command arrives, after its answer is lost,
+or a little later. The caller checks the run at the end.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ from support.proxy import Proxy, bad_network, port_of
 STALL = 300.0
 """Seconds without a new sample after which the run counts as stuck."""
 DEFERRALS = 100
-"""Faults that may find their victim down, one after the other or not."""
+"""Number of faults that may find their victim down."""
 
 
 @dataclass
 class Part:
     """One process of the run with its own connection to Redis. It is restarted when it ends.
 
-    `forked`: from the nursery; else it is a new interpreter, as what forks or imports torch must be.
+    `forked`: forked from the nursery; otherwise a new interpreter, which is required for processes that fork or import torch.
     `drained`: the process that was asked to end.
     """
 
@@ -61,12 +61,12 @@ class Storm:
     """A run under faults. Create one with `simulated_storm` or `real_storm`.
 
     Args:
-        patience: seconds to wait for a phase, or for a process that is down.
+        patience: timeout in seconds for a phase, or for a process that is down.
 
     Attributes:
-        done: faults by (victim, phase), where a victim's number is left out.
+        done: faults by (victim, phase), with victims without their numbers.
         recoveries: by (victim, action), seconds from the fault to the next append.
-        problems: what must not happen, in words.
+        problems: descriptions of violations.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Storm:
     # -- processes
 
     async def start(self, name: str, module: str, *arguments: str, forked: bool = True) -> None:
-        """Starts `python -m module arguments`, and again whenever it ends badly."""
+        """Starts `python -m module arguments`, and restarts it whenever it fails."""
         proxy = await self._proxies.enter_async_context(bad_network("127.0.0.1", port_of(self._server.url)))
 
         async def listen(data: bytes) -> None:
@@ -119,12 +119,12 @@ class Storm:
         self._keepers[name] = asyncio.create_task(self._keep(part))
 
     async def link(self, name: str, port: int) -> int:
-        """A port through which the others reach `port` of a process, until that is cut."""
+        """A proxy port through which others reach `port` of a process. The link can be cut."""
         self._links[name] = await self._proxies.enter_async_context(bad_network("127.0.0.1", port))
         return self._links[name].port
 
     async def end(self, name: str) -> None:
-        """Ends a process for good, with -9."""
+        """Kills a process permanently, with SIGKILL."""
         keeper = self._keepers.pop(name)
         keeper.cancel()
         with suppress(asyncio.CancelledError):
@@ -175,7 +175,7 @@ class Storm:
     def _note(self, text: str) -> None:
         self.notes.append(f"{time.monotonic() - self._began:7.2f} {text}")
 
-    # -- what is seen
+    # -- observations
 
     async def _heard(self, sender: str, data: bytes) -> None:
         if self._append.search(data):
@@ -232,10 +232,10 @@ class Storm:
         if not task.cancelled() and (error := task.exception()):
             self.problems.append(f"the driver failed: {error!r}")
 
-    # -- what is done
+    # -- actions
 
     async def rage(self, faults: Sequence[Fault]) -> int:
-        """Lets the faults happen, one after the other, until they are all done or the run is. Returns how many there were."""
+        """Applies the faults, one after the other, until all are done or the run has ended. Returns their number."""
         left, number, deferred = deque(faults), 0, Counter[str]()
         while left:
             fault = left.popleft()
@@ -267,7 +267,7 @@ class Storm:
         return number
 
     async def watch(self) -> None:
-        """Notes what the run waits for, while there are no samples."""
+        """Records what the run waits for while there are no samples."""
         while True:
             await asyncio.sleep(1.0)
             if time.monotonic() - self.last_append > 3.0:
@@ -292,7 +292,7 @@ class Storm:
         return False
 
     def pid(self, victim: str) -> int | None:
-        """Of a process that runs; None while it is down."""
+        """The pid of a running process; None while it is down."""
         if victim in self.parts:
             born = self.parts[victim].born
             return born.pid if born is not None and born.status is None else None
@@ -327,7 +327,7 @@ class Storm:
         match fault.action:
             case "kill":
                 part.pause = fault.seconds
-                with suppress(ProcessLookupError):  # it has just ended by itself
+                with suppress(ProcessLookupError):  # it has ended by itself
                     os.kill(pid, signal.SIGKILL)
             case "term":
                 part.pause, part.drained = fault.seconds, part.born
@@ -338,7 +338,7 @@ class Storm:
                     os.kill(pid, signal.SIGSTOP)
                 self._mend(self._continue(pid, fault.seconds))
             case "cut":
-                ways = [part.proxy, *filter(None, [self._links.get(part.name)])]  # to Redis, and from its clients
+                ways = [part.proxy, *filter(None, [self._links.get(part.name)])]  # links to Redis, and from its clients
                 way = self._rng.choice(ways)
                 way.hold() if self._rng.random() < 0.5 else way.refuse()
                 self._mend(self._heal(way, fault.seconds))
@@ -365,11 +365,14 @@ class Storm:
         way.heal()
 
     async def _usurp(self, part: Part, seconds: float) -> None:
-        """A second process takes the role over from one that stands still, which must then end by itself."""
+        """Starts a second process that takes over the role of a stopped one, which must then end by itself."""
         old = part.born
         assert old is not None
         old.signal(signal.SIGSTOP)
         part.born = await self._spawn(part)
+        # It waits for the end of the old one, and the new one may be killed before it takes over.
+        self._keepers[part.name].cancel()
+        self._keepers[part.name] = asyncio.create_task(self._keep(part))
         await asyncio.sleep(seconds)
         old.signal(signal.SIGCONT)
         try:
@@ -383,13 +386,13 @@ class Storm:
                 self._note(f"{part.name}, taken over, ended with {old.status}: {self._last_words(part)}")
 
     async def running(self, seconds: float) -> None:
-        """Waits until samples come."""
+        """Waits until samples arrive."""
         async with asyncio.timeout(seconds):
             while not self.appends:  # noqa: ASYNC110 (it is seen on the wire)
                 await asyncio.sleep(0.1)
 
     async def calm(self) -> None:
-        """Everything that was broken is whole again; processes that were killed come back."""
+        """Restores all links. Killed processes are restarted."""
         while tasks := set(self._mending):
             await asyncio.wait(tasks)
         self._armed = None
@@ -397,7 +400,7 @@ class Storm:
             way.heal()
 
     async def wait(self, seconds: float) -> RunState:
-        """Until the supervisor has ended the run. Returns its state."""
+        """Waits until the supervisor has ended the run. Returns its state."""
         keeper = self._keepers["supervisor"]
         done, _ = await asyncio.wait({keeper}, timeout=seconds)
         state, reason = await self.run.state()

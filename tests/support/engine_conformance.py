@@ -1,6 +1,8 @@
 """The checks that every inference engine passes. Run as a program: starts one engine and prints {check: null or traceback} as JSON.
 
-python -m support.engine_conformance ENGINE MODEL_FILES [WEIGHTS]     (a Hugging Face directory; none: one tensor named `weight`)
+python -m support.engine_conformance ENGINE MODEL_FILES VLLM [WEIGHTS]
+
+VLLM: the section rollout.vllm as JSON. WEIGHTS: a Hugging Face directory; none: one tensor named `weight`, and no model.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ class Answer:
 
 
 class Subject:
-    """An open engine, and versions to load into it. `salt` changes with every load, as the service's does."""
+    """An open engine, and versions to load into it. `salt` changes with every load, as in the service."""
 
     def __init__(self, engine: InferenceEngine, learner: Learner, arrays: dict[str, np.ndarray], vocab_size: int) -> None:
         self.engine, self.learner, self.arrays, self.vocab_size = engine, learner, arrays, vocab_size
@@ -49,7 +51,7 @@ class Subject:
         return f"load-{self.loads}"
 
     def write(self, factor: float) -> ArenaSource:
-        """A version whose tensors are the first ones times `factor`."""
+        """Writes a version whose tensors are the first ones times `factor`."""
         arrays = {name: array * np.float32(factor) for name, array in self.arrays.items()}
         staged = self.learner.write(self.loads, arrays)
         manifest = Manifest.from_proto(staged.manifest)
@@ -144,7 +146,7 @@ async def nothing_is_sampled_while_paused(subject: Subject) -> None:
 
 
 async def sleep_keeps_running_requests(subject: Subject) -> None:
-    """With the old weights, and with new ones that are loaded before sampling continues."""
+    """Sampling continues with the old weights, and with new ones that are loaded before."""
     request = subject.request(100)
     undisturbed = await subject.answer(subject.request(100))
     for factor in (None, 2.0):
@@ -165,13 +167,13 @@ async def sleep_keeps_running_requests(subject: Subject) -> None:
 
 
 async def a_sleeping_engine_computes_nothing(subject: Subject) -> None:
-    """Its processes come to rest, with requests that run and requests that wait."""
+    """Its processes use no processor time, with running and waiting requests."""
     tasks = [asyncio.create_task(subject.answer(subject.request(100))) for _ in range(2 * MAX_NUM_SEQS)]
     await asyncio.sleep(0)
     await subject.engine.pause()
     await subject.engine.sleep()
     async with asyncio.timeout(DEADLINE):
-        while await busy_fraction(0.5) > 0.2:  # vLLM's workers look for messages for up to a second after the last one
+        while await busy_fraction(0.5) > 0.2:  # vLLM's workers poll for messages for up to a second after the last one
             pass
     await subject.engine.wake()
     await subject.engine.resume()
@@ -216,6 +218,19 @@ async def given_tokens_have_the_log_probabilities_of_the_version(subject: Subjec
     assert np.allclose(found[0][0][:-2], found[0][1], atol=1e-4)
     assert np.allclose(found[0][0], found[2][0], atol=1e-6)
     assert not np.allclose(found[0][0], found[1][0], atol=1e-3)
+
+
+async def sampled_tokens_have_the_log_probabilities_of_the_model(subject: Subject) -> None:
+    """This holds for any way of finding the tokens. The simulated engine has no model."""
+    if subject.engine.name == "simulated":
+        return
+    repeats = (5, 6, 7, 8, 9) * 6
+    for factor in (1.0, 1.5):
+        await subject.swap(factor)
+        requests = [subject.request(60, RANDOM, seed, prefix=repeats) for seed in range(MAX_NUM_SEQS)]
+        for answer in await asyncio.gather(*(subject.answer(request) for request in requests)):
+            given = await subject.engine.logprobs([*PROMPT, *repeats, *answer.ids], f"{subject.salt}-scored")
+            assert np.allclose(given[-60:], answer.logprobs, atol=1e-4)
 
 
 async def a_failed_load_is_an_error_and_the_next_one_works(subject: Subject) -> None:
@@ -269,6 +284,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
         a_sleeping_engine_computes_nothing,
         a_version_decides_the_answers,
         given_tokens_have_the_log_probabilities_of_the_version,
+        sampled_tokens_have_the_log_probabilities_of_the_model,
         a_failed_load_is_an_error_and_the_next_one_works,
         v1_serves_the_model_under_the_salt,
     )
@@ -290,14 +306,15 @@ async def run_checks(subject: Subject) -> dict[str, str | None]:
 
 
 def main() -> None:
-    name, files, *weights = sys.argv[1:]
+    name, files, options, *weights = sys.argv[1:]
     run_id, vocab_size = f"test-{uuid.uuid4().hex[:12]}", json.loads((Path(files) / "config.json").read_text())["vocab_size"]
     if weights:
         arrays, learner = hf_weights(Path(weights[0])), Learner.of(run_id, Path(weights[0]))
     else:
         arrays, layout = {"weight": np.arange(64, dtype="<f4")}, plan_manifest([TensorSpec("weight", "F32", (64,))])
         learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
-    config = rollout_config(Path(files), engine=name, max_model_len=CONTEXT, max_num_seqs=MAX_NUM_SEQS)
+    vllm = {"kv_cache_mib": 64, **json.loads(options)}
+    config = rollout_config(Path(files), engine=name, max_model_len=CONTEXT, max_num_seqs=MAX_NUM_SEQS, vllm=vllm)
     engine = load_engine(config.rollout.engine)(config, Path(files))
     try:
         results = asyncio.run(run_checks(Subject(engine, learner, arrays, vocab_size)))

@@ -1,4 +1,4 @@
-"""Run as a program: an engine loads versions from an arena and prints after each what its workers hold and answer, as JSON.
+"""A program: an engine loads versions from an arena and prints, after each, its workers' weights and answers as JSON.
 
 python -m support.engine_digests MODEL_FILES TENSOR_PARALLEL STAGING...     (each a serialised StageArenaRequest)
 """
@@ -21,7 +21,7 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, stop_token_ids=())
 
 
 async def load_all(engine: InferenceEngine, stagings: list[Path]) -> list[Any]:
-    """After each version the workers' digests, and 32 greedy tokens with their log-probabilities."""
+    """Returns, for each version, the workers' digests, and 32 greedy tokens with their log-probabilities."""
     await engine.open()
     answers = []
     for path in stagings:

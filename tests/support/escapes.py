@@ -1,8 +1,9 @@
-"""Programs that try to leave their sandbox, and what they would have to change to succeed.
+"""Programs that try to leave their sandbox, and the targets that they would change if they succeeded.
 
-`python -m support.escapes MODE [NAME...]` (with tests/ on the path) runs them one by one, as the reward service would, beside a victim process,
-guarded files and listening sockets, and prints a JSON object: what each attempt achieved, empty for nothing; the exit status is 0 when all is empty. The secret is in the environment too, when the caller puts it there. An attempt knows everything: pids,
-paths, ports, the address of the secret. It has succeeded when it prints ESCAPED, or when the world outside differs from before.
+`python -m support.escapes MODE [NAME...]` (with tests/ on the path) runs them one by one, as the reward service would, next to a victim
+process, guarded files and listening sockets. It prints a JSON object with the achievement of each attempt, empty for none; the exit status
+is 0 when all are empty. The caller may also put the secret into the environment. An attempt knows everything: pids, paths, ports, the
+address of the secret. It has succeeded when it prints ESCAPED, or when the world outside has changed.
 """
 
 import ctypes
@@ -57,7 +58,7 @@ class Attempt:
 
 
 ATTEMPTS = [
-    # What the service knows.
+    # Secrets of the service.
     Attempt("environ of the parent", "files(f\"/proc/{F['pid']}/environ\")", harmless=True),
     Attempt("environ of every process", "files(*(f'/proc/{pid}/environ' for pid in range(1, 70000) if os.path.exists(f'/proc/{pid}')))"),
     Attempt("memory of the parent", "open(f\"/proc/{F['pid']}/mem\", 'rb'); escaped()", harmless=True),
@@ -132,7 +133,7 @@ fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC); os.write(write, b"x")""",
     Attempt("priority of another process", "os.setpriority(os.PRIO_PROCESS, F['victim'], 19)", harmless=True),
     Attempt("cores of another process", "os.sched_setaffinity(F['victim'], {0})", harmless=True),
     Attempt("schedule of another process", "os.sched_setscheduler(F['victim'], os.SCHED_IDLE, os.sched_param(0))", harmless=True),
-    # Processes of its own.
+    # Child processes.
     Attempt("a fork", "os.fork(); escaped()", harmless=True),
     Attempt("a fork bomb", "while True:\n    os.fork(); escaped()"),
     Attempt("a vfork", "call('clone', 0x4000 | signal.SIGCHLD, 0, 0, 0, 0) >= 0 and (escaped(), os._exit(0))"),
@@ -218,7 +219,7 @@ if at != ctypes.c_void_p(-1).value: ctypes.memset(at, 1, 300 << 20); escaped()""
 
 @dataclass
 class World:
-    """What surrounds the programs, and must not change."""
+    """The environment of the programs, which must not change."""
 
     folder: Path
     token: str
@@ -244,7 +245,7 @@ class World:
         }
 
     def renew(self) -> None:
-        """Makes the world what it was, after an attempt that changed it."""
+        """Restores the world after an attempt that changed it."""
         end(self.victim)
         self.victim = subprocess.Popen(["sleep", "1000"])
         for where in ("/dev/shm", "/tmp", "/var/tmp"):
@@ -265,7 +266,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 @contextmanager
 def world() -> Iterator[tuple[World, dict[str, Any]]]:
-    """The environment of an attempt, and its description for the attempt."""
+    """Creates the world of an attempt, and its description for the attempt."""
     token = f"escape-{os.getpid()}"
     folder = Path(tempfile.mkdtemp())
     received: list[str] = []
@@ -346,7 +347,7 @@ def main(mode: Mode, names: list[str]) -> bool:
             for _ in range(100 if mode is Mode.NONE and b"ESCAPED" not in ended.stdout else 0):
                 if after != before:
                     break
-                time.sleep(0.05)  # signals and datagrams that must arrive take their time
+                time.sleep(0.05)  # signals and datagrams may take a while to arrive
                 after = here.snapshot()
             changed = {name: after[name] for name in after if after[name] != before[name]}
             said = ended.stdout[:200].decode(errors="replace") if b"ESCAPED" in ended.stdout else ""

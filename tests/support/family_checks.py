@@ -1,4 +1,4 @@
-"""What test_model_parity runs inside the ranks for every family: both specs, the critic, entropies and chunks, against transformers."""
+"""Runs in the ranks of test_model_parity for every family: compares both specs, the critic, entropies and chunks with transformers."""
 
 import math
 from functools import partial
@@ -20,7 +20,7 @@ from support.model_checks import TOLERANCE, batch, hf_model, policy_of
 
 
 def every_family(folder: str, tensor: str) -> None:
-    """Every check of each model in the folder's directories; those that depend on the head alone of the ones named untied."""
+    """Runs every check on each model in the folder; for directories named untied, only the checks that depend on the head."""
     device = model_checks.start(tensor)
     for model in sorted(Path(folder).iterdir()):
         print(f"checking {model.name}", flush=True)
@@ -47,7 +47,7 @@ def family_agrees(model: str, device: Device, folder: str) -> None:
 
 
 def positions_agree(folder: str) -> None:
-    """Logits over the whole context, for models with other rotary embeddings or a sliding window."""
+    """Compares logits over the whole context, for models with other rotary embeddings or a sliding window."""
     device = model_checks.start("1")
     for model in sorted(Path(folder).iterdir()):
         whole_context_agrees(str(model), device)
@@ -63,7 +63,8 @@ def whole_context_agrees(model: str, device: Device) -> None:
 
 
 def entropies_agree_also_in_blocks(model: str, device: Device) -> None:
-    """Log-probabilities, entropies and their gradients of packed sequences, from one block of the vocabulary and from several."""
+    """Compares log-probabilities, entropies and their gradients of packed sequences, computed in one and in several blocks of the
+    vocabulary."""
     reference = hf_model(model)
     ids, targets = batch(reference.config.vocab_size)
     wanted = targets != IGNORE
@@ -91,10 +92,11 @@ def _objective(results: list[Tensor] | tuple[Tensor, ...], weight: Tensor) -> Te
 
 
 def _gradients_agree(actor: Policy, reference: torch.nn.Module) -> None:
-    """Of every parameter that tensor ranks cut; replicated ones are summed later, and `training_agrees` compares them."""
+    """Compares the gradients of every parameter that tensor ranks divide. Replicated ones are summed later; `training_agrees` compares
+    them."""
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     expected = model_checks.file_tensors(reference, gradients)
-    assert actor.ddp is not None
+    assert actor.ddp
     for row, _ in hf_mapping.stage_rows(actor.arch, actor.rank):
         if row.share == "all":
             continue
@@ -116,13 +118,14 @@ def both_specs_agree(model: str, device: Device) -> None:
         torch.testing.assert_close(ours.logits(ids)[ids > 0], theirs.logits(ids)[ids > 0], rtol=0, atol=1e-4)
         for actor in (ours, theirs):
             actor.logprobs(*model_checks.packed(ids, targets), 0.9).sum().backward()
-            mcore.finalize_model_grads([actor.ddp])
+            mcore.finalize_model_grads(actor.ddp)
     for (name, one), (_, other) in zip(ours.module.named_parameters(), theirs.module.named_parameters(), strict=True):
         torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-4, atol=1e-4, msg=partial("{}: {}".format, name))
 
 
 def critic_agrees(model: str, device: Device, folder: str) -> None:
-    """Values and the head's gradient against transformers; a language model's critic starts at zero; weights pass through unchanged."""
+    """Values and the head's gradient equal those of transformers; a language model's critic starts at zero; weights survive a round
+    trip."""
     from transformers import AutoModelForSequenceClassification
 
     path = Path(folder) / "classifier"
@@ -147,5 +150,7 @@ def critic_agrees(model: str, device: Device, folder: str) -> None:
         saved = load_file(path / "model.safetensors")
         assert full.keys() == saved.keys()
         assert all(torch.equal(full[name], saved[name]) for name in saved)
-    fresh = build_critic(Path(model), "float32", device, trainable=False)
+    fractions = list[float]()
+    fresh = build_critic(Path(model), "float32", device, trainable=False, loaded=fractions.append)
+    assert fractions[-1] == 1
     assert not fresh.values(ids).any()

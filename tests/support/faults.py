@@ -1,6 +1,6 @@
-"""Faults, repeatable from a seed: a phase of the run to wait for, a moment in it, a process, and what happens to that process.
+"""Faults, reproducible from a seed: a phase of the run to wait for, a moment in it, a process, and an action on it.
 
-Phases are seen in what the trainer's processes send to Redis.
+Phases are recognised by the commands that the trainer's processes send to Redis.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ def script_digest(script: str) -> bytes:
 
 @dataclass(frozen=True)
 class Phase:
-    """What to wait for: a process sends something that matches; then up to `spread` seconds more."""
+    """A moment of the run: a process sends a matching command, plus up to `spread` seconds."""
 
     sender: str
     pattern: re.Pattern[bytes]
@@ -54,15 +54,15 @@ ACTIONS: Mapping[str, Mapping[str, float]] = {
     "reward": {"kill": 2, "stop": 1, "cut": 1, "term": 2},
     "supervisor": {"kill": 1},
 }
-"""By victim, with their weights. `term` drains a server; a new one takes its place when it has ended."""
+"""Actions by victim, with their weights. `term` drains a server, which is then replaced."""
 BEYOND_ITS_LEASE = {"rollout": 0.1, "reward": 0.25}
-"""How many of a victim's stops outlast its lease."""
+"""Fraction of a victim's stops that outlast its lease."""
 WEIGHTS = {"redis": 3, "orchestrator": 6, "learner": 6, "rollout": 6, "reward": 3, "supervisor": 2}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, and when. `seconds`: how long the process is away. `gap`: until the next fault is waited for."""
+    """A fault. `seconds`: downtime of the process. `gap`: seconds until the wait for the next fault starts."""
 
     phase: str
     moment: str
@@ -78,11 +78,11 @@ class Fault:
 
 
 def schedule(seed: int, count: int, replicas: int, victims: Sequence[str], pace: float, drafts: bool = False) -> list[Fault]:
-    """The faults that a seed stands for: phases equally often, every victim at least once where there are enough faults.
+    """The faults of a seed: phases equally often, every victim at least once if there are enough faults.
 
     Args:
-        pace: mean seconds between two.
-        drafts: whether groups last long enough to have drafts.
+        pace: mean seconds between two faults.
+        drafts: whether groups take long enough for partial rollouts.
     """
     rng = random.Random(seed)
     phases = [phase for phase in PHASES if drafts or phase != "draft"]

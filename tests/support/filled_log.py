@@ -1,4 +1,5 @@
-"""The log for a learner without an orchestrator: all admissible groups appear immediately, and a group's content depends on its index."""
+"""Fills the log for a learner without an orchestrator: all admissible groups appear immediately, with contents that depend on their
+index."""
 
 import asyncio
 import sys
@@ -20,9 +21,9 @@ async def fill(
     """Acts as the orchestrator until it is cancelled.
 
     Args:
-        groups, samples: of an iteration, of a group.
-        lags: gets every group's lag behind its iteration.
-        allowed: how many groups there may be by now.
+        groups, samples: groups per iteration, and samples per group.
+        lags: collects every group's lag behind its iteration.
+        allowed: returns the current maximum number of groups.
     """
     log, there = ExperienceLog(run), 0
     await log.take(Writer.ORCHESTRATOR)

@@ -1,6 +1,6 @@
-"""The process that has imported what others import, and forks them: for a test over a socket pair, for launchers over a listening socket.
+"""The process that has imported common modules and forks: for tests over a socket pair, for launchers over a listening socket.
 
-Invariant: a fork ends with this process, and one for a launcher ends before the next one for a launcher starts, when its own has died.
+Invariant: a fork ends with this process. When a launcher has died, its fork ends before the next fork for a launcher starts.
 """
 
 import atexit
@@ -29,7 +29,7 @@ _MESSAGE_BYTES = 1 << 18
 def run_as_main(module: str, argv: Sequence[str]) -> int:
     """Runs a module as `python -m module argv` does. Returns the exit status."""
     sys.argv = [module, *argv]
-    warnings.simplefilter("ignore", RuntimeWarning)  # runpy: the module is imported already
+    warnings.simplefilter("ignore", RuntimeWarning)  # runpy warns that the module is already imported
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
@@ -41,7 +41,7 @@ def run_as_main(module: str, argv: Sequence[str]) -> int:
 
 
 def import_alone(modules: Sequence[str]) -> None:
-    """Imports modules, none of which may start a thread: a fork takes one thread along."""
+    """Imports modules, none of which may start a thread, since a fork has only one thread."""
     for module in modules:
         importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task"))
@@ -49,7 +49,7 @@ def import_alone(modules: Sequence[str]) -> None:
 
 
 def _child(order: dict[str, object], files: Sequence[int], parent: int) -> int:
-    """What the fork does. Returns its exit status."""
+    """Runs in the fork. Returns its exit status."""
     os.setsid()
     die_with_parent(parent)
     for source, target in zip((os.open(os.devnull, os.O_RDONLY), *files), (0, 1, 2), strict=True):
@@ -70,7 +70,7 @@ def _child(order: dict[str, object], files: Sequence[int], parent: int) -> int:
 
 
 def _end(status: int) -> None:
-    """Ends this process as `multiprocessing` ends its own: threads and exit handlers run to their end, modules are not taken apart."""
+    """Ends this process as `multiprocessing` does: threads and exit handlers finish, but modules are not torn down."""
     with suppress(BrokenPipeError):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -80,7 +80,7 @@ def _end(status: int) -> None:
 
 
 class _Server:
-    """The parent's own side: forks for the tests over `control`, and for launchers that connect to `listener`."""
+    """The server: forks for the tests over `control`, and for launchers that connect to `listener`."""
 
     def __init__(self, control: socket.socket, listener: socket.socket) -> None:
         self._control, self._listener = control, listener
@@ -88,7 +88,7 @@ class _Server:
         self._forks: dict[int, socket.socket] = {}  # by pidfd
 
     def serve(self) -> None:
-        """Returns when the tests' process has ended."""
+        """Serves until the tests' process has ended."""
         while True:
             watched: list[socket.socket | int] = [self._control, self._listener, *self._launchers, *self._forks]
             ready = select.select(watched, [], [])[0]
@@ -98,7 +98,7 @@ class _Server:
             if self._listener in ready:
                 launcher, _ = self._listener.accept()
                 message, files, _, _ = socket.recv_fds(launcher, _MESSAGE_BYTES, 2)
-                self._end_orphans()  # a successor never meets its predecessor
+                self._end_orphans()  # a successor never runs beside its predecessor
                 if message:
                     self._launchers[launcher] = pid = self._fork(json.loads(message), files)
                     self._forks[os.pidfd_open(pid)] = launcher
@@ -136,11 +136,11 @@ class _Server:
         launcher.close()
 
     def _end_orphans(self) -> None:
-        """Ends the forks whose launcher has died. A launcher says nothing after its order, so what there is to read is its end."""
+        """Ends the forks whose launcher has died. A launcher sends nothing after its order, so a readable socket means its end."""
         dead = select.select(list(self._launchers), [], [], 0)[0]
         for pidfd in [pidfd for pidfd, launcher in self._forks.items() if launcher in dead]:
             pid = self._launchers[self._forks[pidfd]]
-            with suppress(ProcessLookupError):  # it leads no group yet
+            with suppress(ProcessLookupError):  # it does not lead a process group yet
                 os.killpg(pid, signal.SIGKILL)
             os.kill(pid, signal.SIGKILL)
             self._finish(pidfd)
@@ -157,7 +157,7 @@ def _reaped(pid: int) -> int:
 
 def _main(listener: str, *modules: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGHUP, signal.SIGTERM):  # also where the tests run under `nohup`
+    for number in (signal.SIGHUP, signal.SIGTERM):  # also when the tests run under `nohup`
         signal.signal(number, signal.SIG_DFL)
     import_alone(modules)
     gc.freeze()  # or each fork's first collection of garbage copies the pages of every module

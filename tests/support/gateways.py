@@ -1,6 +1,6 @@
-"""Replicas for a gateway: their HTTP application is that of `polyreme rollout`, their engine's answers are scripted or simulated.
+"""Replicas for a gateway, with the HTTP application of `polyreme rollout` and scripted or simulated answers.
 
-A scripted replica has no engine: its /v1 is an ASGI application of the test. Leases are real ones in the run's Redis.
+A scripted replica has no engine: its /v1 is an ASGI application of the test. Leases are real and in the run's Redis.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ Answer = Callable[[bytes, Send], Awaitable[None]]
 
 @dataclass
 class ScriptedReplica:
-    """Its version and load are what it reports; `bodies` are those of the requests that it got, in order.
+    """A replica with scripted answers. It reports its `version` and `load`; `bodies` has the bodies of its requests, in order.
 
     Attributes:
-        asked: a request has come.
-        lease: `await lease.aclose()` removes it; the server goes on.
-        left: a request has ended before its answer, because its connection did.
+        asked: set when a request has arrived.
+        lease: `await lease.aclose()` removes it; the server continues.
+        left: set when a connection has ended before the answer.
     """
 
     id: str
@@ -83,7 +83,7 @@ async def scripted_replica(
     security: SecurityConfig | None = None,
     max_model_len: int = 64,
 ) -> AsyncIterator[ScriptedReplica]:
-    """A replica with a lease."""
+    """Starts a scripted replica with a lease."""
     replica = ScriptedReplica(id, answer)
     replica.report(version, load)
 
@@ -112,7 +112,7 @@ async def gateway(
     url: str = "http",
     verify: ssl.SSLContext | bool = False,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway of the run. `url`: its scheme; `verify`: TLS of the client."""
+    """Starts a gateway of the run and yields a client of it. `url`: its scheme; `verify`: TLS of the client."""
     async with (
         serve_gateway(run, "127.0.0.1", 0, aliases, GatewayLimits(requests, seconds)) as port,
         httpx.AsyncClient(base_url=f"{url}://127.0.0.1:{port}", trust_env=False, timeout=300, verify=verify) as http,
@@ -121,12 +121,12 @@ async def gateway(
 
 
 async def shows(http: httpx.AsyncClient, *lines: str) -> bool:
-    """Whether a gateway's metrics have these lines. They may follow the end of a reply, so that a test waits for them."""
+    """Waits until a gateway's metrics have these lines, which may appear after the end of a reply."""
     return set(lines) <= set((await http.get("/metrics")).text.splitlines())
 
 
 def reply_with(body: bytes, content: str = "application/json", status: int = 200) -> Answer:
-    """One whole body."""
+    """Answers with one whole body."""
 
     async def answer(asked: bytes, send: Send) -> None:
         headers = [(b"content-type", content.encode()), (b"x-request-id", b"id-of-the-replica")]
@@ -137,11 +137,11 @@ def reply_with(body: bytes, content: str = "application/json", status: int = 200
 
 
 def stream_of(*parts: bytes, breaks: bool = False, go_on: asyncio.Event | None = None) -> Answer:
-    """Parts of a stream of events, in pieces as they are given.
+    """Answers with a stream of events, in the given pieces.
 
     Args:
-        breaks: the connection is lost after them.
-        go_on: awaited after the first part.
+        breaks: whether the connection breaks after them.
+        go_on: awaited after the first piece.
     """
 
     async def answer(asked: bytes, send: Send) -> None:

@@ -1,6 +1,6 @@
-"""The fenced blocks of a page: its files are written, its commands are run.
+"""The fenced blocks of a page: writes its files and runs its commands.
 
-Invariant: a block is what the page shows, character for character. A comment `<!-- not executed: REASON -->` above a block says why no test
+Invariant: a block is exactly the text of the page. A comment `<!-- not executed: REASON -->` above a block gives the reason why no test
 executes it.
 """
 
@@ -30,17 +30,17 @@ class Block:
     line: int
     language: str
     info: str
-    """What follows the language: `file=NAME`, `run`, `check` or nothing."""
+    """The text after the language: `file=NAME`, `run`, `check` or nothing."""
     text: str
     reason: str
-    """Why it is not executed, or nothing."""
+    """The reason why it is not executed, or nothing."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
     @property
     def file(self) -> str:
-        """The name of the file that the block is, or nothing."""
+        """The name of the block's file, or nothing."""
         return self.info.removeprefix("file=") if self.info.startswith("file=") else ""
 
 
@@ -64,7 +64,7 @@ def write_files(name: str, folder: Path) -> None:
 
 
 def commands(name: str, info: str = "run") -> list[str]:
-    """The `sh` blocks of docs/`name`, in order: those to run, or with `info` "" those that are for another moment."""
+    """The `sh` blocks of docs/`name`, in order: those with `run`, or with `info` "" the others."""
     return [block.text for block in blocks(_DOCS / name) if (block.language, block.info) == ("sh", info)]
 
 
@@ -72,7 +72,7 @@ def run(script: str, folder: Path, timeout: float = 300.0, forks: bool = False) 
     """Runs a block in the folder, with this interpreter's commands on the path. Returns what it printed; fails with it otherwise.
 
     Args:
-        forks: whether `polyreme` is a fork (see support/commands.py).
+        forks: whether `polyreme` runs as a fork (see support/commands.py).
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
     environment |= {"PATH": search_path() if forks else f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "160"}

@@ -1,4 +1,4 @@
-"""Machines without IPv6 skip its tests."""
+"""A mark that skips tests of IPv6 on machines without it."""
 
 import socket
 

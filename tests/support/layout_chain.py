@@ -1,4 +1,4 @@
-"""Training on several layouts, each of which goes on where the one before it stopped."""
+"""Training on several layouts, each of which continues from the previous one."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 
 
 def train_ranks(model: Path, layout: dict[str, int], out: Path, *runs: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
-    """What `layout_checks.follow` measures on a layout's ranks, by way of the file `out`."""
+    """Runs `layout_checks.follow` on a layout's ranks and reads its results from the file `out`."""
     order = {"model": str(model), "dtype": dtype, "out": str(out), "layout": layout, "runs": runs}
     run_ranks(layout_checks.follow, ParallelConfig(**layout).world_size, json.dumps(order), timeout=240)
     measured: dict[str, Any] = json.loads(out.read_text())
@@ -45,12 +45,13 @@ def check_chain(
     out: Path,
     lora: dict[str, Any] | None = None,
 ) -> None:
-    """Loss, gradients (in the first moments of the first step) and weights after three steps. Then each layout goes on from the third step
-    of the layout before it, and once more, to the same bits, from its own fourth step.
+    """Compares loss, gradients (in the first moments of the first step) and weights after three steps. Then each layout continues from the
+    third
+    step of the previous layout, and again, to the same bits, from its own fourth step.
 
     Args:
         train: called with a layout and runs.
-        want: loss and gradient norm of five steps of one rank, whose checkpoints `at-1` and `at-3` are in `folder`.
+        want: expected loss and gradient norm of five steps on one rank, whose checkpoints `at-1` and `at-3` are in `folder`.
     """
     reference = [layout_checks.saved_state(model, folder / name) for name in ("at-1", "at-3")]
     before = folder / "at-3"

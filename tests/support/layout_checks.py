@@ -1,8 +1,8 @@
-"""What test_layouts runs inside the ranks: a role trains, saves and resumes on one layout; the test compares the files of all layouts."""
+"""Runs in the ranks of test_layouts: a role trains, saves and resumes on one layout; the test compares the files of all layouts."""
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def make_role(
 
 
 def routes(arch: Architecture) -> list[Routes]:
-    """Random experts of the trained tokens of `sequences`."""
+    """Random experts for the trained tokens of `sequences`."""
     shapes = [(length - 3, arch.layers, arch.experts) for length in LENGTHS]
     random = np.random.default_rng(8)
     return [random.random(shape).argsort(-1)[..., : arch.top_k].astype(np.uint8) for shape in shapes]
@@ -101,7 +101,7 @@ def follow(script: str) -> None:
         model, dtype = run.get("model", order["model"]), run.get("dtype", order["dtype"])
         role = make_role(model, dtype, device, run.get("lora"), run.get("recompute"), run.get("moe"))
         if run["resume"] is not None:
-            step(role)  # leaves weights and moments that the checkpoint must replace
+            step(role)  # makes weights and moments that the checkpoint must replace
             found = checkpoint.read(Path(run["resume"]))
             assert found is not None and found.intact()
             checkpoint.load(found, [role])
@@ -118,18 +118,17 @@ def follow(script: str) -> None:
 
 
 def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
-    """Kind of state -> Hugging Face name -> the whole tensor in a checkpoint of the actor, whatever layout has saved it. With adapters,
-    the names are theirs."""
+    """Kind of state -> Hugging Face name -> the whole tensor in a checkpoint of the actor from any layout. With adapters, the names are
+    those
+    of the adapters."""
     found = checkpoint.read(path)
     assert found is not None and found.intact()
     arch, here = load_architecture(model), Rank()
     if "lora" in found.layout:
         arch = adapter_architecture(arch, LoraConfig.model_validate(found.layout["lora"]))
-    layout = RankMesh(*(found.layout[name] for name in ("tensor", "pipeline", "data", "expert")))
-    shards = [
-        SavedShard(arch, rank, [torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in numbers])
-        for rank, numbers in layout.files(here)
-    ]
+    layout = RankMesh(**{field.name: found.layout[field.name] for field in fields(RankMesh)})
+    states = {number: torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in range(layout.ranks)}
+    shards = [SavedShard(arch, files, states) for files in layout.files(here)]
     names = sorted({piece.param for piece in rank_slices(arch, here)})
     kinds = ["weights", "exp_avg", "exp_avg_sq"] + (["master"] if found.layout["dtype"] == "bfloat16" else [])
     state = {}
@@ -144,13 +143,13 @@ def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def push_and_export(model: str, folder: str, layout: str) -> None:
-    """A trained version in the arena, written by every stage, tensor rank and expert rank, is the exported model bit for bit."""
+    """A trained version in the arena, written by all stages, tensor ranks and expert ranks, equals the exported model bit by bit."""
     device = Device("cpu")
     init_parallel(ParallelConfig(**json.loads(layout)), device)
     role, number = make_role(model, "float32", device), torch.distributed.get_rank()
     step(role)
     ranks = Ranks(number, BroadcastChannel(device.torch))
-    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.shard.rank < role.model.rank.ep)
+    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.model.writes)
     try:
         written = writer.write(0, version=1, term=1)
         full = role.model.full_tensors()

@@ -1,7 +1,8 @@
-"""Programs for the ranks of test_learner: iterations of the learner's own step on made-up groups. Same lines on every rank."""
+"""Programs for the ranks of test_learner: iterations of the learner's step on synthetic groups. All ranks run the same program."""
 
 import json
 import os
+import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,9 @@ from polyreme.config.trainer import CriticConfig, SftPhase
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import PlannedBatch
-from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.leader import LeaderError, Ranks
+from polyreme_trainer.megatron import checkpoint, saves
+from polyreme_trainer.megatron.background import BackgroundWork
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
@@ -27,8 +30,9 @@ from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.stages import sft
 
 LR = 1e-3
+HELD_SECONDS = 300.0
 EPS = 1e-6
-"""Of Adam. A key bias has no gradient but rounding; with Adam's usual epsilon that noise alone would move it by the learning rate."""
+"""Epsilon of Adam. The gradient of a key bias is only rounding; with the usual epsilon, this noise would move it by the learning rate."""
 
 
 def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4) -> list[GroupRecord]:
@@ -59,7 +63,7 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
 
 
 def with_greedy(group: GroupRecord) -> GroupRecord:
-    """The group with its first sample once more, as the greedy one: nothing of it is trained on."""
+    """The group with a copy of its first sample as the greedy one, which is not trained on."""
     first = group.samples[0]
     return replace(group, samples=[*group.samples, replace(first, loss_mask=np.zeros(len(first), dtype=np.uint8))])
 
@@ -92,16 +96,22 @@ class Rank:
             self.engine.make_reference(config.model.path)
         elif self.engine.algorithm.needs.reference and self.engine.reference is None:
             self.engine.reference = self.engine.frozen_role("reference", self.engine.policy.dtype)
+            self.engine.reference.model.use(self.engine.policy)
             self.engine.reference.model.load_state_dict(self.engine.policy.weights())
 
     def iterate(self, iteration: int) -> dict[str, Any]:
-        """Trains an iteration. Returns its metrics but for times."""
+        """Trains an iteration. Returns its metrics without times."""
         greedy = self.engine.algorithm.needs.greedy
         measured = self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy))
         return {name: value for name, value in measured.items() if not name.startswith("timing/")}
 
+    def save(self, version: int) -> None:
+        """Writes the version to the arena and saves it."""
+        self.engine.save(self.engine.write(0, version, term=1), version, {})
+        assert self.engine.finish_save(wait=True) is not None
+
     def write(self, path: Path, results: Mapping[str, object]) -> None:
-        """The whole weights, those of every role but the actor with its name as prefix, and some results, by the first rank."""
+        """Writes, on the first rank, all weights and some results. Weights of roles other than the actor have the role's name as prefix."""
         others = self.engine.saved[1:]
         whole = {"": self.engine.policy.full_tensors(), **{f"{role.name}.": role.model.full_tensors() for role in others}}
         if self.ranks.leads:
@@ -118,7 +128,7 @@ def start(config_json: str) -> tuple[RunConfig, Device]:
 
 
 def train_every_way(config_json: str, algorithms: str, out: str) -> None:
-    """Two iterations by each of the algorithms (JSON: name to section), and a warm start, each from the model's own weights.
+    """Runs two iterations of each algorithm (JSON: name to section), and a warm start, each from the model's weights.
 
     PPO's critic is that of the configuration; the critic of an algorithm whose name ends in "from the actor" starts as the actor.
     """
@@ -150,18 +160,43 @@ def warm_start(rank: Rank) -> list[float]:
     return [report["loss"] for report in reports]
 
 
+class HeldWork(BackgroundWork[Any]):
+    """A save that is written only after `may_write` is set."""
+
+    may_write = threading.Event()
+
+    def _run(self) -> None:
+        assert self.may_write.wait(HELD_SECONDS)
+        super()._run()
+
+
 def save_and_continue(config_json: str, out: str) -> None:
-    """Saves after iteration 3 of 5, and compares what was saved with transformers; the weights of every version are written too."""
+    """Saves versions 0 and 3 of 5, and compares version 0 with transformers; the weights of every version are written too.
+
+    Version 3 is written to disk only after another iteration, whose version has overwritten the arena slot.
+    """
     rank = Rank(*start(config_json))
     assert rank.engine.load() is None
-    rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
+    rank.save(0)
+    gates = rank.engine.compare_hf(rank.engine.hf_path(0))
+    vars(saves)["BackgroundWork"] = HeldWork
+    cut_short = checkpoint.iteration_path(rank.config.run_dir / "checkpoints", 2).with_name(".iteration-000002.new")
+    if rank.ranks.leads:
+        cut_short.mkdir()
     metrics = []
     for iteration in range(1, 6):
         metrics.append(rank.iterate(iteration))
         rank.write(Path(out, f"version-{iteration}"), {})
+        written = rank.engine.write(0, iteration, term=1)
         if iteration == 3:
-            rank.engine.save(rank.engine.write(0, iteration, term=1), iteration, {})
-            gates = rank.engine.compare_hf(rank.engine.hf_path(3))
+            rank.engine.save(written, iteration, {})
+        assert rank.engine.finish_save(wait=False) is None
+    assert rank.engine.newest_save == 0
+    HeldWork.may_write.set()
+    saved = rank.engine.finish_save(wait=True)
+    assert saved is not None and (saved.version, rank.engine.newest_save) == (3, 3)
+    assert rank.engine.finish_save(wait=True) is None
+    assert not cut_short.exists()
     results: dict[str, object] = {
         "gates": [gate.record() for gate in gates],
         "state": rank.engine.state.to_json(),
@@ -177,13 +212,33 @@ def resume_and_continue(config_json: str, out: str) -> None:
     metrics = []
     for iteration in (4, 5):
         metrics.append(rank.iterate(iteration))
+        metrics[-1].pop("offload/moved_bytes", None)
         leave_and_return(rank.engine)
     rank.write(Path(out, "resumed"), {"state": rank.engine.state.to_json(), "metrics": metrics})
+    fail_to_write(rank)
     rank.engine.close()
 
 
+def fail_to_write(rank: Rank) -> None:
+    """A save whose export rank 0 cannot write ends every rank, and leaves no checkpoint."""
+    in_the_way = rank.engine.hf_path(5).with_name(".iteration-000005.new")
+    if rank.ranks.leads:
+        in_the_way.touch()
+    rank.engine.save(rank.engine.write(0, 5, term=1), 5, {})
+    try:
+        rank.engine.finish_save(wait=True)
+    except NotADirectoryError as error:
+        assert rank.ranks.leads and Path(error.filename) == in_the_way
+    except LeaderError:
+        assert not rank.ranks.leads
+    else:
+        raise AssertionError("the failure of a save was not reported")
+    assert rank.engine.newest_save == 3
+    assert [each.iteration for each in checkpoint.find(rank.config.run_dir / "checkpoints")] == [0, 3]
+
+
 def leave_and_return(engine: MegatronEngine) -> None:
-    """As an accelerator's learner between two turns; on CPU it would stay where it is."""
+    """Leaves and returns to the device like an accelerator's learner between two turns. On CPU it would stay."""
     engine.offload_roles(pin=False)
     assert engine.offload is not None
     assert engine.offload.nbytes > 4 * engine.policy.arch.parameters // engine.config.trainer.parallel.world_size
@@ -193,17 +248,16 @@ def leave_and_return(engine: MegatronEngine) -> None:
 
 
 def rank_0_waits_then_fails(seconds: str) -> None:
-    """Collectives have a short deadline; rank 0's wait is longer, and ends in an error that all ranks learn of."""
+    """Rank 0 waits for longer than the deadline of collectives, then fails with an error that all ranks receive."""
     import asyncio
     from datetime import timedelta
 
     from polyreme.errors import GateError
     from polyreme_trainer.learner import leader as module
-    from polyreme_trainer.learner.leader import LeaderError
 
     module.HEARTBEAT_SECONDS = 0.2
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # The store waits for all ranks: their starts are apart by more than the deadline on a slow machine.
+    # The store waits for all ranks, whose starts differ by more than the deadline on a slow machine.
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(*place, size, rank == 0, timeout=timedelta(seconds=300))  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4))

@@ -1,21 +1,21 @@
-"""The experience log as plain Python: what the Lua scripts must do, written for reading. No Redis, no atomicity, no terms."""
+"""A model of the experience log in plain Python: the required behaviour of the Lua scripts, without Redis, atomicity or terms."""
 
 from dataclasses import dataclass, field
 
 
 class Stale(Exception):
-    """StaleAttemptError in the real one."""
+    """StaleAttemptError in the real log."""
 
 
 class Illegal(Exception):
-    """TransitionError in the real one."""
+    """TransitionError in the real log."""
 
 
 @dataclass
 class Group:
     state: str  # admitted, appended, planned, dropped, failed
     attempt: int
-    version: int  # of its admission; once appended, of its oldest token
+    version: int  # version of its admission; once appended, of its oldest token
     iteration: int = 0
 
 
@@ -32,6 +32,7 @@ class LogModel:
     groups: list[Group] = field(default_factory=list)
     plans: dict[int, list[int]] = field(default_factory=dict)
     drafts: dict[int, list[bytes]] = field(default_factory=dict)
+    paused: set[int] = field(default_factory=set)
     judged: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # samples and solved of a prompt's groups, in order
 
     @property
@@ -79,6 +80,9 @@ class LogModel:
                 raise Illegal
             self.drafts[index] = [*parts[:number], part]
 
+    def set_paused(self, indices: set[int]) -> None:
+        self.paused = indices & set(self.those("admitted"))
+
     def append(self, index: int, attempt: int, oldest_version: int, tally: tuple[str, int, int] | None = None) -> bool:
         group = self._group(index)
         if index < self.low_water or (group.state in ("appended", "planned") and group.attempt == attempt):
@@ -88,6 +92,7 @@ class LogModel:
         if oldest_version < group.version:
             raise Illegal
         group.state, group.version = "appended", oldest_version
+        self.paused.discard(index)
         self.drafts.pop(index, None)
         self._judge(tally)
         return True
@@ -99,6 +104,7 @@ class LogModel:
         if group.state != "admitted" or group.attempt != attempt:
             raise Stale
         group.state = "dropped"
+        self.paused.discard(index)
         self.drafts.pop(index, None)
         self._judge(tally)
         return True
@@ -116,6 +122,7 @@ class LogModel:
     def _next_attempt(self, index: int) -> None:
         group = self.groups[index]
         self.drafts.pop(index, None)
+        self.paused.discard(index)
         if group.attempt >= self.max_attempts:
             group.state = "failed"
         else:
@@ -147,7 +154,8 @@ class LogModel:
         stragglers = self._stragglers(iteration, len(chosen), rest)
         if stragglers is not None:
             for index in stragglers if all_expired else []:
-                self._next_attempt(index)
+                if index not in self.paused:
+                    self._next_attempt(index)
             return None
         for index in chosen:
             self.groups[index].state, self.groups[index].iteration = "planned", iteration
@@ -182,7 +190,7 @@ class LogModel:
 
 
 def streak(groups: list[tuple[int, int]]) -> int:
-    """Samples of the newest groups that were all solved; negative where none was."""
+    """Number of samples in the newest groups in which all were solved; negative: in which none was."""
     for sign, all_alike in ((1, lambda n, k: k == n), (-1, lambda n, k: k == 0)):
         count = 0
         for samples, solved in reversed(groups):

@@ -1,7 +1,7 @@
 """`python -m support.lone_machine NODE FOLDER`: one machine of a learner without replicas, and without an orchestrator.
 
-Node 0 supervises as `polyreme train` does, with its logs in FOLDER, the others follow as `polyreme learner` does. POLYREME_REDIS and
-POLYREME_RUN name the run.
+Node 0 supervises like `polyreme train`, with its logs in FOLDER. The others join like `polyreme learner`. POLYREME_REDIS and POLYREME_RUN
+name the run.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What test_lora runs inside the ranks: adapters against PEFT's, an independent implementation in plain torch, and the run's engine."""
+"""Runs in the ranks of test_lora: compares adapters with PEFT's, an independent implementation in plain torch, and runs the engine."""
 
 import json
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Case:
 
 
 def compare_with_peft(models: str, folder: str) -> None:
-    """Values, gradients, export and merge of adapters on each of the `models` (JSON list of directories), by both specs."""
+    """Compares values, gradients, export and merge of adapters on each of the `models` (JSON list of directories), with both specs."""
     device = Device("cpu")
     init_parallel(ParallelConfig(), device)
     some = LoraConfig(rank=5, alpha=3, targets=["q_proj", "v_proj", "o_proj"], rslora=True)
@@ -85,7 +85,7 @@ def check_case(case: Case, out: Path, device: Device) -> None:
 
 
 def compare_gradients(policy: Policy, theirs: dict[str, Any]) -> None:
-    """Of every tensor that PEFT trains, and of no other."""
+    """Compares the gradients of every tensor that PEFT trains. No other tensor has one."""
     adapters = policy.adapters
     assert adapters is not None
     names = {name for name, param in theirs.items() if param.requires_grad}
@@ -96,28 +96,29 @@ def compare_gradients(policy: Policy, theirs: dict[str, Any]) -> None:
         assert_close(mine, theirs[name].grad[piece.hf_index], rtol=0, atol=TOLERANCE, msg=name)
     assert not names
     assert all(param.requires_grad == (name in adapters.params) for name, param in policy.module.named_parameters())
-    assert policy.ddp is not None
-    assert sum(buffer.numel for buffer in policy.ddp.buffers) == sum(param.numel() for param in adapters.params.values())
+    assert sum(buffer.numel for chunk in policy.ddp for buffer in chunk.buffers) == sum(
+        param.numel() for param in adapters.params.values()
+    )
 
 
 def warm_start_and_train(config: str, out: str) -> None:
-    """A warm start, then two iterations, with a checkpoint between them and the weights of the last version."""
+    """Runs a warm start and two iterations, with a checkpoint in between, and writes the weights of the last version."""
     rank = learning.Rank(*learning.start(config))
     assert rank.engine.load() is None
     for phase in rank.config.trainer.sft:
         rank.engine.begin_phase(phase)
         rank.engine.supervised_step(*learning.supervised_rows(rank.engine.policy.arch.vocab), phase.lr)
     rank.engine.begin_iterations()
-    rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
+    rank.save(0)
     first = rank.iterate(1)
-    rank.engine.save(rank.engine.write(1, 1, term=1), 1, {})
+    rank.save(1)
     gates = [gate.record() for gate in rank.engine.compare_hf(rank.engine.hf_path(1))]
     rank.write(Path(out, "whole"), {"gates": gates, "first": first, "second": rank.iterate(2)})
     rank.engine.close()
 
 
 def resume_and_train(config: str, out: str) -> None:
-    """The second iteration of `warm_start_and_train` once more, from its checkpoint."""
+    """Repeats the second iteration of `warm_start_and_train` from its checkpoint."""
     rank = learning.Rank(*learning.start(config))
     assert rank.engine.load() == 1
     rank.write(Path(out, "resumed"), {"second": rank.iterate(2)})

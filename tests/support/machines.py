@@ -1,6 +1,6 @@
-"""Network namespaces as machines. Each has its own address, loopback and /dev/shm; their links can be shaped and cut.
+"""Network namespaces as machines. Each has its own address, loopback and /dev/shm, and a link that can be shaped and cut.
 
-Kept here: nothing of it outlives the block, and nothing outside the namespaces changes but one interface with a name of our own.
+Invariant: nothing outlives the block. Outside the namespaces, only one interface with a name of our own is added.
 """
 
 import os
@@ -17,14 +17,14 @@ from pathlib import Path
 from polyreme.experience.embedded_redis import redis_binary
 from polyreme.process.lifecycle import Child
 
-NETWORK = "10.213.77"  # a private one; the route to it is on our interface alone
+NETWORK = "10.213.77"  # a private network, whose route uses only our interface
 RATE = "2500mbit"
-BURST = "1mb"  # what passes at once after a pause; at least the rate's bytes in a tick of the kernel's clock
+BURST = "1mb"  # bytes that may pass at once after a pause; at least the rate's bytes per tick of the kernel's clock
 
 
 @dataclass
 class Machine:
-    """A namespace with one link, `eth0`, to the switch, whose end is `port`."""
+    """A namespace with one link: `eth0` in it, `port` at the switch."""
 
     name: str
     address: str
@@ -37,7 +37,7 @@ class Machine:
         return (*_inside(self.name), "unshare", "-m", "sh", "-c", inner)
 
     def shape(self, rate: str = RATE, burst: str = BURST) -> None:
-        """Bounds what the link carries, each way."""
+        """Limits the link's rate, each way."""
         for name, device in ((self.name, "eth0"), (self.switch, self.port)):
             _run(*_inside(name), *_shaped(device, rate, burst))
 
@@ -52,19 +52,19 @@ class Machine:
 
 @dataclass
 class Network:
-    """Machines on one switch, a namespace with a bridge; this process is on it too, at `address`."""
+    """Machines on one switch (a namespace with a bridge). This process is also on it, at `address`."""
 
     switch: str
     address: str = f"{NETWORK}.254"
     machines: list[Machine] = field(default_factory=list)
 
     def shape(self, rate: str, burst: str = BURST) -> None:
-        """Bounds what this process's own link carries, each way."""
+        """Limits the rate of this process's link, each way."""
         _run(*_shaped(self.switch, rate, burst))
         _run(*_inside(self.switch), *_shaped("port0", rate, burst))
 
     def sent_bytes(self) -> int:
-        """What this process's own link has carried away so far, headers included."""
+        """Bytes that this process's link has sent so far, including headers."""
         return int(Path(f"/sys/class/net/{self.switch}/statistics/tx_bytes").read_text())
 
     def add(self) -> Machine:
@@ -82,7 +82,7 @@ class Network:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """A switch, and whatever machines are added to it; all gone behind the block. One at a time on a host: addresses are fixed."""
+    """A switch and its machines, removed at the end of the block. Addresses are fixed, so only one per host at a time."""
     net = Network(f"ply{uuid.uuid4().hex[:6]}")
     try:
         _run("ip", "netns", "add", net.switch)
@@ -93,13 +93,13 @@ def network() -> Iterator[Network]:
         _run("ip", "link", "set", net.switch, "up")
         yield net
     finally:
-        for name in (*(machine.name for machine in net.machines), net.switch):  # a veth goes with either of its ends
+        for name in (*(machine.name for machine in net.machines), net.switch):  # removing either end of a veth removes the other
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 @asynccontextmanager
 async def redis_on(machine: Machine, folder: Path) -> AsyncIterator[str]:
-    """A server bound to the machine's address; gives its URL."""
+    """Runs a Redis server on the machine's address. Yields its URL."""
     (folder / "redis").mkdir()
     options = {"bind": machine.address, "port": "6379", "protected-mode": "no", "dir": str(folder / "redis"), "save": ""}
     needed = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
@@ -112,7 +112,7 @@ async def redis_on(machine: Machine, folder: Path) -> AsyncIterator[str]:
 
 
 def missing() -> str:
-    """Why there can be no such machines here; empty: there can."""
+    """The reason why such machines cannot be created here, or nothing."""
     tools = [tool for tool in ("ip", "tc", "iptables", "unshare") if shutil.which(tool) is None]
     if tools:
         return f"needs the commands {', '.join(tools)}"
@@ -138,7 +138,7 @@ def _inside(namespace: str) -> tuple[str, ...]:
 
 
 def _plug(switch: str, port: str, device: str, namespace: str | None) -> None:
-    """A cable from the switch's bridge to `device`, which is in `namespace` (None: this process's)."""
+    """Connects `device` in `namespace` (None: this process's) to the switch's bridge."""
     place = ("netns", namespace or str(os.getpid()))
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", device, *place)
     _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")

@@ -1,4 +1,4 @@
-"""What test_model_parity runs inside the ranks. Each function is one program: same lines on every rank, asserts inside."""
+"""Runs in the ranks of test_model_parity. Each function is one program with assertions, which all ranks run."""
 
 import math
 from dataclasses import replace
@@ -50,7 +50,7 @@ def hf_model(model: str) -> Any:
 
 
 def file_tensors(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names of the model's files, where each expert's matrices are apart. In memory transformers stacks them."""
+    """Tensors by the names of the model's files, which have separate matrices for each expert. In memory, transformers stacks them."""
     found = {}
     for name, tensor in tensors.items():
         if name.endswith(".experts.gate_up_proj"):
@@ -71,7 +71,7 @@ def file_tensors(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def batch(vocab: int, rows: int = 4, width: int = 19) -> tuple[Tensor, Tensor]:
     """ids and targets of right-padded sequences of different lengths; a prompt of 3 tokens is not trained on.
 
-    Token 0 is the padding token, for whose embedding transformers computes no gradient: it stands nowhere else.
+    Token 0 is the padding token and occurs nowhere else, since transformers computes no gradient for its embedding.
     """
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(1, vocab, (rows, width), generator=generator)
@@ -120,7 +120,7 @@ def logits_and_logprobs_agree(model: str, device: Device) -> None:
 
 
 def train(policy: Policy, optimizer: Optimizer, steps: int) -> list[float]:
-    """Optimizer steps on `batch`, its rows dealt out over the data ranks, one row per micro-batch."""
+    """Runs optimizer steps on `batch`, whose rows are distributed over the data ranks, one row per micro-batch."""
     data_rank, data = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     ids, targets = batch(policy.arch.vocab)
     tokens = (targets != IGNORE).sum()
@@ -150,7 +150,7 @@ def train_role(role: Role[Policy], steps: int) -> None:
 
 
 def hf_train(model: Any, steps: int, adam: Adam) -> list[float]:
-    """The same steps by plain torch."""
+    """Runs the same steps in plain torch."""
     parameters = list(model.parameters())
     decay = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": adam.weight_decay}]
     plain = [{"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
@@ -184,7 +184,7 @@ def training_agrees_with_plain_torch(model: str, device: Device) -> None:
 
 
 def recomputed_gradients_are_the_same(model: str, tensor: str) -> None:
-    """Bit for bit, with both specs, and less is saved for the backward pass the more of it is recomputed."""
+    """Gradients are equal bit by bit with both specs, and more recomputation saves less for the backward pass."""
     device = start(tensor)
     architecture = load_architecture(Path(model))
     ids, targets = batch(architecture.vocab)
@@ -211,7 +211,7 @@ def recomputed_gradients_are_the_same(model: str, tensor: str) -> None:
 
 
 def _note(saved: dict[int, int], tensor: Tensor) -> Tensor:
-    """Records the bytes of a saved tensor's memory, once for each memory."""
+    """Records the bytes of a saved tensor's storage, once per storage."""
     saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return tensor
 
@@ -254,7 +254,7 @@ def export_loads_in_transformers(model: str, device: Device, folder: str) -> Non
 
 
 def resumed_training_is_bit_identical(model: str, device: Device, folder: str) -> None:
-    """Four steps straight, and two steps, a checkpoint, a fresh model and optimizer, two more steps."""
+    """Compares four uninterrupted steps with two steps, a checkpoint, a new model and optimizer, and two more steps."""
     root = Path(folder) / "checkpoints"
     straight = role_of(model, device)
     train_role(straight, steps=4)
@@ -268,7 +268,9 @@ def resumed_training_is_bit_identical(model: str, device: Device, folder: str) -
     assert found is not None and (found.iteration, found.facts) == (2, {"term": 3})
     second = role_of(model, device)
     train_role(second, steps=1)  # leaves moments that loading must replace
-    checkpoint.load(found, [second])
+    fractions = list[float]()
+    checkpoint.load(found, [second], lambda role: fractions.append)
+    assert len(fractions) > 1 and fractions == sorted(set(fractions)) and fractions[-1] == 1
     assert torch.equal(torch.rand(3), drawn)
     train_role(second, steps=2)
     trained = [role.model.state_dict().values() for role in (straight, second)]
@@ -303,7 +305,7 @@ def old_and_damaged_checkpoints(model: str, device: Device, folder: str) -> None
     state.write_bytes(content)
     found = checkpoint.newest(root)
     assert found is not None and found.iteration == 2
-    (root / ".iteration-000011.new").mkdir()  # what a crash in the middle of a save leaves
+    (root / ".iteration-000011.new").mkdir()  # the remains of a crash during a save
     checkpoint.save(checkpoint.iteration_path(root, 11), [role], {})
     found = checkpoint.newest(root)
     assert found is not None and found.iteration == 11

@@ -9,7 +9,7 @@ from support.tiny_tokenizer import CHAT_TEMPLATE, model_files, vocabulary
 Kind = Literal["tied", "untied"]
 
 
-def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, context: int = 128) -> Path:
+def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, context: int = 128, layers: int = 2) -> Path:
     """Saves a model with `transformers` and returns its directory.
 
     tied: Qwen2, grouped-query (4 heads, 2 groups), query/key/value bias, tied embeddings, 45 tokens.
@@ -22,7 +22,7 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
     sizes: dict[str, Any] = {
         "hidden_size": hidden_size,
         "intermediate_size": 56,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": context,
@@ -39,7 +39,7 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
         else:
             model = LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=False, rms_norm_eps=1e-5, **sizes))
         with torch.no_grad():
-            for parameter in model.parameters():  # biases and norms start at constants: make every number matter
+            for parameter in model.parameters():  # biases and norms start as constants; random values make every number matter
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(path)
     return Path(path)
@@ -61,13 +61,13 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},  # transformers norms hidden_size numbers
 }
-"""What a tiny model of the family needs to show all of its parts."""
+"""Fields with which a tiny model of the family has all of its parts."""
 
 
 def tiny_family_model(model_type: str, path: Path, seed: int = 0, **fields: Any) -> Path:
     """Saves a random model of any family with `transformers` and returns its directory.
 
-    Tied embeddings, grouped-query (4 heads of 12, 2 groups), 45 tokens, unless `fields` of the config say otherwise.
+    Tied embeddings, grouped-query (4 heads of 12, 2 groups), 45 tokens, unless `fields` of the config change them.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -91,7 +91,7 @@ def tiny_family_model(model_type: str, path: Path, seed: int = 0, **fields: Any)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
         with torch.no_grad():
-            for parameter in model.parameters():  # biases and norms start at constants: make every number matter
+            for parameter in model.parameters():  # biases and norms start as constants; random values make every number matter
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(path)
     return Path(path)

@@ -1,8 +1,8 @@
 """`python -m support.mortal_learner`: a learner with one or more ranks that kills itself at given points.
 
-The learner, its log, arena, publisher and checkpoints are the real ones; only the replicas are not there: nobody asks them whether
-they agree, and the publisher has nobody to push to. One process imports torch once and forks for every life, so that a life takes
-a second. Reads lives (JSON, one a line) from standard input, answers each with its exit status.
+The learner, its log, arena, publisher and checkpoints are real. There are no replicas, so there is no start gate, and the publisher pushes
+to none. One process imports torch once and forks for every life, so that a life takes a second. It reads lives (one JSON object per line)
+from standard input, and answers each with its exit status.
 """
 
 import functools
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +26,8 @@ from polyreme.process.lifecycle import die_with_parent
 from polyreme.weights.arena import Arena
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
-from polyreme_trainer.megatron import atomic, saves
+from polyreme_trainer.megatron import atomic, checkpoint, saves
+from polyreme_trainer.megatron.background import BackgroundWork
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
@@ -42,7 +43,7 @@ def die() -> None:
 
 
 def half(path: Path) -> None:
-    """Cuts a file, as a crash in the middle of its writing would."""
+    """Truncates a file, as a crash during its write would."""
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -51,15 +52,18 @@ def torn_checkpoint(_: Any, file: Path) -> None:
 
 
 def torn_directory(path: Path) -> None:
-    """The removal of a directory has begun."""
+    """Simulates a partial removal of a directory."""
     if path.exists() and (files := sorted(file for file in path.rglob("*") if file.is_file())):
         files[0].unlink()
         die()
 
 
+BESIDE = "weights stepped beside a write"
+"""The moment of an optimizer step during a save."""
+
 Moment = tuple[Any, str, str, Callable[..., None] | None]
 MOMENTS: dict[str, Moment] = {
-    # name: owner, function, before or after it, and what else happens then
+    # name: owner, function, before or after it, and an additional effect
     "plan asked": (ExperienceLog, "wait_plan", "before", None),
     "plan made": (ExperienceLog, "wait_plan", "after", None),
     "gradients summed": (Optimizer, "step", "before", None),
@@ -75,16 +79,44 @@ MOMENTS: dict[str, Moment] = {
     "old checkpoint half removed": (atomic, "discard", "before", torn_directory),
     "release asked": (ExperienceLog, "release", "before", None),
     "released": (ExperienceLog, "release", "after", None),
+    "state copied": (checkpoint.RankContents, "copied", "after", None),
+    "files written": (checkpoint, "write", "after", None),
+    BESIDE: (Optimizer, "step", "after", None),
 }
 
 
+class HeldWork(BackgroundWork[Any]):
+    """A save that is written only when training waits for it."""
+
+    newest: ClassVar["HeldWork | None"] = None
+
+    def __init__(self, *args: Any) -> None:
+        self.waited_for = threading.Event()
+        HeldWork.newest = self
+        super().__init__(*args)
+
+    def _run(self) -> None:
+        self.waited_for.wait()
+        super()._run()
+
+    def finished(self, seconds: float = 0.0) -> bool:
+        if seconds:
+            self.waited_for.set()
+        return super().finished(seconds)
+
+
 def arm(moment: str, occurrence: int) -> None:
-    """Death at the n-th time that this moment comes."""
+    """Kills this process at the n-th occurrence of a moment."""
     owner, name, when, also = MOMENTS[moment]
     real, count = getattr(owner, name), 0
 
+    if moment == BESIDE:
+        vars(saves)["BackgroundWork"] = HeldWork
+
     def reached(*args: Any) -> None:
         nonlocal count
+        if moment == BESIDE and (HeldWork.newest is None or HeldWork.newest.waited_for.is_set()):
+            return
         count += 1
         if count >= occurrence:
             if also is not None:
@@ -129,9 +161,9 @@ class AloneLearner(Learner):
 
 
 def live(life: dict[str, Any], rank: int, world: int) -> None:
-    """One rank's life, to its natural end or to the moment that it is given: {moment, occurrence}, or {after: seconds}.
+    """Runs one rank's life to its regular end or to a given moment: {moment, occurrence}, or {after: seconds}.
 
-    Only the ranks in `mortal` have such a moment; without that, all.
+    Only the ranks in `mortal` die at that moment; by default all.
     """
     output = os.open(life["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -189,7 +221,7 @@ def main() -> None:
 
 
 def outcome(ranks: list[int]) -> int:
-    """Waits for all; when one ends badly the others are killed, as supervision does. 0, or that one's status: the least of several."""
+    """Waits for all ranks. When one fails, the others are killed, as by the supervisor. Returns 0, or the lowest failed status."""
     codes: list[int] = []
     while ranks:
         pid, status = os.waitpid(-1, 0)

@@ -1,9 +1,9 @@
-"""Processes that start in milliseconds: one process has imported everything, and every other is its fork.
+"""Processes that start in milliseconds, as forks of one process that has imported everything.
 
-A fork runs its module as `python -m` does, with an environment, arguments and a log of its own, and as the leader of its own session.
-On this side a `Nursery` starts them and reports their ends; the other side is this module run as a program.
+A fork runs its module like `python -m`, with its own environment, arguments and log, and as the leader of its own session. A `Nursery` in
+the test starts forks and reports their ends; the forking process runs this module as a program.
 
-Invariant: what a nursery has started ends with it.
+Invariant: all processes of a nursery end with it.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ class Born:
         self.over = asyncio.Event()
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process alone, when it has not ended."""
+        """Sends a signal to the process, not its group, unless it has ended."""
         if self.status is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def end_group(self) -> None:
-        """KILL to the process and its group; when it has ended, its number may be another's by now."""
+        """Kills the process and its group, unless it has ended, since its pid may then be reused."""
         if self.status is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
 
 class Nursery:
-    """Start it with `open`; at `close` everything that it started is killed."""
+    """Starts processes by forking. Create it with `open`; `close` kills everything that it started."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -57,7 +57,7 @@ class Nursery:
 
     @classmethod
     async def open(cls, modules: Sequence[str]) -> "Nursery":
-        """A nursery that has imported `modules`."""
+        """Creates a nursery that has imported `modules`."""
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment = {**os.environ, **threads, "PYTHONPATH": str(_TESTS)}
         command = (sys.executable, "-m", "support.nursery", *modules)
@@ -67,7 +67,7 @@ class Nursery:
         return nursery
 
     async def spawn(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Born:
-        """Runs `python -m module arguments`; what it writes is appended to `log`."""
+        """Runs `python -m module arguments` with its output appended to `log`."""
         order = {"module": module, "arguments": list(arguments), "environment": dict(environment), "log": str(log)}
         assert self._process.stdin is not None
         async with self._lock:
@@ -102,7 +102,7 @@ def _say(word: int, pid: int, status: int) -> None:
 
 
 def _child(order: dict[str, Any], parent: int) -> int:
-    """What the fork does. Returns its exit status."""
+    """Runs in the fork. Returns its exit status."""
     os.setsid()
     die_with_parent(parent)
     log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -1,4 +1,4 @@
-"""Names and signatures of an unpacked Python package, read from its source: nothing is imported, so any version of Python will do."""
+"""Names and signatures of an unpacked Python package, read from its source. Nothing is imported, so any version of Python works."""
 
 import ast
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ Node = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a call may pass. `open`: the callee takes any keyword."""
+    """The parameters of a callable. `open`: it accepts any keyword."""
 
     names: tuple[str, ...]
     open: bool
 
 
 class PackageSource:
-    """The source below `root`, which has the top-level packages."""
+    """The source below `root`, which contains the top-level packages."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -32,7 +32,7 @@ class PackageSource:
         return None
 
     def find(self, module: str, name: str, depth: int = 8) -> tuple[str, Node] | str | None:
-        """Where `module` gets `name` from: (defining module, definition), the name of a module, or None."""
+        """The origin of `name` in `module`: (defining module, definition), the name of a module, or None."""
         if self.module(f"{module}.{name}") is not None:
             return f"{module}.{name}"
         tree = self.module(module)
@@ -78,7 +78,7 @@ class PackageSource:
         return Parameters(tuple(names), open=False)
 
     def has_method(self, module: str, definition: Node, name: str) -> bool:
-        """Whether a class or one of its bases has the method. Of a base outside of the package, torch's Module, only `forward` is known."""
+        """Whether a class or one of its bases has the method. Of a base outside the package (torch's Module), only `forward` is known."""
         if not isinstance(definition, ast.ClassDef):
             return True
         if any(isinstance(node, ast.FunctionDef) and node.name == name for node in definition.body):
@@ -119,7 +119,7 @@ class Call:
 
 
 def calls(path: Path, names: set[str]) -> list[Call]:
-    """The calls of `names` in a file, by their last part. Arguments that are unpacked are not counted."""
+    """The calls of `names` in a file, by their last part. Unpacked arguments are not counted."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
@@ -133,7 +133,8 @@ def calls(path: Path, names: set[str]) -> list[Call]:
 
 
 def definitions_of(path: Path, names: set[str]) -> list[tuple[str, str, str]]:
-    """(class, base, method) for each method that a file's class defines and whose base is one of `names`; constructors and new ones too."""
+    """(class, base, method) for each method that a file's class defines and whose base is one of `names`; including constructors and new
+    methods."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Policy versions of a tiny model, and what transformers computes with them.
+"""Policy versions of a tiny model, and the results of transformers with them.
 
 Invariant: the same model and number give the same version.
 """

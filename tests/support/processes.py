@@ -1,4 +1,4 @@
-"""Which processes there are, asked of a system in which they end at any moment."""
+"""Queries about processes, which may end at any moment."""
 
 import psutil  # type: ignore[import-untyped]
 
@@ -21,5 +21,5 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 def descendants() -> list[psutil.Process]:
-    """Of this process, those that run."""
+    """The running descendants of this process."""
     return [process for process in psutil.Process().children(recursive=True) if runs(process)]

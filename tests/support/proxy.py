@@ -1,4 +1,4 @@
-"""A bad network: a TCP proxy that loses answers, holds everything back, or breaks connections, on command."""
+"""A bad network: a TCP proxy that loses answers, delays everything, or breaks connections, on command."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,12 +15,12 @@ def port_of(url: str) -> int:
 
 
 class Proxy:
-    """Stands in front of a server.
+    """A proxy in front of a server.
 
     Attributes:
-        lose: while above 0, the next answers never arrive and their connections break.
-        listener: awaited with what a client has sent, before that goes on; answer_listener: with what the server has.
-        port: where it listens.
+        lose: number of next answers that are lost with their connections.
+        listener: awaited with a client's bytes before they are forwarded; answer_listener: with the server's.
+        port: its port.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -35,11 +35,11 @@ class Proxy:
         self._refuses = False
 
     def hold(self) -> None:
-        """Nothing goes through until `heal`, in neither direction; then all that was sent meanwhile arrives."""
+        """Holds all bytes back in both directions until `heal`, after which they arrive."""
         self._flows.clear()
 
     def refuse(self) -> None:
-        """Connections break, and new ones too, until `heal`."""
+        """Breaks all connections, including new ones, until `heal`."""
         self._refuses = True
         for task in self._tasks:
             task.cancel()
@@ -84,7 +84,7 @@ class Proxy:
                 if self._flows.is_set():
                     forth.cancel()
                 with suppress(asyncio.CancelledError, OSError):
-                    await forth  # what was held back arrives, though nobody waits for the answer
+                    await forth  # held bytes arrive, although no client waits for the answer
             finally:
                 server_writer.close()
 
@@ -100,7 +100,7 @@ class Proxy:
 
     async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK):
-            if self.lose:  # the server has done it, and nobody will hear of it
+            if self.lose:  # the server has executed it, but the answer is lost
                 self.lose -= 1
                 return
             if self.answer_listener is not None:

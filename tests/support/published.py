@@ -1,4 +1,4 @@
-"""config.json of published models, written from their model cards, and their parameter counts as the hubs list them."""
+"""config.json of published models, from their model cards, and their published parameter counts."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def published_config(name: str, directory: Path) -> Path:
 
 
 def published_model(name: str, directory: Path) -> Path:
-    """A directory like the published model's, with a small tokenizer. The weights are a hole in a file: no disk, no memory."""
+    """A directory like the published model's, with a small tokenizer. The weights are a sparse file without disk or memory use."""
     directory.mkdir(parents=True)
     for file, content in model_files().items():
         (directory / file).write_bytes(content)

@@ -1,4 +1,4 @@
-"""A publisher at work: a run with a learner that writes random weights, and replicas that receive them."""
+"""A running publisher: a run with a learner that writes random weights, and replicas that receive them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -52,7 +52,7 @@ class World:
     async def step(
         self, fraction: float = 1.0, canary: Callable[[dict[str, np.ndarray]], Canary] | None = None
     ) -> dict[str, np.ndarray]:
-        """Writes and publishes the next version, as the learner does; gives its tensors. `fraction` of the elements get random bits."""
+        """Writes and publishes the next version, as the learner does. Returns its tensors. `fraction` of the elements get random bits."""
         self.version += 1
         slot = await self.publisher.acquire_slot(300)
         self.arena.begin(slot)
@@ -111,18 +111,18 @@ async def publishing(redis: Redis, redis_url: str, run_id: str, layout: Manifest
 
 SPARSE_LAYOUT = plan_manifest([TensorSpec("embed", "BF16", (400, 30)), TensorSpec("norm", "F32", (33,))], {"head": "embed"})
 SPARSE = 0.01
-"""A fraction of changed elements at which a version of SPARSE_LAYOUT is a delta."""
+"""A fraction of changed elements for which a version of SPARSE_LAYOUT is sent as a delta."""
 
 
 def push_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A publisher finds replicas and retries pushes without the pauses of a real run."""
+    """Makes publishers find replicas and retry pushes without the pauses of a real run."""
     monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
     monkeypatch.setattr(replica_push, "BACKOFF", Backoff(first=0.01, longest=0.05))
 
 
 @asynccontextmanager
 async def far_publishing(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    """A learner on another host than its replicas; every fourth version is an anchor."""
+    """A learner on a different host from its replicas. Every fourth version is an anchor."""
     push_soon(monkeypatch)
     async with publishing(redis, redis_url, run_id, SPARSE_LAYOUT, weights={"anchor_interval": 4}) as world:
         world.arena.unlink()

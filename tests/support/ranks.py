@@ -19,7 +19,7 @@ TESTS = Path(__file__).resolve().parents[1]
 def run_ranks(function: Callable[..., None], world_size: int, *args: str, timeout: float = 600.0) -> None:
     """Calls the module-level `function(*args)` in `world_size` processes under torchrun's environment contract.
 
-    `args` are strings: results go through files. The ranks form one process group of their own, which is gone when this returns.
+    `args` are strings, and results are passed through files. The ranks form their own process group, which has ended when this returns.
 
     Raises:
         AssertionError: a rank failed (with the end of its output), or the deadline passed.
@@ -62,7 +62,7 @@ def run_ranks(function: Callable[..., None], world_size: int, *args: str, timeou
 
 
 def _wait(ranks: "list[subprocess.Popen[bytes]]", deadline: float) -> list[int | None]:
-    """Exit codes when all have ended, one has failed, or the deadline has passed."""
+    """Waits until all have ended, one has failed, or the deadline has passed. Returns the exit codes."""
     while True:
         codes = [process.poll() for process in ranks]
         if all(code == 0 for code in codes) or any(codes) or time.monotonic() > deadline:

@@ -31,7 +31,7 @@ class RawServer:
 
 @asynccontextmanager
 async def raw_server(handler: Handler, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawServer]:
-    """Calls `handler(body, writer)` for every request; the handler writes whatever it likes. With `tls`, over TLS."""
+    """Calls `handler(body, writer)` for every request; the handler writes any bytes. With `tls`, over TLS."""
     seen = RawServer(scheme="http" if tls is None else "https")
     tasks: set[asyncio.Task[None]] = set()
 
@@ -50,7 +50,7 @@ async def raw_server(handler: Handler, tls: ssl.SSLContext | None = None) -> Asy
                 seen.bodies.append(body)
                 await handler(body, writer)
                 await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):  # the last: the server ends
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):  # last, since the server ends
             pass
         finally:
             tasks.discard(task)
@@ -68,7 +68,7 @@ async def raw_server(handler: Handler, tls: ssl.SSLContext | None = None) -> Asy
 
 
 def message(body: bytes, form: bytes) -> str:
-    """The text that stands in `body` where `form` has `%b`. Every other byte must be equal."""
+    """The text in `body` at the `%b` of `form`. Every other byte must be equal."""
     before, after = form.split(b"%b")
     assert body.startswith(before) and body.endswith(after), body
     text = body[len(before) : len(body) - len(after)]

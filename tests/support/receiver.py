@@ -25,7 +25,7 @@ SERVICE = "polyreme.api.v1.WeightsService"
 
 
 def scores(weights: Mapping[str, np.ndarray], ids: Sequence[int]) -> list[float]:
-    """What `MemoryEngine` answers a canary with: numbers that depend on every byte of the weights."""
+    """The answer of `MemoryEngine` to a canary: numbers that depend on every byte of the weights."""
     digest = xxhash.xxh3_64(b"".join(weights[name].tobytes() for name in sorted(weights))).intdigest()
     return [-((digest ^ token) % 1009) / 1009 for token in ids[1:]]
 
@@ -33,7 +33,7 @@ def scores(weights: Mapping[str, np.ndarray], ids: Sequence[int]) -> list[float]
 class MemoryEngine:
     """An engine whose model is a dictionary of arrays; it samples nothing.
 
-    `weights` is what it holds. The next `broken_loads` loads fail half way; while `may_load` is clear, loads wait, and while `has_place` is
+    `weights` is its content. The next `broken_loads` loads fail half way. While `may_load` is clear, loads wait; while `has_place` is
     clear, canaries wait.
     """
 
@@ -109,7 +109,7 @@ class MemoryEngine:
 
 
 class Receiver(WeightsService):
-    """The service; `versions` lists all that it has served, `calls` every call it got, `term` is the learner's as it knows it.
+    """The service. `versions` lists all served versions, `calls` every call, and `term` is the learner's term that it knows.
 
     `maps`: whether it is on the trainer's host; `reaches_replicas`: whether other replicas' addresses work here.
     """
@@ -164,14 +164,14 @@ class Receiver(WeightsService):
 
 @asynccontextmanager
 async def serving(receiver: Receiver, port: int = 0, security: SecurityConfig | None = None) -> AsyncIterator[int]:
-    """The receiver behind a gRPC server; gives its port."""
+    """Runs the receiver behind a gRPC server. Yields its port."""
 
     def add(server: grpc.aio.Server) -> None:
         receiver.add_to(server)
 
     async with rpc.serve("127.0.0.1", port, add, [SERVICE], grace=0.1, security=security) as server:
         yield server.port
-    receiver.engine.may_load.set()  # a swap goes on to its end when the call is gone
+    receiver.engine.may_load.set()  # a swap finishes even when the call has ended
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""A run directory as the trainer leaves it: written by the trainer's own recorder, from records that no process has measured."""
+"""A run directory written by the trainer's own recorder from synthetic records."""
 
 import asyncio
 from contextlib import closing
@@ -17,7 +17,7 @@ from polyreme_trainer.observe.records import Recorder
 from support.configs import run_config
 
 STEP_MILLISECONDS = 2000
-"""Between two records."""
+"""Seconds between two records."""
 
 
 def record_run(
@@ -30,10 +30,10 @@ def record_run(
 
     Args:
         folder: parent of runs/.
-        name: of the run.
-        iterations: that are trained.
-        end: its final state, or None for one that is running.
-        changes: of the configuration.
+        name: name of the run.
+        iterations: number of trained iterations.
+        end: its final state, or None for a running run.
+        changes: changes of the configuration.
     """
     config = run_config(folder, name=name, iterations=iterations, **changes)
     config.run_dir.mkdir(parents=True)

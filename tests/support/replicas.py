@@ -27,7 +27,7 @@ CALL_SECONDS = 120.0
 
 
 def rollout_config(model: Path, dtype: str = "float32", **rollout: Any) -> RunConfig:
-    """A run of which only the rollout part matters."""
+    """A run configuration, of which only the rollout part matters."""
     return parse_config(
         {
             "name": "replica-test",
@@ -45,7 +45,7 @@ def rollout_config(model: Path, dtype: str = "float32", **rollout: Any) -> RunCo
 
 
 def model_files(model: Path) -> dict[str, bytes]:
-    """Everything of a Hugging Face directory but its weights; with a tokenizer's files when it has none."""
+    """The files of a Hugging Face directory without weights; with a tokenizer's files when it has none."""
     files = {path.name: path.read_bytes() for path in model.iterdir() if path.suffix != ".safetensors"}
     return {name: data for name, data in tokenizer_files().items() if name.startswith(("tokenizer", "chat"))} | files
 
@@ -63,7 +63,7 @@ def is_tied(model: Path) -> bool:
 
 @dataclass
 class Learner:
-    """What a learner does to one replica: writes versions into an arena, pushes them by gRPC."""
+    """The learner's side of one replica: writes versions into an arena and pushes them over gRPC."""
 
     run_id: str
     layout: Manifest
@@ -79,7 +79,7 @@ class Learner:
         return cls(run_id, layout, Arena.create(run_id, layout.nbytes), term)
 
     def write(self, version: int, weights: Mapping[str, np.ndarray]) -> weights_pb2.StageArenaRequest:
-        """Puts a version into the next slot; what to stage it with."""
+        """Writes a version into the next slot. Returns the request that stages it."""
         self.slot = (self.slot + 1) % self.arena.slots
         self.arena.begin(self.slot)
         views = tensor_views(self.layout, self.arena.slot_view(self.slot))
@@ -94,7 +94,7 @@ class Learner:
     async def push(
         self, stub: weights_pb2_grpc.WeightsServiceStub, version: int, weights: Mapping[str, np.ndarray]
     ) -> weights_pb2.CommitResponse:
-        """Write, probe, stage, commit."""
+        """Writes, probes, stages and commits a version."""
         staging = self.write(version, weights)
         id = staging.manifest.id
         probe = weights_pb2.ProbeRequest(
@@ -107,7 +107,7 @@ class Learner:
 
 @dataclass
 class Answer:
-    """A slot's stream, put together."""
+    """The collected stream of one sequence."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -155,7 +155,7 @@ async def generate(stub: rollout_pb2_grpc.RolloutServiceStub, asked: rollout_pb2
 
 @dataclass
 class Replica:
-    """A running `polyreme rollout`, with stubs."""
+    """A running `polyreme rollout` with stubs."""
 
     child: Child
     lease: Lease
@@ -166,7 +166,7 @@ class Replica:
 
 @asynccontextmanager
 async def replica(redis_url: str, run_id: str, model: Path, log: Path, config: RunConfig) -> AsyncIterator[Replica]:
-    """Starts the command, waits for its lease; stops it at the end."""
+    """Starts the command and waits for its lease. Stops it at the end of the block."""
     redis = await connect(redis_url)
     run = await Run.create(redis, run_id, config, model_files(model))
     command = [sys.executable, "-m", "polyreme", "rollout", "--redis", redis_url, "--run", run_id]

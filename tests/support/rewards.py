@@ -24,7 +24,7 @@ def reward_config(*rewards: dict[str, Any], **fields: Any) -> RewardConfig:
 
 @asynccontextmanager
 async def scoring(*rewards: dict[str, Any], **fields: Any) -> AsyncIterator[Scorer]:
-    """The scorer of these rewards, without a wire."""
+    """The scorer of these rewards, without a server."""
     config, metrics = reward_config(*rewards, **fields), RewardMetrics()
     async with open_rewards(config, metrics) as opened:
         yield Scorer(opened, config.queue, metrics, config.choose_by, config.choices)
@@ -44,7 +44,7 @@ async def serving(
 
 
 def spelled(ids: Sequence[int]) -> list[str]:
-    """The texts of token ids that are code points."""
+    """The texts of token ids, which are code points."""
     return [chr(each) for each in ids]
 
 

@@ -1,4 +1,5 @@
-"""What test_model_parity runs inside the ranks for every family with experts: balanced and replayed routers, against transformers' layers."""
+"""Runs in the ranks of test_model_parity for every family with experts: compares balanced and replayed routers with transformers'
+layers."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from support.model_checks import file_tensors, hf_model
 
 LENGTHS = (9, 4, 12, 6)
 PROMPT = 2
-"""Tokens at the start of each row that the routers place."""
+"""Number of tokens at the start of each row that the model's routers route."""
 RECOMPUTE: tuple[Recompute | None, ...] = (None, "full", "selective")
 
 
@@ -36,7 +37,7 @@ def make_rows(vocab: int) -> list[np.ndarray]:
 
 
 def make_role(model: str, device: Device, recompute: Recompute | None, moe: MoeConfig | None = None) -> Role[Policy]:
-    """A role that does not clip, and whose micro-batches have at most 24 tokens."""
+    """A role without clipping, whose micro-batches have at most 24 tokens."""
     policy = Policy(load_architecture(Path(model)), "float32", device, trainable=True, recompute=recompute, moe=moe)
     policy.load_hf(Path(model))
     role = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets), DataShard(device.torch, 24))
@@ -45,7 +46,7 @@ def make_role(model: str, device: Device, recompute: Recompute | None, moe: MoeC
 
 
 def check_step(role: Role[Policy], device: Device, sequences: Sequences, expected: Mapping[str, Tensor]) -> None:
-    """The gradients of the summed negative log-likelihood. The weights stay, because the learning rate is 0."""
+    """Checks the gradients of the summed negative log-likelihood. The learning rate is 0, so the weights do not change."""
     with device.megatron():
         role.update(sequences, np.arange(len(sequences)), lambda batch, logprobs: -logprobs.sum(), 0.0)
     params = dict(role.model.module.named_parameters())
@@ -55,8 +56,8 @@ def check_step(role: Role[Policy], device: Device, sequences: Sequences, expecte
 
 
 def balance_agrees(model: str, device: Device) -> None:
-    """Gradients and metrics of a step with both losses on the routers, in several micro-batches, against plain torch on transformers' router
-    logits. Of a single layer, the balancing loss is transformers' own."""
+    """Compares gradients and metrics of a step with both router losses, in several micro-batches, with plain torch on transformers' router
+    logits. For a single layer, the balancing loss is that of transformers."""
     arch, aux_coef, z_coef = load_architecture(Path(model)), 0.4, 0.2
     rows = make_rows(arch.vocab)
     sequences = supervised(rows, [np.ones(len(row), np.uint8) for row in rows])
@@ -85,7 +86,8 @@ def balance_agrees(model: str, device: Device) -> None:
 
 
 def replay_agrees(model: str, device: Device) -> None:
-    """Loss and gradient with given experts are those of transformers' layers with the same experts. The routers' own experts, replayed, change
+    """Loss and gradient with given experts are those of transformers' layers with the same experts. Replaying the routers' own experts
+    changes
     nothing."""
     arch, random = load_architecture(Path(model)), np.random.default_rng(4)
     rows = make_rows(arch.vocab)
@@ -107,7 +109,7 @@ def replay_agrees(model: str, device: Device) -> None:
 
 @dataclass(frozen=True)
 class Forced:
-    """What transformers computes: the summed negative log-likelihood, its gradients, and the experts of each row and layer [tokens, top_k]."""
+    """The results of transformers: summed negative log-likelihood, its gradients, and the experts of each row and layer [tokens, top_k]."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -115,7 +117,7 @@ class Forced:
 
 
 def with_experts(model: str, rows: list[np.ndarray], given: list[np.ndarray] | None) -> Forced:
-    """transformers' model, where the last positions of each row go to the experts `given`."""
+    """Runs transformers' model with the experts `given` at the last positions of each row."""
     reference, chosen, total = hf_model(model), list[list[np.ndarray]](), torch.zeros(())
     arch = load_architecture(Path(model))
     routers = [module for module in reference.modules() if type(module).__name__.endswith("TopKRouter")]
@@ -140,10 +142,10 @@ def with_experts(model: str, rows: list[np.ndarray], given: list[np.ndarray] | N
 
 
 def negative_log_likelihood(logits: Tensor, row: np.ndarray) -> Tensor:
-    """The sum over all tokens of a row but the first."""
+    """The sum over all tokens of a row except the first."""
     return -logits.log_softmax(-1)[0, range(len(row) - 1), row[1:]].sum()
 
 
 def file_gradients(model: Any) -> dict[str, Tensor]:
-    """By the names of the model's files."""
+    """The gradients by the names of the model's files."""
     return file_tensors(model, {name: each.grad for name, each in model.named_parameters() if each.grad is not None})

@@ -1,6 +1,6 @@
-"""Runs that never trained, recorded from seeds by the real recorder: a policy that learns to add.
+"""Synthetic runs, recorded from seeds by the real recorder: a policy that learns to add.
 
-Everything on disk is written by the code that writes it in a real run; only the numbers and texts are made up.
+The code of a real run writes everything on disk; only the numbers and texts are synthetic.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from polyreme_trainer.observe.records import Recorder
 from support.configs import run_config
 
 GROUPS, SAMPLES = 4, 4
-"""Per iteration, and per group."""
+"""Groups per iteration, and samples per group."""
 SECONDS = 8.0
-"""Wall time of an iteration."""
+"""Wall time of an iteration in seconds."""
 REPLICAS = ("rollout-a", "rollout-b")
 VOCABULARY = ["<pad>", "<eos>", *"0123456789", " ", "+", "=", "so", "the", "sum", "is", "\n"]
 _RECORDS_AT_ONCE = 100
@@ -31,7 +31,7 @@ Made = Iterator[tuple[dict[str, Any], list[GroupRecord], TrainedSamples | None]]
 
 
 def skill(iteration: int, iterations: int, seed: int = 0) -> float:
-    """How often the policy is right by then. Seeds learn at different speeds."""
+    """The policy's accuracy at an iteration. Seeds learn at different speeds."""
     return float(0.15 + (0.8 - 0.05 * (seed % 3)) / (1 + np.exp(-8 * (iteration / iterations - 0.35 - 0.1 * (seed % 3)))))
 
 

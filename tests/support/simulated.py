@@ -1,6 +1,6 @@
-"""A run without models: simulated replicas behind the real rollout services, and a learner that trains nothing.
+"""A run without models: simulated replicas behind the real rollout services, and a learner that does not train.
 
-Redis, gRPC, leases, arenas, pushes, commits and the ledger are the real ones.
+Redis, gRPC, leases, arenas, pushes, commits and the ledger are real.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ async def make_run(redis: Any, run_id: str, config: RunConfig, **files: Any) -> 
 
 @dataclass
 class Replica:
-    """A simulated replica that serves. `calls` are the Generate requests it got, in order."""
+    """A serving simulated replica. `calls` has its Generate requests, in order."""
 
     id: str
     engine: SimulatedInferenceEngine
@@ -83,15 +83,15 @@ class Replica:
     _lease: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def lose_lease(self) -> None:
-        """As if it had stopped renewing; it still serves."""
+        """Removes its lease, as if it had stopped renewing. It still serves."""
         await self._lease.aclose()
 
     async def die(self) -> None:
-        """As if it were killed: its lease outlives it."""
+        """Stops it, as if it were killed. Its lease outlives it."""
         await self._life.aclose()
 
     async def vanish(self) -> None:
-        """As if its machine were gone; its lease too."""
+        """Stops it and removes its lease, as if its machine had vanished."""
         await self.lose_lease()
         await self.die()
 
@@ -104,7 +104,7 @@ async def simulated_replica(
     engine_type: type[SimulatedInferenceEngine] = SimulatedInferenceEngine,
     **engine_arguments: Any,
 ) -> AsyncIterator[Replica]:
-    """A replica with a lease. It serves nothing until a version is pushed to it."""
+    """Starts a replica with a lease. It serves nothing until a version is pushed to it."""
     engine = engine_type(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
     metrics = ReplicaMetrics()
     service = RolloutService(engine, Identity(run.run_id, name, ""), RequestLimits(CONTEXT, VOCAB, 1 << 14), metrics)
@@ -140,7 +140,7 @@ async def simulated_replica(
 
 
 class IdleLearner:
-    """Takes the learner's role and trains nothing: every version has random weights.
+    """Acts as the learner without training: every version has random weights.
 
     Attributes:
         trained: the groups of every iteration.
@@ -163,7 +163,7 @@ class IdleLearner:
         self._manifest = seal(stamped, self._arena.slot_view(version % 3)).to_proto()
 
     async def push(self, replica: Replica) -> None:
-        """Brings the newest version to a replica."""
+        """Pushes the newest version to a replica."""
         identity = self._manifest.id
         link = ReplicaClient(replica.lease, self._arena)
         version = Version(self._manifest, identity.version % 3, self._generation)
@@ -173,7 +173,7 @@ class IdleLearner:
         await self.log.ack_commit(replica.id, identity.version, identity.term, 0.0, 0.0)
 
     async def train(self, iterations: Sequence[int], replicas: Sequence[Replica]) -> None:
-        """Plans and "trains" each iteration, and pushes what comes of it."""
+        """Plans and "trains" each iteration, and pushes the new version."""
         for iteration in iterations:
             plan = await self.log.wait_plan(iteration, 600.0)
             if plan is None:
@@ -186,7 +186,7 @@ class IdleLearner:
 
 @asynccontextmanager
 async def idle_learner(run: Run, replicas: Sequence[Replica] = (), version: int = 0) -> AsyncIterator[IdleLearner]:
-    """A learner that has begun at `version` and brought it to the replicas."""
+    """A learner that has begun at `version` and pushed it to the replicas."""
     arena = Arena.create(run.run_id, _LAYOUT.nbytes)
     try:
         learner = IdleLearner(run, arena)

@@ -17,7 +17,7 @@ from support.tiny_tokenizer import model_files
 
 @dataclass
 class SimulatedRun:
-    """Its processes by name. `start` starts one, again after its end."""
+    """The run's processes by name. `start` starts one, also again after its end."""
 
     redis_url: str
     run: Run
@@ -32,7 +32,7 @@ class SimulatedRun:
         self.children[name] = spawn(name, module, options, environment, self.folder / f"{name}.log", self.executable)
 
     async def ended(self, seconds: float) -> tuple[RunState, str]:
-        """The run's last state and its reason, once the trainer has ended. Fails with what the logs say when it does not."""
+        """Waits for the trainer's end. Returns the run's last state and its reason. After the timeout it fails with the logs."""
         try:
             await asyncio.wait_for(self.children["train"].wait(), seconds)
         except TimeoutError:
@@ -64,14 +64,14 @@ async def simulated_run(
     executable: str | None = None,
     **sections: Any,
 ) -> AsyncIterator[SimulatedRun]:
-    """All of it, started; ended and removed behind the block.
+    """Starts the run. Ends and removes everything at the end of the block.
 
     Args:
         replica_processes: each with `replicas` as its options.
-        first_group: of a fork.
-        http_port: of the trainer's metrics and page.
-        executable: the interpreter of the trainer's own children, where stand-ins will not do: see `spawn`.
-        sections: of the configuration: see `config_tree`.
+        first_group: first group of a fork.
+        http_port: port of the trainer's metrics and page.
+        executable: the interpreter of the trainer's children, if stand-ins do not suffice: see `spawn`.
+        sections: sections of the configuration: see `config_tree`.
     """
     redis = await connect(redis_url)
     config = config_tree(folder, ROWS, **sections)

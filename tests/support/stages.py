@@ -1,4 +1,4 @@
-"""Stages for tests: configurations, rows, a rank that dies at a chosen record, and an engine whose weights are a digest of its steps."""
+"""Stages for tests: configurations, rows, a rank that dies at a given record, and an engine whose weights are a digest of its steps."""
 
 import asyncio
 import hashlib
@@ -23,7 +23,7 @@ from support.tiny_tokenizer import model_files
 def stage_config(folder: Path, stage: str, **changes: Any) -> StageConfig:
     """A stage on `rows.jsonl` and `model` in `folder`: six steps of four rows, saved and evaluated every second one.
 
-    `changes`: dotted keys with `__` for the dot.
+    `changes`: dotted keys, written with `__` instead of a dot.
     """
     tree: dict[str, Any] = {
         "stage": stage,
@@ -77,7 +77,7 @@ def prepared(config: StageConfig) -> Path:
 
 
 class Recorded:
-    """Takes records in memory. From record number `until` on, the stage is asked to stop."""
+    """Collects records in memory. From record number `until` on, it asks the stage to stop."""
 
     def __init__(self, until: int | None = None) -> None:
         self.records: list[dict[str, Any]] = []
@@ -129,7 +129,7 @@ def one_rank() -> Ranks:
 
 
 def run_rank(run_dirs: str, dies_at: str = "") -> None:
-    """One rank of the stages in `run_dirs` (JSON list), in turn. With `dies_at` rank 0 is killed after so many records of the first."""
+    """Runs one rank of the stages in `run_dirs` (JSON list), one after the other. Rank 0 is killed after `dies_at` records of the first."""
     from polyreme_trainer.learner import stage_main
     from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.channel import BroadcastChannel

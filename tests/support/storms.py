@@ -1,4 +1,4 @@
-"""Runs for a storm of faults to rage over."""
+"""Runs for storms of faults."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ MODULES = (
 )
 
 REAL_REPLICAS = 2
-REAL_PATIENCE = 60.0  # vLLM or megatron-core may have to start again first
+REAL_PATIENCE = 60.0  # vLLM or megatron-core may have to restart first
 
 REWARD = '''
 import os, socket, time, zlib
@@ -56,7 +56,7 @@ def reward(response, label):
 async def _ground(
     nursery: Nursery, folder: Path, seed: int, config: RunConfig, files: dict[str, bytes], patience: float
 ) -> AsyncIterator[Storm]:
-    """A run with its own Redis and without processes. Rewards notify the driver of their calls through FOLDER/wire."""
+    """Creates a run with its own Redis and without processes. Rewards notify the driver of their calls through FOLDER/wire."""
     async with AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedServer.start(folder / "redis"))
         redis = await connect(server.url)
@@ -82,14 +82,14 @@ async def _ground(
 
 
 def _telling_reward(folder: Path, rare: int = 0) -> dict[str, Any]:
-    """Writes the reward into a new folder, and gives its configuration. One answer of `rare` takes it two seconds; 0: none."""
+    """Writes the reward into a new folder, and returns its configuration. One of `rare` answers takes two seconds; 0: none."""
     folder.mkdir(parents=True)
     (folder / "telling.py").write_text(REWARD.format(path=str(folder / "wire"), rare=rare))
     return {"rewards": [{"file": str(folder / "telling.py")}], "start_timeout": 600.0}
 
 
 async def _linked(storm: Storm, name: str) -> tuple[str, ...]:
-    """Options of a server whose clients reach it by a way that can be cut."""
+    """Options of a server whose clients reach it through a link that can be cut."""
     port = free_port()
     return ("--port", str(port), "--advertise", f"127.0.0.1:{await storm.link(name, port)}")
 
@@ -108,13 +108,13 @@ async def simulated_storm(
     replica: tuple[str, ...] = (),
     **sections: Any,
 ) -> AsyncIterator[Storm]:
-    """A running run with three simulated replicas.
+    """Starts a run with three simulated replicas.
 
     Args:
         replica: further options of each replica. They may contain "{name}".
-        supervised: whether a supervisor keeps orchestrator and learner, or the driver itself.
-        rare: one answer of so many takes the reward two seconds.
-        sections: of the configuration: see `config_tree`.
+        supervised: whether a supervisor restarts orchestrator and learner, instead of the driver.
+        rare: one of this number of answers takes the reward two seconds.
+        sections: sections of the configuration: see `config_tree`.
     """
     sections = {
         "iterations": iterations,
@@ -139,7 +139,7 @@ async def simulated_storm(
 
 
 async def start_supervisor(storm: Storm, train_seconds: float) -> None:
-    """From now on a supervisor keeps orchestrator and simulated learner."""
+    """Starts a supervisor, which runs orchestrator and simulated learner."""
     options = ("--log-dir", str(storm.folder), "--train-seconds", str(train_seconds))
     await storm.start("supervisor", "polyreme_trainer.testing.simulation", *options)
 
@@ -161,7 +161,7 @@ def _real_task(folder: Path, iterations: int) -> Path:
 
 @asynccontextmanager
 async def real_storm(nursery: Nursery, folder: Path, seed: int, iterations: int) -> AsyncIterator[Storm]:
-    """A running asynchronous run of `polyreme train` with two vLLM replicas and megatron-core (tensor parallel 2)."""
+    """Starts an asynchronous run of `polyreme train` with two vLLM replicas and megatron-core (tensor parallel 2)."""
     path = _real_task(folder, iterations)
     config = load_config(path)
     async with _ground(nursery, folder, seed, config, read_model_files(config.model.path), REAL_PATIENCE) as storm:

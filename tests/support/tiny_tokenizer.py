@@ -1,4 +1,4 @@
-"""A character-level tokenizer's files, made in memory: what a run record holds of a model, without weights."""
+"""The files of a character-level tokenizer, created in memory: the model files of a run record."""
 
 import json
 from functools import cache

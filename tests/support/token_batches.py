@@ -1,4 +1,4 @@
-"""Ragged batches for the tests of the algorithms: made up of random numbers, with masked gaps and sequences of every length."""
+"""Ragged batches for the tests of the algorithms: random numbers, with masked gaps and sequences of different lengths."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,12 +12,12 @@ from polyreme_trainer.algorithms.inputs import LossInputs
 
 
 def offsets_of(lengths: list[int]) -> np.ndarray:
-    """int64 [n + 1] of sequences with so many predictions each."""
+    """int64 [n + 1], the offsets of sequences with these numbers of predictions."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def ragged_mask(random: np.random.Generator, lengths: list[int]) -> np.ndarray:
-    """float32 [t], about two of three tokens trained."""
+    """float32 [t], a mask in which about two of three tokens are trained."""
     return (random.random(sum(lengths)) < 0.67).astype(np.float32)
 
 
@@ -43,7 +43,8 @@ def token_batch(seed: int, groups: int = 3, samples: int = 4, longest: int = 9, 
 
 
 def loss_inputs(seed: int, lengths: list[int], **fields: Any) -> LossInputs:
-    """Random float64 tensors of sequences with so many trained tokens, one advantage per sequence; `logprobs` carries a gradient."""
+    """Random float64 tensors of sequences with these numbers of trained tokens, one advantage per sequence; `logprobs` requires a
+    gradient."""
     generator = torch.Generator().manual_seed(seed)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     t = len(sequence)
@@ -66,7 +67,7 @@ def loss_inputs(seed: int, lengths: list[int], **fields: Any) -> LossInputs:
 
 
 def full_batch(seed: int, equal_group: bool = True, **fields: object) -> TokenBatch:
-    """With everything that any recipe needs; group 1 has equal scores."""
+    """A batch with every field that any recipe needs. Group 1 has equal scores."""
     batch = token_batch(seed)
     random = np.random.default_rng(seed + 1)
     score = np.where((batch.group == 1) & equal_group, 0.5, batch.score)
@@ -92,7 +93,7 @@ def full_batch(seed: int, equal_group: bool = True, **fields: object) -> TokenBa
 
 
 def with_greedy(batch: TokenBatch) -> TokenBatch:
-    """The first sample of every group as a greedy one."""
+    """The batch with the first sample of every group as a greedy one."""
     greedy = np.zeros(len(batch), dtype=bool)
     greedy[np.unique(batch.group, return_index=True)[1]] = True
     return replace(batch, greedy=greedy, mask=np.where(greedy[batch.sequence_of], 0, batch.mask).astype(np.float32))

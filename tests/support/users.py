@@ -1,4 +1,4 @@
-"""Commands as another user, from tests that run as root. Needs bubblewrap and setpriv."""
+"""Runs commands as another user, from tests that run as root. Needs bubblewrap and setpriv."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ from polyreme_reward.sandbox import bubblewrap
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE_USER = 10001
-"""As in the images."""
+"""The user id of the images."""
 
 
 def as_user(uid: int, argv: list[str]) -> list[str] | None:
-    """The command under another user id, without privileges, with Python and this repository in reach; None: that cannot be done here.
+    """The command under another user id, without privileges, with access to Python and this repository; None: not possible here.
 
-    A directory that others may not pass, such as /root, is replaced by one with nothing but what is needed.
+    A directory that other users cannot enter, such as /root, is replaced by one with only the required content.
     """
     wrap = bubblewrap.executable()
     if os.geteuid() != 0 or wrap is None or shutil.which("setpriv") is None:
@@ -26,7 +26,7 @@ def as_user(uid: int, argv: list[str]) -> list[str] | None:
         line += ["--tmpfs", str(closed)]
     for path in needed:
         for parent in [*reversed(path.parents)][1:]:
-            line += ["--dir", str(parent)]  # a parent that bubblewrap itself makes is closed to others
+            line += ["--dir", str(parent)]  # other users cannot enter a parent that bubblewrap itself creates
         line += ["--ro-bind", str(path), str(path)]
     ids = [f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
     return [*line, "--chdir", str(ROOT / "tests"), "--", "setpriv", *ids, *argv]

@@ -1,4 +1,4 @@
-"""Verdicts on a run after a storm of faults."""
+"""Checks of a run after a storm of faults."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ async def weights_verdict(storm: Storm, iterations: int) -> list[str]:
 
 
 async def records(run: Run, kind: str) -> list[dict[str, Any]]:
-    """The run's records of a kind: those that Redis may have let go of, from disk, then those in Redis."""
+    """The run's records of a kind: first those on disk, which Redis may have trimmed, then those in Redis."""
     found, last = [record for record in read_records((await run.config()).run_dir, run.run_id) if record["kind"] == kind], "0"
     while batch := await run.records(last, 0):
         last = batch[-1][0]

@@ -1,6 +1,7 @@
-"""How tests wait: for a condition, never for a fixed time.
+"""Waits for conditions, instead of fixed times.
 
-Invariant: a wait ends as soon as its condition holds. Its deadline is far beyond what a slow, loaded machine needs: reaching it means a hang.
+Invariant: a wait ends as soon as its condition holds. Its deadline is far longer than a slow, loaded machine needs, so reaching it means a
+hang.
 """
 
 import asyncio
@@ -8,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 DEADLINE = 300.0  # seconds
-_POLL = 0.01  # seconds between two checks of what gives no event, such as a process or a file
+_POLL = 0.01  # seconds between two checks of conditions without events, such as a process or a file
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = DEADLINE) -> None:

@@ -1,4 +1,4 @@
-"""A program for the ranks of test_warm_start: a warm start of made-up rows that may be asked to drain. Same lines on every rank."""
+"""A program for the ranks of test_warm_start: a warm start on synthetic rows that may be asked to drain. All ranks run it."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from support.tiny_tokenizer import model_files
 
 
 def warm_up(config_json: str, reports: str, out: str) -> None:
-    """Continues from what is saved. It is asked to drain at report number `reports`. Writes the weights and what was reported."""
+    """Continues from the saved state, and is asked to drain at report number `reports`. Writes the weights and the reports."""
     config, device = start(config_json)
     rank, steps = Rank(config, device), []
     files = model_files() | {"config.json": Path(config.model.path, "config.json").read_bytes()}

@@ -23,7 +23,7 @@ RIGHT = "7"
 
 
 def make_task(folder: Path, lead: str = "") -> Path:
-    """Writes model, tokenizer, data and run.yaml. Warmed up, the policy answers any digit behind `lead`; one of them is right.
+    """Writes model, tokenizer, data and run.yaml. After the warm start, the policy answers with any digit after `lead`; one digit is right.
 
     Returns the configuration's path.
     """
@@ -95,7 +95,7 @@ class Up:
         return self._output.read_text(errors="replace")
 
     def wait(self, seconds: float = 900.0) -> int:
-        """The exit status. After a timeout the process is killed, and the test fails with its output."""
+        """Waits for the end and returns the exit status. After a timeout the process is killed, and the test fails with its output."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -121,13 +121,13 @@ class Up:
         self.process.wait()
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """The records of a kind in metrics.jsonl, as far as they are written."""
+        """The records of a kind written to metrics.jsonl so far."""
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         return [record for line in lines if line.endswith(b"\n") if (record := json.loads(line))["kind"] == kind]
 
     def leftovers(self) -> list[str]:
-        """Processes and shared memory that still belong to the run; none of a run that was refused before it began."""
+        """Processes and shared memory that still belong to the run; none for a run that was refused before its start."""
         found = read_run_file(self.run_dir)
         if found is None:
             return []

@@ -1,4 +1,4 @@
-"""What a vLLM worker must hold of pushed Hugging Face tensors, by vLLM's names."""
+"""The weights that a vLLM worker must hold after a push of Hugging Face tensors, by vLLM's names."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ def digest(array: np.ndarray) -> tuple[tuple[int, ...], int]:
 
 
 def rank_weights(weights: dict[str, np.ndarray], tied: bool, rank: int, parallel: int) -> dict[str, np.ndarray]:
-    """What a tensor-parallel rank holds of the Hugging Face tensors, by vLLM's names."""
+    """The weights of a tensor-parallel rank from the Hugging Face tensors, by vLLM's names."""
 
     def part(name: str, axis: int) -> np.ndarray:
         return np.split(weights[name], parallel, axis)[rank]

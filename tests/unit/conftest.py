@@ -1,4 +1,4 @@
-"""Unit tests start no server and leave no process behind them running: what needs one is in tests/integration, under the same name."""
+"""Unit tests start no server and leave no running process. Tests that need one are in tests/integration, under the same name."""
 
 import socket
 from typing import NoReturn

@@ -25,7 +25,7 @@ SECRETS = {"POLYREME_REDIS_PASSWORD", "POLYREME_TOKEN", "POLYREME_GRAFANA_PASSWO
 
 
 def variables() -> dict[str, str | None]:
-    """What the compose file reads, with its defaults; None: it must be set."""
+    """The variables of the compose file with their defaults; None: required."""
     found = re.findall(r"(?<!\$)\$\{(\w+)(?::(-|\?)([^}]*))?\}", COMPOSE)
     return {name: default if kind == "-" else None for name, kind, default in found}
 
@@ -102,7 +102,7 @@ def test_what_images_copy_is_there() -> None:
 
 
 def test_every_stage_that_installs_knows_where_from() -> None:
-    """A stage has the build arguments that it names itself; without them pip asks the public index."""
+    """A build stage has only the build arguments that it declares. Without them pip uses the public index."""
     for name, text in DOCKERFILES.items():
         installing = [
             stage

@@ -1,4 +1,4 @@
-"""Who may import whom. Read from the source (every import statement, also those inside functions), and once from a live process."""
+"""Rules for imports. They are read from the source (every import statement, also inside functions), and once from a live process."""
 
 import ast
 import re
@@ -168,7 +168,7 @@ def test_planners_and_algorithms_are_pure() -> None:
 def test_nothing_is_pickled() -> None:
     """A program's sandbox gets its code compiled, which is marshal's form; nothing is ever read from it in that form.
 
-    Checkpoints of Megatron are pickles. The one module that reads them makes no object but tensors and containers.
+    Checkpoints of Megatron are pickles. The one module that reads them creates only tensors and containers.
     """
     written = ("polyreme_reward.sandbox.program", "polyreme_trainer.convert.pickles")
     assert not offenders(tuple(PACKAGES), ("pickle", "cloudpickle", "dill", "marshal", "shelve"), allowed=written)
@@ -197,13 +197,13 @@ TRAINER_ARROWS = {
     "algorithms": set(),
     "data": set(),
 }
-"""Trainer rooms that import no other room than these."""
+"""Trainer rooms that may import only these rooms."""
 
 
 PROTOCOLS = ("engine", "stage_engine", "gates", "leader")
-"""Modules of the trainer's `learner` that the rooms below it implement or use. They import nothing of `learner` but each other."""
+"""Modules of the trainer's `learner` that the rooms below it implement or use. Of `learner`, they import only each other."""
 ENTRY_POINTS = ("__main__", "stage_main")
-"""Modules of `learner` that put a process together."""
+"""Modules of `learner` that assemble a process."""
 
 
 def learner_part(module: str) -> str:
@@ -234,7 +234,7 @@ ROOMS = {package: {room(module, package) for module, _ in modules() if under(mod
 
 
 def test_the_core_is_drawn_as_it_is() -> None:
-    """Every import between rooms of the core is an arrow of the drawing, and the drawing has no arrow up and no circle."""
+    """Every import between rooms of the core is an arrow of the drawing, which has no upward arrow and no cycle."""
     actual = {source: targets for source, targets in arrows("polyreme").items() if source != "__main__"}
     extra = {source: targets - CORE_ARROWS.get(source, set()) for source, targets in actual.items()}
     assert not {source: targets for source, targets in extra.items() if targets}
@@ -255,7 +255,7 @@ def test_weight_sync_and_stages_use_only_the_learners_protocol_and_leader() -> N
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_circle_of_rooms(package: str) -> None:
-    """The rooms of a package can be put in an order in which each imports only later ones."""
+    """The rooms of a package can be ordered so that each imports only later ones."""
     imported: dict[str, set[str]] = {}
     for each in IMPORTS:
         if under(each.importer, package) and under(each.imported, package) and room(each.imported, package) in ROOMS[package]:

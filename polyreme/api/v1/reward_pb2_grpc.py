@@ -52,7 +52,7 @@ class RewardServiceServicer(object):
     """
 
     def Score(self, request, context):
-        """Scores a batch; results come in the order of the items, each with a status of its own.
+        """Scores a batch; results have the order of the items, each with its own status.
         INVALID_ARGUMENT: unknown reward, empty or oversized batch. RESOURCE_EXHAUSTED: the queue is full (retry after the
         `retry-after-ms` trailing metadata). UNAVAILABLE: the server drains.
         """
@@ -61,7 +61,7 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRewards(self, request, context):
-        """The rewards this server has.
+        """The rewards of this server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,8 +53,8 @@ class RolloutServiceServicer(object):
 
     def Generate(self, request, context):
         """Generates the requested sequences of one group and streams their tokens. Cancelling the call cancels the work.
-        FAILED_PRECONDITION: the replica's version is below min_version, is not exact_version, or it has none yet; also in the middle of a
-        call with exact_version, when the policy changes.
+        FAILED_PRECONDITION: the replica has no version yet, or its version is below min_version or is not exact_version; also during a call
+        // with exact_version, when the policy changes.
         INVALID_ARGUMENT: prompt plus response do not fit the context, an unknown stop id, an empty request.
         RESOURCE_EXHAUSTED: the replica's queue is full. UNAVAILABLE: the replica drains.
         """
@@ -63,7 +63,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What this replica is and which version it serves.
+        """The replica's identity and the version that it serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class WeightsServiceStub(object):
-    """How a policy version reaches a replica: stage (map or stream), verify, commit. Served by every rollout replica.
-    Every call carries the learner's term; a call of an older term than the replica knows is refused with ABORTED.
+    """Transfers a policy version to a replica: stage (map or stream), verify, commit. Served by every rollout replica.
+    Every call carries the learner's term. A replica refuses calls with an older term than it knows with ABORTED.
     """
 
     def __init__(self, channel):
@@ -69,19 +69,19 @@ class WeightsServiceStub(object):
 
 
 class WeightsServiceServicer(object):
-    """How a policy version reaches a replica: stage (map or stream), verify, commit. Served by every rollout replica.
-    Every call carries the learner's term; a call of an older term than the replica knows is refused with ABORTED.
+    """Transfers a policy version to a replica: stage (map or stream), verify, commit. Served by every rollout replica.
+    Every call carries the learner's term. A replica refuses calls with an older term than it knows with ABORTED.
     """
 
     def Probe(self, request, context):
-        """Can this replica map the trainer host's arena? Decided by reading the nonce out of the mapped file, not by names.
+        """Checks whether this replica can map the trainer host's arena, by reading the nonce in the mapped file, not by names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StageArena(self, request, context):
-        """Takes one part of a version from a mapped arena slot and verifies its digests. Generation goes on.
+        """Stages one part of a version from a mapped arena slot and verifies its digests. Generation continues.
         DATA_LOSS: a digest or the arena slot's generation word does not match. NOT_FOUND: the arena cannot be mapped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -89,14 +89,14 @@ class WeightsServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StageStream(self, request_iterator, context):
-        """The same from a stream, into memory of the replica's own: the manifest first; then, from the offset that the first answer
-        names, the part's bytes in order. The second answer comes when all bytes are there and right. A stream that breaks leaves
-        nothing staged, and what it brought is where the next stream of the same bytes goes on. A newer stream of the same part ends
-        this one with CANCELLED.
-        INVALID_ARGUMENT: not in order, or beyond the part. DATA_LOSS: a digest does not match. RESOURCE_EXHAUSTED: no room.
-        DEADLINE_EXCEEDED: nothing came for too long.
-        A stream may bring a delta instead: the delta's manifest first, then its payload. The replica copies the base, which it has
-        received by stream before, applies the changes to the copy and verifies the result.
+        """Stages one part from a stream, in the replica's own memory: first the manifest, then the part's bytes in order, from the offset in
+        // the first response. The second response follows when all bytes are complete and verified. A broken stream stages nothing, but its
+        // bytes are kept, and the next stream of the same bytes continues after them. A newer stream of the same part ends this one with
+        // CANCELLED.
+        // INVALID_ARGUMENT: bytes out of order, or beyond the part. DATA_LOSS: a digest does not match. RESOURCE_EXHAUSTED: no memory.
+        // DEADLINE_EXCEEDED: no message arrived for too long.
+        // A stream may carry a delta instead: first the delta's manifest, then its payload. The replica copies the base, which it has
+        // received by stream before, applies the changes to the copy and verifies the result.
         FAILED_PRECONDITION: the replica does not have the base; send the whole part.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -104,28 +104,29 @@ class WeightsServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StageRelay(self, request, context):
-        """The same from another replica, by its Fetch. The replica verifies the bytes against the manifest in the request, as those of a
-        stream. A source that fails is a response, not a status: the replica itself is in order, and keeps the verified bytes.
+        """Stages one part from another replica, through its Fetch. The replica verifies the bytes against the manifest in the request, like
+        // those of a stream. A failed source is reported in the response, not as a status, since the replica itself works. It keeps the
+        // verified bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Sends the verified bytes of a part, or of a delta's payload, to another replica, also while the part still arrives here: StageStream's
-        messages of bytes, in order from `offset` on.
-        NOT_FOUND: the part is not here, or other bytes have replaced it. RESOURCE_EXHAUSTED: enough replicas fetch from this one already.
-        UNAVAILABLE: the part's own stream has ended and did not go on.
+        """Sends the verified bytes of a part, or of a delta's payload, to another replica, even while the part is still arriving here. The
+        // messages are those of StageStream with bytes, in order from `offset` on.
+        // NOT_FOUND: the part is missing, or other bytes have replaced it. RESOURCE_EXHAUSTED: too many replicas already fetch from this one.
+        // UNAVAILABLE: the part's own stream has ended and was not continued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Swaps the staged version in. When it fails, the previous version is restored before the answer.
+        """Swaps the staged version in. When it fails, the previous version is restored before the reply.
         FAILED_PRECONDITION: not all parts are staged, or the names do not cover the model. INTERNAL: the swap failed; the
-        message tells whether the previous version serves again. Committing the version that is served already is OK.
-        With a canary, the replica takes requests only after it has answered it within the limit; else it serves nothing (INTERNAL).
+        message states whether the previous version serves again. Committing the served version is OK.
+        // With a canary, the replica takes requests only after its difference is within the limit; otherwise it serves nothing (INTERNAL).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,8 +174,8 @@ def add_WeightsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightsService(object):
-    """How a policy version reaches a replica: stage (map or stream), verify, commit. Served by every rollout replica.
-    Every call carries the learner's term; a call of an older term than the replica knows is refused with ABORTED.
+    """Transfers a policy version to a replica: stage (map or stream), verify, commit. Served by every rollout replica.
+    Every call carries the learner's term. A replica refuses calls with an older term than it knows with ABORTED.
     """
 
     @staticmethod

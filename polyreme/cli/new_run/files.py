@@ -5,13 +5,20 @@ data exist.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from polyreme.cli.new_run.sample_data import rows, supervised_rows
 from polyreme.cli.new_run.tiny_model import write_tiny_model
+from polyreme.config.base import NAME
+from polyreme.dataset.columns import value_at
+from polyreme.dataset.source import read_objects
+from polyreme.dataset.text_files import Row
 from polyreme.errors import ConfigError
 
 TINY = "tiny"
@@ -26,8 +33,13 @@ REWARDS = {
     "choice": "1 if the chosen letter is the label's",
 }
 Device = Literal["cpu", "cuda", "npu"]
+_PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query", "messages", "src")
+_LABELS = (
+    *("answer", "label", "solution", "ground_truth", "final_answer", "target", "output", "tgt"),
+    "reward_model.ground_truth",  # verl's
+)
 _TOKENS = 512
-"""Of a prompt and of a response, unless the model's context is shorter."""
+"""Maximum tokens of a prompt and of a response, unless the model's context is shorter."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class Answers:
     """The answers to the questions.
 
     Attributes:
-        name: of the run.
+        name: name of the run.
         model: a Hugging Face directory, or TINY.
         data: a data file, or SAMPLE.
         reward: a key of REWARDS.
@@ -53,11 +65,13 @@ class Answers:
 
 
 def write_new_run(folder: Path, answers: Answers) -> list[Path]:
-    """Writes the files into the folder, which is created if needed. Returns them in the order in which a reader wants them.
+    """Writes the files into the folder, which is created if needed. Returns them in reading order.
 
     Raises:
-        ConfigError: a file exists, or the named model or data does not.
+        ConfigError: the name is not a valid run name, a file exists, or the named model or data does not exist.
     """
+    if not re.match(NAME, answers.name):
+        raise ConfigError("a name of lower-case letters, digits and hyphens", repr(answers.name), "Choose such a name: --name.")
     texts = {"run.yaml": run_yaml(answers, folder)}
     if answers.reward == "python":
         texts["reward.py"] = _REWARD if answers.data == SAMPLE else _EMPTY_REWARD
@@ -70,6 +84,8 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
     created = [*written, folder / "model"] if answers.model == TINY else written
     if there := [path.name for path in created if path.exists()]:
         raise ConfigError(f"no {' and no '.join(there)} in {folder}", "files of another run", "Choose another folder.")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"a folder for the files at {folder}", "a file", "Choose another folder; --data names your data.")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -79,7 +95,7 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
 
 
 def run_yaml(answers: Answers, folder: Path) -> str:
-    """The text of run.yaml. `folder`: where it will be. Raises ConfigError when the model or the data is not there."""
+    """The text of run.yaml. `folder`: where it will be. Raises ConfigError when the model or the data does not exist."""
     tiny, sample = answers.model == TINY, answers.data == SAMPLE
     prompt, response = (48, 16) if tiny and sample else _lengths(answers)
     warm_start = (
@@ -87,7 +103,7 @@ def run_yaml(answers: Answers, folder: Path) -> str:
         "  sft:\n    - {data: sft.jsonl, steps: 50, batch_size: 32, lr: 2.0e-3, warmup: 5}\n"
     )
     return _RUN.format(
-        name=answers.name,
+        name=_as_yaml(answers.name),
         device=answers.device,
         iterations=40 if tiny else 100,
         groups=16 if tiny else 32,
@@ -95,8 +111,9 @@ def run_yaml(answers: Answers, folder: Path) -> str:
         dtype="float32" if answers.device == "cpu" else "bfloat16",
         train="train.jsonl" if sample else _absolute("the data", answers.data),
         held_out="  eval: eval.jsonl\n" if sample else "  # eval: eval.jsonl               # held-out rows, to see progress\n",
-        prompt_key="prompt" if sample else answers.prompt_key,
-        label_key="answer" if sample else answers.label_key,
+        answers=_SAMPLED_ANSWERS if tiny and sample else "",
+        prompt_key="prompt" if sample else _as_yaml(answers.prompt_key),
+        label_key="answer" if sample else _as_yaml(answers.label_key),
         prompt_tokens=prompt,
         new_tokens=response,
         length=prompt + response,
@@ -108,16 +125,34 @@ def run_yaml(answers: Answers, folder: Path) -> str:
     )
 
 
-def columns_of(path: Path) -> list[str]:
-    """The columns of the first row of a JSON lines file; [] for another kind of file."""
-    if path.suffix != ".jsonl" or not path.is_file():
-        return []
-    with open(path) as file:
-        try:
-            row = json.loads(file.readline())
-        except ValueError:
-            return []
-    return list(row) if isinstance(row, dict) else []
+def find_columns(path: Path, prompt_key: str | None, label_key: str | None, reward: str) -> tuple[str, str]:
+    """The columns with the prompt and the reference answer in a data file of any format: the given ones, or the first usual ones of its first row.
+
+    Raises:
+        DataError: the file cannot be read, or has no rows.
+        ConfigError: no column has the prompt, or the answer that the reward needs.
+    """
+    row = next(read_objects(path))
+    prompt = _find_column(row, prompt_key, _PROMPTS, "--prompt-key", "the prompt")
+    if reward == "python" and label_key is None:  # it may do without
+        return prompt, next((key for key in _LABELS if _has_column(row, key)), "answer")
+    return prompt, _find_column(row, label_key, _LABELS, "--label-key", "the reference answer")
+
+
+def _find_column(row: Row, given: str | None, usual: Sequence[str], option: str, what: str) -> str:
+    found = next((key for key in ((given,) if given else usual) if _has_column(row, key)), None)
+    if found is None:
+        raise ConfigError(
+            f"a column with {what}, {given or 'such as ' + ', '.join(usual[:3])}, in {row.where}",
+            f"the columns {', '.join(row.fields)}",
+            f"Name it: {option} COLUMN; a dotted path names a value within one.",
+        )
+    return found
+
+
+def _has_column(row: Row, key: str) -> bool:
+    missing = object()
+    return value_at(row.fields, key, missing) is not missing
 
 
 def _lengths(answers: Answers) -> tuple[int, int]:
@@ -134,8 +169,17 @@ def _lengths(answers: Answers) -> tuple[int, int]:
     return min(_TOKENS, context // 2), min(_TOKENS, context // 2)
 
 
+def _as_yaml(text: str) -> str:
+    """A text as a YAML value, in quotes if needed."""
+    try:
+        plain = yaml.safe_load(f"key: {text}") == {"key": text}
+    except yaml.YAMLError:
+        plain = False
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
 def _absolute(what: str, path: str) -> str:
-    """A path as run.yaml names it. JSON's quotes are YAML's too."""
+    """A path in the form of run.yaml. YAML accepts JSON's quotes."""
     if not Path(path).exists():
         raise ConfigError(f"{what} at {path}", "no such file or directory", "Fix the path.")
     return json.dumps(str(Path(path).resolve()))
@@ -145,6 +189,8 @@ def _lines(found: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in found)
 
 
+# For a long time, the most likely answer of a tiny model is a single letter, which is right only by chance.
+_SAMPLED_ANSWERS = "eval_answers: 4                   # sampled answers of each held-out prompt; 1: the most likely one\n"
 _RUN = """\
 # Paths are relative to this file. `polyreme config show run.yaml` prints every key with its default and its meaning.
 name: {name}
@@ -152,7 +198,7 @@ device: {device}
 iterations: {iterations}
 groups_per_iteration: {groups}          # prompts in each iteration
 group_size: 8                     # samples of each prompt
-
+{answers}
 model:
   path: {model}
   dtype: {dtype}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 Row = dict[str, str]
 Example = Callable[[random.Random], tuple[Row, str]]
-"""Makes a row, and a response in the form of an answer, which need not be right."""
+"""Makes a row, and a response in the form of an answer, which may be wrong."""
 
 _TRIES = 20
 _KINDS = {"vowels": "aeiouy", "early": "abcdefgh", "late": "stuvwxyz"}
@@ -40,11 +40,11 @@ def _choice(rng: random.Random) -> tuple[Row, str]:
 
 
 EXAMPLES: dict[str, Example] = {"python": _letters, "exact": _reverse, "numeric": _sum, "math": _sum, "choice": _choice}
-"""By reward."""
+"""The maker of rows for each reward."""
 
 
 def rows(reward: str, count: int, seed: int, apart_from: Iterable[Row] = ()) -> list[Row]:
-    """Prompts with labels. A prompt repeats, or is in `apart_from`, only where there are few prompts of its kind."""
+    """Prompts with labels. A prompt repeats, or is in `apart_from`, only if there are few prompts of its kind."""
     rng, found = random.Random(seed), list[Row]()
     seen = {row["prompt"] for row in apart_from}
     for _ in range(count):

@@ -1,6 +1,6 @@
-"""Reads run directories, of live and of ended runs.
+"""Reads run directories of live and ended runs.
 
-Invariant: a reader changes no file of the run. What it derives is in `index.sqlite` beside them, which may be deleted at any time.
+Invariant: a reader changes no file of the run. Its own data is in `index.sqlite` in the same directory, which may be deleted at any time.
 """
 
 from polyreme.cli.reader.run import RunReader, run_directories

@@ -1,7 +1,7 @@
 """Reduces long series to few points. Pure.
 
-Invariant: a series that is short enough stays as it is. Otherwise every value lies between the lowest and highest value of its bucket, so
-no peak disappears.
+Invariant: a series that is short enough is returned unchanged. Otherwise every value lies between the lowest and highest value of its
+bucket, so no peak disappears.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The index of one run directory: an SQLite file with its metrics, events and samples, built incrementally from the run's own files.
 
-Invariant: the index holds what the files held when it was last updated, for one run id. An update is one transaction, so processes that
-share an index see whole updates only, and a line is added once. A sample file is added with the record that announces it; the run writes
+Invariant: the index has the content of one run's files at its last update. An update is one transaction, so processes that share an
+index see only whole updates, and a line is added once. A sample file is added with the record that announces it, since the run writes
 the file first. The index can always be rebuilt from the files.
 """
 
@@ -19,7 +19,7 @@ from polyreme.cli.run_records import parsed
 from polyreme.errors import ConfigError, UnavailableError
 
 SCHEMA = 3
-"""Changes with the tables; an index of another number is rebuilt."""
+"""Version of the tables. An index with another version is rebuilt."""
 
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -46,16 +46,16 @@ _SAMPLE = (
 _BUSY_SECONDS = 60.0
 _LINES_AT_ONCE = 500
 _BYTES_AT_ONCE = 64 * 2**20
-"""Of the sample files of one transaction, which holds the write lock; the last file may exceed it."""
+"""Maximum bytes of sample files in one transaction, which holds the write lock. The last file may exceed it."""
 _TURN_SECONDS, _PAUSE_SECONDS = 5.0, 0.15
-"""How long one process takes transaction after transaction, and its pause for others. SQLite tries a lock again every 0.1 seconds."""
+"""Seconds for which one process makes successive transactions, and its pause for others. SQLite retries a lock every 0.1 seconds."""
 
 
 class Index:
     """The index of the run directory `run_dir`, in the file `path`.
 
     Attributes:
-        updated: what `update` last saw of the files. It changes whenever an update adds something; None before the first update.
+        updated: the state of the files at the last `update`. It changes whenever an update adds something; None before the first update.
     """
 
     def __init__(self, run_dir: Path, path: Path) -> None:
@@ -70,10 +70,10 @@ class Index:
             yield connection
 
     def update(self, run_id: str, advance: Callable[[int], None] = lambda size: None) -> bool:
-        """Adds what the run's files have beyond the index. Returns whether anything was added.
+        """Adds the new content of the run's files. Returns whether anything was added.
 
         Args:
-            run_id: of the directory's run. An index of another run is rebuilt.
+            run_id: id of the directory's run. An index of another run is rebuilt.
             advance: called with the bytes of metrics.jsonl that were added since the last call.
 
         Raises:
@@ -81,7 +81,7 @@ class Index:
             ConfigError: the index, metrics.jsonl or a sample file is damaged.
         """
         files = self._files(run_id)
-        if files == self.updated and files[2]:  # an index that was deleted is built again
+        if files == self.updated and files[2]:  # a deleted index is built again
             return False
         added, turn = False, time.monotonic()
         while self.unread(run_id) > 0:
@@ -101,8 +101,9 @@ class Index:
         return added
 
     def _files(self, run_id: str) -> tuple[str, int, int, int]:
-        """What tells whether an update may find anything: the run, the size of metrics.jsonl, and inode and time of change of the index: the
-        file that follows a deleted one may get its inode. Costs two calls of stat, so a page may look often."""
+        """Values that change when an update may find something: the run, the size of metrics.jsonl, and the index's inode and time of
+        change
+        (since a new file may reuse the inode of a deleted one). Costs only two calls of stat, so a page may check often."""
         metrics, index = _stat(self._run_dir / "metrics.jsonl"), _stat(self._path)
         return run_id, metrics.st_size if metrics else 0, index.st_ino if index else 0, index.st_ctime_ns if index else 0
 

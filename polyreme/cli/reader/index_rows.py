@@ -12,20 +12,20 @@ from polyreme.cli.reader.scalars import scalars, stage_scalars
 
 WALL_TIME = "time"
 """The metric that holds the Unix time at which an iteration ended."""
-_WITHOUT_EVENT = ("iteration", "rollout", "sft", "step", "eval_progress", "loading")
+_WITHOUT_EVENT = ("iteration", "rollout", "sft", "step", "eval_progress", "loading", "engine_start")
 
 
 @dataclass(frozen=True)
 class SampleRow:
-    """What the index keeps of a sample.
+    """The index's row of a sample.
 
     Attributes:
         id: GROUP.SAMPLE of a trained sample, vVERSION.ROW of an answer in an evaluation,
             vVERSION.ROW.ANSWER where each prompt has several.
         kind: "train" or "eval".
         step: the iteration that trained it, or the evaluated version.
-        group, position: of a trained sample; of an answer, its row and 0.
-        oldest, newest: versions that wrote its tokens; None when the line does not say.
+        group, position: group and position of a trained sample; for an answer, its row and 0.
+        oldest, newest: oldest and newest version that sampled its tokens; None when the line does not have them.
         advantage: mean over its trained tokens; None when unknown.
         logprob: mean log-probability of its tokens in nats; None when unknown.
         began: Unix time at which its group's generation began; None when unknown.
@@ -98,7 +98,7 @@ def points_of(record: Record) -> Iterator[tuple[str, float, int]]:
 
 
 def step_of(record: Record) -> int:
-    """How far the run or stage is with this record, in iterations or steps; 0 for a record of another kind."""
+    """The progress of the run or stage at this record, in iterations or steps; 0 for a record of another kind."""
     match record:
         case {"kind": "iteration", "iteration": number} | {"kind": "step", "step": number}:
             return int(number)
@@ -106,7 +106,8 @@ def step_of(record: Record) -> int:
 
 
 def sample_files_of(record: Record) -> list[str]:
-    """The names of the sample files that are complete when this record is written. A file may be missing: its iteration's groups were gone."""
+    """The names of the sample files that are complete when this record is written. A file is missing if its iteration's groups had been
+    deleted."""
     match record:
         case {"kind": "iteration", "iteration": number}:
             return [f"iteration_{number:04d}.jsonl"]
@@ -116,7 +117,7 @@ def sample_files_of(record: Record) -> list[str]:
 
 
 def event_of(record: Record) -> dict[str, Any] | None:
-    """What the index keeps of a record that is not a row of numbers; None for those that are."""
+    """The index's entry for a record that is not a row of numbers; None for any other."""
     if record["kind"] in _WITHOUT_EVENT:
         return {"iteration": record["iteration"], "alarms": record["alarms"]} if record.get("alarms") else None
     return {key: value for key, value in record.items() if key not in ("run", "id", "kind", "time", "examples")}

@@ -1,7 +1,7 @@
-"""One run directory, as its readers see it.
+"""A reader of one run directory.
 
-Invariant: every answer comes from the run's own files or from their index. `refresh` alone looks for new lines, so answers between two
-refreshes agree.
+Invariant: every answer comes from the run's own files or from their index. Only `refresh` reads new lines, so answers between two
+refreshes are consistent.
 """
 
 import itertools
@@ -39,7 +39,7 @@ _ENDED = ("done", "stopped", "failed")
 
 @dataclass(frozen=True)
 class Contents:
-    """What an index holds.
+    """A summary of an index's content.
 
     Attributes:
         iterations: the newest recorded iteration, or step of a stage; 0 before the first.
@@ -60,7 +60,7 @@ class RunReader:
 
     Attributes:
         run_dir: its path. `name` is the last part.
-        run_id: of the directory's run.
+        run_id: id of the directory's run.
 
     Raises:
         ConfigError: there is no run in the directory.
@@ -69,11 +69,9 @@ class RunReader:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.name = run_dir, run_dir.resolve().name
         self.run_id = self._read_run_id()
-        self._config: tuple[int, dict[str, Any]] | None = (
-            None  # with the file's time; parsing takes longer than anything else here
-        )
+        self._config: tuple[int, dict[str, Any]] | None = None  # cached with the file's time, since parsing is slow
         self._index = Index(run_dir, _index_path(run_dir))
-        self._contents: tuple[object, Contents] | None = None  # with `Index.updated`: a page of many runs asks every two seconds
+        self._contents: tuple[object, Contents] | None = None  # cached with `Index.updated`, since pages poll often
 
     def _read_run_id(self) -> str:
         found = read_run_file(self.run_dir)
@@ -82,17 +80,17 @@ class RunReader:
         return found.run_id
 
     def refresh(self) -> bool:
-        """Reads what was added to the run's files. Returns whether there was anything."""
+        """Reads new lines of the run's files. Returns whether there were any."""
         self.run_id = self._read_run_id()
         return self._index.update(self.run_id)
 
     def catch_up(self) -> None:
-        """As `refresh`, with a progress bar: to read a long run for the first time takes a while."""
+        """As `refresh`, with a progress bar, since the first read of a long run takes a while."""
         self.run_id = self._read_run_id()
         with bar(f"reading {self.name}", self._index.unread(self.run_id)) as count:
             self._index.update(self.run_id, count)
 
-    # -- what the run is
+    # -- the run
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration as plain values; {} without one."""
@@ -104,7 +102,7 @@ class RunReader:
         return {}
 
     def summary(self) -> dict[str, Any]:
-        """The fields of summary.json, with the `state` of now: `interrupted` where the run did not end and no process owns it."""
+        """The fields of summary.json with the current `state`: `interrupted` if the run did not end and no process owns it."""
         fields = read_summary(self.run_dir)
         fields = fields if fields.get("run") == self.run_id else {"run": self.run_id, "state": "starting", "reason": ""}
         if fields.get("state") not in _ENDED:
@@ -114,7 +112,7 @@ class RunReader:
         return fields
 
     def contents(self) -> Contents:
-        """What the index holds, as of the last `refresh`."""
+        """The index's content as of the last `refresh`."""
         updated = self._index.updated
         if self._contents is None or updated is None or self._contents[0] != updated:
             with self._index.read() as connection:
@@ -147,9 +145,9 @@ class RunReader:
         """The records that are not rows of numbers (see docs/reference/records.md), in order, with `kind` and `time`.
 
         Args:
-            kinds: of the records; none: all.
-            since, until: bounds of their Unix time, inclusive.
-            newest: at most that many, the last ones.
+            kinds: kinds of records; empty: all.
+            since, until: inclusive bounds of their Unix time.
+            newest: maximum number; the newest ones are returned.
         """
         places = ", ".join("?" * len(kinds))
         condition = f" AND kind IN ({places})" if kinds else ""
@@ -189,8 +187,8 @@ class RunReader:
             return samples.newest_step(connection, kind) if read_meta(connection) else None
 
     def read_samples(self, wanted: SampleQuery) -> Iterator[Sample]:
-        """Yields the lines of the matching samples, in order. Memory does not grow with their number. Raises ConfigError where a file of
-        them is missing or has changed."""
+        """Yields the lines of the matching samples, in order. Memory does not grow with their number. Raises ConfigError when one of their
+        files is missing or has changed."""
         with self._index.read() as connection:
             found = samples.places(connection, wanted) if read_meta(connection) else iter(())
             for name, in_file in itertools.groupby(found, key=lambda place: place[0]):
@@ -215,7 +213,7 @@ class RunReader:
         return {**line, **row}
 
     def _lines(self, name: str, places: Iterable[tuple[int, int]]) -> Iterator[Sample]:
-        """The lines of a sample file that begin at so many bytes and have so many."""
+        """Yields the lines of a sample file at the given byte offsets, with the given sizes."""
         path = self.run_dir / "samples" / name
         try:
             with open(path, "rb") as file:
@@ -228,7 +226,7 @@ class RunReader:
             ) from None
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token; "" where the run did not record its vocabulary."""
+        """The text of each token; "" if the run did not record its vocabulary."""
         return [self._vocabulary[number] if 0 <= number < len(self._vocabulary) else "" for number in ids]
 
     @cached_property
@@ -249,10 +247,10 @@ def _warn(folder: Path, error: OSError) -> None:
 
 
 def run_directories(path: Path, warn: Callable[[Path, OSError], None] = _warn) -> list[Path]:
-    """The run directories at `path`: itself, or those directly below it, the newest start first.
+    """The run directories at `path`: `path` itself, or those directly below it, the newest start first.
 
     Args:
-        warn: called with a directory that cannot be read. It is left out.
+        warn: called with a directory that cannot be read, which is skipped.
 
     Raises:
         ConfigError: there is none.
@@ -284,7 +282,7 @@ def _start_time(folder: Path, warn: Callable[[Path, OSError], None]) -> float | 
 
 
 def _index_path(run_dir: Path) -> Path:
-    """The index's file: beside the run's files, or in the user's cache where the directory cannot be written."""
+    """The path of the index: in the run directory, or in the user's cache if that directory is not writable."""
     if os.access(run_dir, os.W_OK):
         return run_dir / INDEX
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyreme"

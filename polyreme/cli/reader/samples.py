@@ -1,6 +1,6 @@
 """Queries for samples in an index.
 
-Invariant: a query changes nothing. A text is found wherever it occurs in a prompt, label or response, without regard to ASCII case.
+Invariant: a query changes nothing. A text matches anywhere in a prompt, label or response, ignoring ASCII case.
 """
 
 import sqlite3
@@ -22,7 +22,7 @@ ORDERS = {
     "-advantage": "advantage DESC, step DESC",
     "logprob": "logprob, step DESC",
 }
-"""The orders of a list of samples; "-" in front: from the largest value down."""
+"""The orders of a list of samples; with the prefix "-", descending."""
 
 _FIELDS = (
     's.number, s.id, s.kind, s.step, s."group", s.position, s.prompt AS prompt_number, p.prompt, p.label, s.score, s.tokens, s.finish,'
@@ -32,7 +32,7 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Which samples of a run, and in which order. None and "" exclude nothing.
+    """Filters and order of a query. None and "" exclude nothing.
 
     Attributes:
         kind: "train" for trained samples, "eval" for answers in evaluations.

@@ -1,4 +1,4 @@
-"""The numbers of records that can be plotted, with their names and steps. Trackers, TensorBoard and the run page show the same ones.
+"""The numbers of records that can be plotted, with their names and steps. Trackers, TensorBoard and the run page show the same numbers.
 
 Invariant: a pure function of one record.
 """
@@ -42,7 +42,8 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
             for key in sorted(COMMIT_METRICS & line.keys()):
                 yield f"weights/{key}", float(line[key]), line["version"]
         case "saved" if "seconds" in line and "iteration" in line:
-            yield "checkpoint/seconds", float(line["seconds"]), line["iteration"]
+            for key in sorted({"seconds", "stall_seconds"} & line.keys()):
+                yield f"checkpoint/{key}", float(line[key]), line["iteration"]
         case "sft":
             yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
 

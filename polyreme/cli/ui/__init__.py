@@ -1,7 +1,7 @@
-"""The run page: a web page of run directories, and the same page as one offline file.
+"""The run page: a web page that shows run directories, and the same page as one offline file.
 
-Invariant: the page shows what `polyreme.cli.reader` reads, and changes nothing. It loads nothing from another host.
+Invariant: the page shows only data from `polyreme.cli.reader`, and changes nothing. It loads nothing from another host.
 """
 
 PATH = "/ui"
-"""Where a server has the page."""
+"""The path of the page on a server."""

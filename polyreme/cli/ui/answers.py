@@ -1,6 +1,6 @@
-"""What the page asks for, as JSON values.
+"""The responses to the page's requests, as JSON values.
 
-Invariant: functions of a reader that change nothing. The offline report embeds the same values as the server sends.
+Invariant: the functions only read. The offline report embeds the same values that the server sends.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ POINTS = 800
 """Largest number of points of a curve."""
 _EVENTS = 500
 _SWAPS = 20
-"""How many of a replica's swaps have their times shown."""
+"""Maximum number of a replica's swaps whose times are shown."""
 _TIMES = {
     "time/learner_wait": "learner_wait",
     "time/train": "train",
@@ -24,11 +24,11 @@ _TIMES = {
     "time/iteration": "seconds",
     WALL_TIME: "end",
 }
-"""Metrics that the timeline is drawn from, and their names in it."""
+"""The metrics of the timeline, and their names in it."""
 
 
 def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
-    """A run in the list of runs: its state, how far it is, and which metrics it has."""
+    """A run's entry in the list of runs: state, progress and metrics."""
     summary, config, contents = reader.summary(), reader.config(), reader.contents()
     is_stage = "stage" in config
     return {
@@ -46,10 +46,10 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
 
 
 def curves(reader: RunReader, wanted: Mapping[str, int], points: int = POINTS) -> Answer:
-    """The curves of a run by metric, of those that have points.
+    """The curves of a run by metric, without metrics that have no points.
 
     Args:
-        wanted: for each metric, the last step that the asker has: the points after it are the answer.
+        wanted: for each metric, the last step that the client has. Only later points are returned.
     """
     found = ((metric, reader.curve(metric, points, after + 1)) for metric, after in wanted.items())
     return {metric: _curve(series) for metric, series in found if len(series.steps)}
@@ -61,7 +61,7 @@ def _curve(series: Series) -> Answer:
 
 
 def sample_list(reader: RunReader, wanted: SampleQuery, offset: int, limit: int) -> Answer:
-    """A page of samples and how many match."""
+    """A page of samples, and the number of matching ones."""
     total, found = reader.find_samples(wanted, offset, limit)
     return {
         "total": total,
@@ -71,7 +71,7 @@ def sample_list(reader: RunReader, wanted: SampleQuery, offset: int, limit: int)
 
 
 def life(reader: RunReader, sample_id: str) -> Answer | None:
-    """One sample with the texts of its tokens, what its iteration did, and other samples of its prompt; None: no such sample."""
+    """One sample with the texts of its tokens, the data of its iteration, and other samples of its prompt; None: no such sample."""
     found = reader.sample(sample_id)
     if found is None:
         return None
@@ -101,7 +101,7 @@ def _at(reader: RunReader, sample: Sample) -> float | None:
 
 
 def timeline(reader: RunReader, first: int, last: int) -> Answer:
-    """What every process did in iterations `first` to `last`: the learner's iterations, the groups, and the events of that time."""
+    """The activity in iterations `first` to `last`: the learner's iterations, the groups, and the events of that time."""
     found = {name: dict(zip(*(part.tolist() for part in reader.series(name, first, last)), strict=True)) for name in _TIMES}
     ended = found.pop(WALL_TIME)
     iterations = [
@@ -117,7 +117,7 @@ def timeline(reader: RunReader, first: int, last: int) -> Answer:
 
 
 def servers(reader: RunReader) -> list[Answer]:
-    """The rollout replicas as the records show them: address, version, swaps and restarts, the registered ones first."""
+    """The rollout replicas from the records: address, version, swaps and restarts, the registered ones first."""
     known: dict[str, Answer] = {}
     registered: Mapping[str, str] = {}
 
@@ -125,7 +125,7 @@ def servers(reader: RunReader) -> list[Answer]:
         return known.setdefault(name, {"name": name, "address": "", "version": None, "swaps": 0, "stall_seconds": [], "path": ""})
 
     for event in reader.events(["start", "replicas"]):
-        registered = event.get("replicas", {})  # a start forgets the replicas of the one before
+        registered = event.get("replicas", {})  # a new start discards the replicas of the previous one
         for name, address in registered.items():
             of(name)["address"] = address
     for name, (count, commits) in reader.commits(_SWAPS).items():
@@ -169,7 +169,7 @@ def holding_alarms(reader: RunReader) -> list[str]:
 
 
 def details(reader: RunReader) -> Answer:
-    """What the page shows about one run beside curves and samples."""
+    """The page's data about one run, except curves and samples."""
     return {
         "summary": reader.summary(),
         "config": reader.config(),

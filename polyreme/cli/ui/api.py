@@ -1,7 +1,7 @@
-"""The page's HTTP interface: everything below /ui.
+"""The page's HTTP interface, below /ui.
 
-Invariant: /ui and its static files hold nothing of a run and are served without the token; everything below /ui/api needs it where the
-service has one (see `net.http_server`). Every answer is read from the runs' directories in the page's own threads.
+Invariant: /ui and its static files contain no data of a run and are served without the token. Everything below /ui/api requires it if
+the service has one (see `net.http_server`). Every response is read from the runs' directories in the page's own threads.
 """
 
 import json
@@ -36,7 +36,7 @@ _NUMBERS: Mapping[str, Callable[[str], float]] = {
 
 
 def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
-    """The page of `runs`; `live`: their servers, where a Redis can be asked."""
+    """The application of the page of `runs`. `live`: status of their servers, if Redis is available."""
 
     def get(path: str, answer: Callable[[Request], Any]) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -52,7 +52,7 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
         except UnavailableError as error:
             return JSONResponse({"detail": str(error)}, 503, {**_HEADERS, "retry-after": "10"})
         except TooBusyError:
-            return JSONResponse({"detail": "too many requests wait; try again"}, 503, {**_HEADERS, "retry-after": "2"})
+            return JSONResponse({"detail": "too many requests are waiting; try again"}, 503, {**_HEADERS, "retry-after": "2"})
         return JSONResponse({"detail": "not found"}, 404, _HEADERS) if found is None else JSONResponse(found, headers=_HEADERS)
 
     async def curves(request: Request) -> Response:
@@ -93,12 +93,12 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path is served without the token: the page itself, which holds nothing of a run."""
+    """Whether a path is served without the token: only the page itself, which contains no data of a run."""
     return path in ("/", PATH) or (path.startswith(f"{PATH}/") and not path.startswith(f"{PATH}/api/"))
 
 
 def _curves(runs: Runs, body: bytes) -> Any:
-    """The answer to run -> metric -> the last step that the asker has. Raises ValueError for another body."""
+    """The response to a body {run: {metric: last step that the client has}}. Raises ValueError for any other body."""
     try:
         wanted = {name: {str(key): int(after) for key, after in metrics.items()} for name, metrics in json.loads(body).items()}
     except (AttributeError, TypeError) as error:
@@ -114,7 +114,7 @@ def _samples(reader: Any, request: Request) -> Any:
 
 
 def sample_filter(given: Mapping[str, str]) -> SampleQuery:
-    """The filter that a query string names. Raises ValueError for a number that is none, and for a name that there is not."""
+    """The filter in a query string. Raises ValueError for an invalid number or an unknown name."""
     if unknown := given.keys() - set(SampleQuery.__dataclass_fields__):
         raise ValueError(f"expected fields of SampleQuery; found {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {key: _NUMBERS[key](value) if key in _NUMBERS else value for key, value in given.items() if value}

@@ -1,7 +1,7 @@
-"""The page's own files, read and compressed once.
+"""The page's static files, read and compressed once.
 
-Invariant: an asset's address contains a digest of all assets, so a browser keeps an asset for good and never mixes two releases. There is
-nothing at the address of another release.
+Invariant: an asset's address contains a digest of all assets, so a browser caches an asset permanently and never mixes two releases.
+Addresses of another release do not exist.
 """
 
 import gzip
@@ -40,7 +40,7 @@ def _digest() -> str:
 
 @cache
 def index_page() -> str:
-    """The HTML of the page. It names every module that the first view needs, so that a browser loads all of them at once and not one import
+    """The HTML of the page. It lists every module of the first view, so that a browser loads them all at once instead of one import
     after the other."""
     hints = "".join(f'<link rel="modulepreload" href="static/{name}">\n' for name in sorted(_imported("app.js")))
     text = (STATIC / "index.html").read_text().replace("</head>", f"{hints}</head>")
@@ -48,7 +48,7 @@ def index_page() -> str:
 
 
 def _imported(name: str) -> set[str]:
-    """The modules that a module imports before it runs, also through others."""
+    """The modules that a module imports statically, including indirect imports."""
     names = {found.decode() for found in _IMPORT.findall(_assets()[name])}
     return names.union(*map(_imported, names))
 

@@ -1,4 +1,4 @@
-"""`polyreme ui`: serves the page of run directories.
+"""`polyreme ui`: serves the page for run directories.
 
 Invariant: it reads run directories and the Redis of live runs, and changes neither.
 """
@@ -33,7 +33,7 @@ def ui(
     paths: Annotated[
         list[Path] | None, typer.Argument(metavar="[RUN_DIR]...", help="Run directories, or directories of them. Default: runs.")
     ] = None,
-    redis: Annotated[str | None, redis_option("Show the runs beside the newest run in this Redis.")] = None,
+    redis: Annotated[str | None, redis_option("Show the runs in the folder of the newest run in this Redis.")] = None,
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = PORT,
 ) -> None:
@@ -82,7 +82,7 @@ async def _run_dir(redis_url: str) -> Path:
 
 
 def _security(runs: Runs) -> SecurityConfig | None:
-    """The first run's security: the page asks for the token that the run's services ask for."""
+    """The first run's security: the page requires the same token as the run's services."""
     for reader in runs.readers.values():
         with suppress(ConfigError):
             return read_config(reader.run_dir).security

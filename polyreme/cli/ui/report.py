@@ -1,7 +1,7 @@
-"""`polyreme report`: the page of some runs as one HTML file that needs no server.
+"""`polyreme report`: writes the page of some runs as one HTML file that needs no server.
 
-Invariant: the file holds its data, styles and scripts, and loads nothing. It shows the same views as the page, with the newest samples and
-the samples of some evenly spaced iterations.
+Invariant: the file contains its data, styles and scripts, and loads nothing. It shows the same views as the page, with the newest samples
+and the samples of some evenly spaced iterations.
 """
 
 import base64
@@ -25,7 +25,7 @@ from polyreme.errors import ConfigError
 CURVE_POINTS = 300
 TIMELINE_ITERATIONS = 12
 CLASSIC = ("vendor/uplot.js", "vendor/diff.js")
-"""The scripts that are no modules."""
+"""The scripts that are not modules."""
 _SCRIPT = re.compile(r'<script src="static/([^"]+)"[^>]*></script>\n')
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
 _IMPORT = re.compile(r'(from |import\()"\./([^"]+)"')
@@ -34,7 +34,7 @@ _IMPORT = re.compile(r'(from |import\()"\./([^"]+)"')
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories, or directories of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file.")] = Path("report.html"),
-    samples: Annotated[int, typer.Option(min=0, help="How many samples of each run are in the file, at most.")] = 400,
+    samples: Annotated[int, typer.Option(min=0, help="Maximum number of samples per run in the file.")] = 400,
 ) -> None:
     """Write one offline HTML file that compares runs."""
     if out.is_dir() or not os.access(out.parent, os.W_OK):
@@ -51,7 +51,7 @@ def report(
 
 
 def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
-    """The data of the page: what the server would answer."""
+    """The data of the page: the responses of the server."""
     return {
         "runs": [answers.overview(name, reader, True) for name, reader in readers.items()],
         "curves": {
@@ -71,7 +71,7 @@ def newest_timeline(reader: RunReader) -> dict[str, Any]:
 
 
 def chosen_samples(reader: RunReader, count: int) -> list[dict[str, Any]]:
-    """At most `count` samples with their lives: half of the newest answers of evaluations and samples, half of iterations spread evenly."""
+    """At most `count` samples with details: half from the newest evaluation answers and samples, half from evenly spaced iterations."""
     newest = reader.find_samples(SampleQuery(order="newest"), limit=count // 2)[1]
     chosen = {sample["id"] for sample in newest}
     steps, left = spread(reader.contents().iterations, 10), count - len(chosen)
@@ -83,14 +83,14 @@ def chosen_samples(reader: RunReader, count: int) -> list[dict[str, Any]]:
 
 
 def spread(last: int, count: int) -> list[int]:
-    """At most `count` numbers from 1 to `last`, evenly spaced, with both ends."""
+    """At most `count` evenly spaced numbers from 1 to `last`, including both ends."""
     if last < 1:
         return []
     return sorted({1 + round(place * (last - 1) / max(1, count - 1)) for place in range(count)})
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The HTML file with `data` in it."""
+    """The HTML file with `data` embedded."""
     text = (STATIC / "index.html").read_text()
     scripts = {path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")}
     modules = sorted(scripts - set(CLASSIC))
@@ -106,7 +106,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def module_urls(names: Sequence[str]) -> dict[str, str]:
-    """The modules as data: URLs under the names by which they import each other; a file has no address for relative imports."""
+    """The modules as data: URLs, by the names under which they import each other, since relative imports do not work in a single file."""
     urls = {}
     for name in names:
         source = _IMPORT.sub(r'\1"page/\2"', (STATIC / name).read_text())

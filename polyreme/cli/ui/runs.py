@@ -1,7 +1,7 @@
 """The runs that a page shows, kept up to date while requests arrive.
 
-Invariant: files are read only while requests arrive, in the page's own threads, so a page that nobody has open costs the trainer nothing.
-A directory that cannot be read causes one warning; the others are kept up to date.
+Invariant: files are read only while requests arrive, in the page's own threads, so the page costs the trainer nothing while no browser
+shows it. A directory that cannot be read causes one warning; the others are kept up to date.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
 _WATCHED_SECONDS = 30.0
-"""How long after the last request files are still read."""
+"""Seconds after the last request for which files are still read."""
 
 
 class Runs:
-    """The runs at `paths`, each a run directory or a directory of them, now or later.
+    """The runs at `paths`, each a run directory or a directory of run directories. They may appear later.
 
     Attributes:
         indexed: names of the runs whose files were read completely at least once.
-        threads: in which the runs are read.
+        threads: the threads that read the runs.
     """
 
     def __init__(self, paths: Sequence[Path], threads: PageThreads | None = None) -> None:
@@ -57,13 +57,13 @@ class Runs:
                         await self.threads.run(self.refresh)
                 await asyncio.sleep(REFRESH_SECONDS)
         except Exception:
-            logger.exception("the page shows nothing new from now on")
+            logger.exception("the page will not show new data")
             raise
         finally:
             self.threads.close()
 
     def refresh(self) -> None:
-        """Reads what was added to the runs, and finds new runs."""
+        """Reads new data of the runs, and finds new runs."""
         self._find()
         for name, reader in list(self._readers.items()):
             with self._checked(reader.run_dir):
@@ -73,7 +73,7 @@ class Runs:
     def _find(self) -> None:
         known = {reader.run_dir for reader in self._readers.values()}
         for path in self._paths:
-            with suppress(ConfigError):  # a run that has not begun
+            with suppress(ConfigError):  # a run that has not started
                 for folder in run_directories(path, self._warn):
                     if folder not in known:
                         with self._checked(folder):
@@ -82,7 +82,7 @@ class Runs:
 
     @contextmanager
     def _checked(self, folder: Path) -> Iterator[None]:
-        """Whatever is wrong with one run must not end the page of the others, or that of a trainer."""
+        """Reads one run's directory. An error in one run must not affect the page of the others, or a trainer."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 a record of a later release may raise anything

@@ -1,7 +1,7 @@
-"""The servers of a live run: its leases in Redis, and the current values of each server's /metrics.
+"""The status of a live run's servers: its leases in Redis, and the current values of each server's /metrics.
 
-Invariant: an answer is at most MAX_AGE old, however many pages ask. A server that does not answer in time is shown without numbers; nothing
-here delays or fails a run.
+Invariant: a status is at most MAX_AGE seconds old, for any number of pages. A server that does not answer in time is shown without numbers.
+This module never delays or fails a run.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ _SHOWN = {
 
 
 class ServerStatus:
-    """Asks for the servers of runs, and keeps each answer for MAX_AGE seconds.
+    """Reads the status of the servers of runs, and caches each result for MAX_AGE seconds.
 
     Args:
-        store: the Redis of the runs: a run that is connected to it, or its URL. None: each run's own, from its run.json.
+        store: the Redis of the runs: a run that is connected to it, or its URL. None: the Redis in each run's run.json.
     """
 
     def __init__(self, store: Run | str | None = None) -> None:
@@ -51,7 +51,8 @@ class ServerStatus:
         self._lock = asyncio.Lock()
 
     async def of(self, reader: RunReader) -> list[dict[str, Any]]:
-        """The registered servers: kind, id, addresses, and version, load and faults where they answer. Empty when Redis does not answer."""
+        """The registered servers: kind, id and addresses, and version, load and faults of those that answer. Empty when Redis does not
+        answer."""
         async with self._lock:
             asked, found = self._answers.get(reader.run_id, (float("-inf"), []))
             if time.monotonic() - asked > MAX_AGE:
@@ -89,7 +90,7 @@ class ServerStatus:
 
 
 def describe(lease: Lease, security: SecurityConfig | None) -> dict[str, Any]:
-    """A server as its lease and its /metrics describe it."""
+    """The status of a server from its lease and its /metrics."""
     numbers: dict[str, float] = {}
     if lease.http_address:
         with suppress(OSError, ValueError, PolyremeError):

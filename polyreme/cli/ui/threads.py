@@ -1,7 +1,7 @@
-"""The threads in which a page reads runs.
+"""Threads in which a page reads runs.
 
-Invariant: at most THREADS answers are made at a time, and at most WAITING requests wait for them; a further one is refused at once. Nothing
-else in the process waits for them, and on a busy machine its other threads have priority.
+Invariant: at most THREADS requests are processed at a time, and at most WAITING requests wait; further ones are refused immediately.
+Nothing else in the process waits for these threads, and on a busy machine its other threads have priority.
 """
 
 import asyncio
@@ -18,15 +18,14 @@ WAITING = 64
 
 
 class TooBusyError(Exception):
-    """More requests wait than may."""
+    """Too many requests are waiting."""
 
 
 class PageThreads:
-    """Runs functions in threads of its own.
+    """Runs functions in separate threads.
 
     Args:
-        niceness: by which the threads come after others, 0 to 19. Linux has a niceness for each thread; elsewhere it is
-            ignored.
+        niceness: added to the threads' niceness, 0 to 19. Only Linux has a niceness per thread; elsewhere it is ignored.
     """
 
     def __init__(self, niceness: int = 0) -> None:
@@ -34,7 +33,7 @@ class PageThreads:
         self._threads = ThreadPoolExecutor(THREADS, "page", self._lower_priority)
 
     async def run(self, function: Callable[..., Answer], *values: object) -> Answer:
-        """The function's result. Raises TooBusyError."""
+        """Returns the function's result. Raises TooBusyError."""
         if self._waiting >= WAITING:
             raise TooBusyError
         self._waiting += 1
@@ -44,9 +43,9 @@ class PageThreads:
             self._waiting -= 1
 
     def close(self) -> None:
-        """Drops what waits; what runs ends by itself."""
+        """Cancels waiting calls. Running calls finish by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _lower_priority(self) -> None:
         if self._niceness and sys.platform == "linux":
-            os.nice(self._niceness)  # Linux: of the calling thread
+            os.nice(self._niceness)  # on Linux, this affects only the calling thread

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- begin: sets the learner to checkpoint `version`; later plans are kept and replayed.
 -- KEYS: common, then pass_rates. Reads plans; writes meta.version, meta.version_since, meta.base of a log without plans, and pass_rates of one that never began.
--- ARGV: learner's term, version, what a fork continues with: a line "PROMPT SAMPLES SOLVED STREAK" for each prompt.
+-- ARGV: learner's term, version, the pass rates of a fork: a line "PROMPT SAMPLES SOLVED STREAK" for each prompt.
 local stale = refused('learner', ARGV[1])
 if stale then return stale end
 local version = tonumber(ARGV[2])

@@ -1,16 +1,18 @@
 -- Prepended to every script. Every script gets the same keys of one run, in this order (scripts.py, KEYS):
---   meta       hash   state, reason, creator (nonce of the newest start), start (how many there were), limits (groups_per_iteration, max_staleness, max_attempts, iterations), first_group (0, but of a fork), base, version,
+--   meta       hash   state, reason, creator (nonce of the newest start), start (their number), limits (groups_per_iteration,
+--   max_staleness, max_attempts, iterations), first_group (0 except in a fork), base, version,
 --                     released, evaluated, low_water, recorded (newest iteration whose samples are on disk), orchestrator_since, version_since (ms)
 --   terms      hash   role -> "counter token" of its holder
 --   ledger     hash   index -> row, one of
---                       admitted ATTEMPT VERSION ADMITTED_MS | appended ATTEMPT OLDEST_VERSION MEAN_REWARD
---                       planned ATTEMPT OLDEST_VERSION ITERATION | dropped ATTEMPT MEAN_REWARD REASON (MEAN_REWARD is - where nothing was sampled) | failed ATTEMPT REASON
+--                       admitted ATTEMPT VERSION SINCE_MS (`paused` while it waits for the learner's next version) | appended ATTEMPT OLDEST_VERSION MEAN_REWARD
+--                       planned ATTEMPT OLDEST_VERSION ITERATION | dropped ATTEMPT MEAN_REWARD REASON (MEAN_REWARD is - if nothing was
+--                       sampled) | failed ATTEMPT REASON
 --   in_flight  zset   padded index, by the version it was admitted at: the rows `admitted`
 --   appended   zset   padded index, by its oldest token's version: the rows `appended`
 --   plans      hash   iteration -> "INDEX INDEX ..."
 --   payloads   hash   index -> serialised group: the rows `appended`, and `planned` beyond `released`
 --   drafts     hash   what the rows `admitted` have generated so far: index -> "ATTEMPT PARTS", INDEX:PART -> serialised group
---   events     stream wake-up signals, bounded; never the truth
+--   events     stream wake-up signals, bounded; not authoritative
 local META, TERMS, LEDGER, IN_FLIGHT, APPENDED, PLANS, PAYLOADS, DRAFTS, EVENTS = unpack(KEYS, 1, 9)
 
 local function now_ms()
@@ -31,7 +33,7 @@ local function int(n)
   return string.format('%d', n)
 end
 
--- Members of equal length make the order inside one score the numeric one.
+-- Members of equal length are in numeric order within one score.
 local function member(index)
   return string.format('%012d', index)
 end
@@ -59,13 +61,13 @@ local function refused(role, term)
   return redis.error_reply('STALETERM ' .. role .. ' is held by ' .. (holder or 'nobody'))
 end
 
--- The draft of `index`: its attempt and how many parts it has; both 0 when there is none.
+-- The draft of `index`: its attempt and its number of parts; both 0 when there is none.
 local function draft(index)
   local attempt, parts = string.match(redis.call('HGET', DRAFTS, int(index)) or '0 0', '^(%d+) (%d+)$')
   return tonumber(attempt), tonumber(parts)
 end
 
--- Deletes the parts of a draft from number `first` on; with 0 the draft is gone.
+-- Deletes the parts of a draft from number `first` on; 0 deletes the whole draft.
 local function cut_draft(index, first)
   local attempt, parts = draft(index)
   for number = first, parts - 1 do redis.call('HDEL', DRAFTS, int(index) .. ':' .. int(number)) end
@@ -88,8 +90,23 @@ local function count_tally(rates, prompt, samples, solved)
   redis.call('HSET', rates, prompt, int(all + n) .. ' ' .. int(passed + k) .. ' ' .. int(streak))
 end
 
+-- Marks the groups in flight that are in `paused` (index -> true). Marked groups that are not in it continue.
+local function mark_paused(paused)
+  local count, now = 0, int(now_ms())
+  for _, m in ipairs(redis.call('ZRANGE', IN_FLIGHT, 0, -1)) do
+    local index = tonumber(m)
+    local r = row(index)
+    local was = string.match(r.text, 'paused$') ~= nil
+    if paused[index] then count = count + 1 end
+    if was ~= (paused[index] == true) then
+      write(index, 'admitted', int(r.attempt), int(r.third), was and now or 'paused')
+    end
+  end
+  return count
+end
+
 -- admitted (row `r`) -> admitted with the next attempt, or failed after the last one. Returns the new attempt, or nil.
--- The version is the current one, but never an older one than before, as it would be while a resumed learner catches up.
+-- The version is the current one, or the group's previous one if that is newer, as while a resumed learner catches up.
 local function next_attempt(index, r, reason, max_attempts)
   cut_draft(index, 0)
   if r.attempt >= max_attempts then

@@ -9,6 +9,6 @@ if creator then return redis.error_reply('RUNEXISTS ' .. META) end
 redis.call('SET', KEYS[10], config)
 for at = 4 + 2 * n, #ARGV, 2 do redis.call('HSET', KEYS[11], ARGV[at], ARGV[at + 1]) end
 redis.call('HSET', META, 'creator', nonce, 'state', 'starting', 'reason', '', 'start', '1', 'low_water', '0')
-for at = 4, 3 + 2 * n, 2 do redis.call('HSET', META, ARGV[at], ARGV[at + 1]) end -- a fork's set first_group and low_water too
+for at = 4, 3 + 2 * n, 2 do redis.call('HSET', META, ARGV[at], ARGV[at + 1]) end -- those of a fork also set first_group and low_water
 signal('state', 'starting')
 return 1

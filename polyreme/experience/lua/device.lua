@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
--- device: asks for the run's devices, renews a grant of them, or gives them up.
--- Any number of holders may have `generate` at once; `train` excludes `generate` and other holders. A claim of `train` that waits admits no
--- further `generate`. An entry past its deadline ends when somebody else needs the devices, so an outage of Redis alone ends none.
+-- device: claims the run's devices, renews a grant, or releases it.
+-- Any number of holders may have `generate` at once; `train` excludes `generate` and other holders. While a claim of `train` waits, no
+-- further `generate` is granted. An entry past its deadline ends when another process needs the devices, so an outage of Redis alone ends
+-- none.
 -- KEYS: common, then device (hash): counter -> number of grants so far; USE:HOLDER -> "COUNTER DEADLINE_MS", COUNTER 0 while a claim waits.
 -- ARGV: ask or give, use, holder, the counter of the holder's grant (0: none), ttl in ms. Writes device.
 -- Returns {counter of the grant (0: none yet), 1 when a claim of `train` waits for this holder, the learner's version, the others ...}.
@@ -16,7 +17,7 @@ if ARGV[1] == 'give' then
   return {0, 0, meta('version')}
 end
 
--- The others that exclude this use. For a holder of `generate` this is a claim, which it should make room for.
+-- The other entries that exclude this use. For a holder of `generate` this is a claim of `train`, for which it should release the devices.
 local others, trains = {}, false
 local entries = redis.call('HGETALL', DEVICE)
 for at = 1, #entries, 2 do

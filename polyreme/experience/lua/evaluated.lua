@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- evaluated: evaluations up to `version` have ended or were skipped. The value never decreases.
+-- evaluated: records that evaluations up to `version` have ended or were skipped. The value never decreases.
 -- KEYS: common. Writes meta.evaluated.
 -- ARGV: orchestrator's term, version.
 local stale = refused('orchestrator', ARGV[1])

@@ -23,12 +23,13 @@ for a = version, math.min(version, iteration - 1 - staleness), -1 do
 end
 if waits_for then
   local before = now_ms() - timeout
-  -- What paused, or a learner that trained, is no straggling: the time counts from the version at which the plan waits.
+  -- Training time does not count as straggling: the time counts from the version at which the plan waits.
   if math.max(meta('orchestrator_since'), meta('version_since')) > before then return false end
   for _, m in ipairs(redis.call('ZRANGEBYSCORE', IN_FLIGHT, '-inf', waits_for)) do
     local index = tonumber(m)
     local r = row(index)
-    if tonumber(string.match(r.text, '(%d+)$')) <= before then
+    local since = tonumber(string.match(r.text, '(%d+)$'))  -- nil: paused
+    if since and since <= before then
       if next_attempt(index, r, 'straggler', meta('max_attempts')) then signal('expire', int(index)) end
     end
   end

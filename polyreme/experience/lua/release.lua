@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- release: deletes the payloads of plans <= iteration. The low water mark rises past every final group.
+-- release: deletes the payloads of plans <= iteration. The low-water mark rises past every final group.
 -- KEYS: common. Writes payloads, meta.released, meta.low_water.
--- ARGV: learner's term, iteration. Returns the low water mark.
+-- ARGV: learner's term, iteration. Returns the low-water mark.
 local stale = refused('learner', ARGV[1])
 if stale then return stale end
 local upto = tonumber(ARGV[2])

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- state: one legal step of the run's state. The state it already has changes nothing.
+-- state: makes one legal transition of the run's state. Setting the current state changes nothing.
 -- KEYS: common. Writes meta.
 -- ARGV: state, reason, the caller's start.
 local LEGAL = {

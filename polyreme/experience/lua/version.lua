@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- version: iteration `version` is trained: one step up. The current version changes nothing.
+-- version: records that iteration `version`, the next one, is trained. The current version changes nothing.
 -- KEYS: common. Writes meta.version, meta.version_since.
 -- ARGV: learner's term, version.
 local stale = refused('learner', ARGV[1])

@@ -1,4 +1,4 @@
-"""The reward service's check before a run starts: sources, options, and whether the rows have the columns that rewards need.
+"""The reward service's check before a run starts: sources, options, and the columns that rewards need.
 
 Invariant: the check reads a user's reward but never runs it, and its work is bounded: it reads only the first rows of a long file.
 """
@@ -33,7 +33,7 @@ _ROWS = 20_000
 
 @dataclass(frozen=True)
 class Need:
-    """The columns of which a row must have one for a reward; "label" stands for data.label_key.
+    """The columns that a reward needs, of which a row must have at least one; "label" stands for data.label_key.
 
     Attributes:
         columns: names of columns; empty: the reward needs none.
@@ -66,7 +66,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
 
 
 def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
-    """What a row must have for the reward. Raises ConfigError when the reward cannot be loaded."""
+    """Returns the columns that the reward needs. Raises ConfigError when the reward cannot be loaded."""
     if spec.url is not None:
         from polyreme_reward.remote.reward import HttpReward  # imports httpx, so only when needed
 

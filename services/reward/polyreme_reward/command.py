@@ -84,11 +84,11 @@ async def _serve(
             if run_id is not None:
                 raise ConfigError(
                     f"a section `reward` in run {run.run_id}",
-                    "none: it distils a teacher alone",
+                    "none: it only distils a teacher",
                     "Start no reward service for it.",
                 )
             # A container starts before it knows the run, and would be restarted for ever.
-            logger.info("run %s has no rewards: it distils a teacher alone; waiting for its end", run.run_id)
+            logger.info("run %s has no rewards: it only distils a teacher; waiting for its end", run.run_id)
             async with following:
                 await stop.wait()
             return

@@ -13,12 +13,12 @@ _MODES = (Mode.BUBBLEWRAP, Mode.LANDLOCK)
 
 
 def verdicts(_wanted: str | None) -> Iterator[Verdict]:
-    """The verdict on this machine as a reward server's. Programs run on the processor, whatever the device."""
+    """Checks whether this machine can run programs of rewards. They run on the processor with any device."""
     yield sandbox_verdict({mode: why_not(mode) for mode in _MODES})
 
 
 def sandbox_verdict(reasons: Mapping[Mode, str | None]) -> Verdict:
-    """The first mode that works. reasons: why a mode does not; None when it does."""
+    """Returns the verdict with the first working mode. Args: reasons: why each mode does not work; None: it works."""
     failures = "; ".join(f"{mode}: {reason}" for mode, reason in reasons.items() if reason is not None)
     working = [mode for mode in _MODES if reasons[mode] is None]
     if not working:

@@ -29,7 +29,9 @@ class NativeItem(BaseModel):
     response_raw: str = Field("", description="The response with special tokens.")
     label: str = Field("", description="The reference answer.")
     metadata: dict[str, Any] = Field({}, description="The other columns of the row.")
-    token_ids: list[StrictInt] = Field([], description="The response's tokens, stop token included; empty: only texts are known.")
+    token_ids: list[StrictInt] = Field(
+        [], description="The response's tokens, including the stop token; empty: only texts are known."
+    )
     token_texts: list[str] = Field([], description="The text of each token; together they are response_raw.")
 
 
@@ -49,7 +51,7 @@ class NativeResult(BaseModel):
     status: Literal["ok", "error", "timeout", "invalid"]
     score: float | None = Field(description="null unless the status is ok.")
     token_rewards: list[float] | None = Field(
-        description="One number per token, a part of the score; null where no reward answers per token."
+        description="One number per token, a part of the score; null if no reward returns numbers per token."
     )
     parts: list[NativePart]
     message: str

@@ -89,11 +89,11 @@ class RewardError(Exception):
 
 NO_LABEL = "expected a label to compare with; found none"
 """Prefix of the message of every item that fails because it has no label."""
-NO_TOKENS = "expected the response's tokens, for a reward that reads them; found texts alone"
+NO_TOKENS = "expected the response's tokens, for a reward that reads them; found only texts"
 
 MESSAGE_LIMIT = 2000
 EXTRAS_LIMIT = 32
-_LARGEST = 3.4028234663852886e38  # of float32, in which the experience log keeps rewards per token
+_LARGEST = 3.4028234663852886e38  # the maximum of float32, in which the experience log stores rewards per token
 
 
 def ok(value: float) -> Outcome:
@@ -173,7 +173,7 @@ def _length(value: object) -> int | None:
 def _per_token(value: object, tokens: int) -> tuple[float, ...] | str:
     """One finite number per token, or what was expected and found instead."""
     if not tokens:
-        return f"expected one number, since no tokens came with the item or over its wire; found {_shown(value)}"
+        return f"expected one number, since the item has no tokens; found {_shown(value)}"
     if (length := _length(value)) != tokens or isinstance(value, str | bytes | Mapping):
         return f"expected {tokens} numbers, one per token; found {_shown(value) if length is None else length}"
     listed = value.tolist() if hasattr(value, "tolist") else value
@@ -221,7 +221,7 @@ class Reward(Protocol):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it reads an item's tokens, which clients leave out where no reward does."""
+        """Whether it reads an item's tokens, which clients omit if no reward does."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""A cache of mapped arenas of the trainer's host, looked up by nonce.
+"""A cache of the mapped arenas of the trainer's host, by nonce.
 
 Invariant: `at` returns the arena that a path names now. `with_nonce` returns the arena with that nonce, even after a newer learner
 replaced the file. At most MAX_ARENAS arenas stay mapped.
@@ -16,7 +16,7 @@ class ArenaCache:
         self._by_file: dict[tuple[int, int], Arena] = {}
 
     def at(self, path: str) -> Arena:
-        """The arena that `path` names now. Raises ArenaError."""
+        """Returns the arena that `path` names now. Raises ArenaError."""
         file = identity(path)
         if file not in self._by_file:
             self._by_file[file] = Arena.open(path)
@@ -25,7 +25,7 @@ class ArenaCache:
         return self._by_file[file]
 
     def with_nonce(self, path: str, nonce: bytes) -> Arena:
-        """The arena with this nonce: a mapped one, else the one at `path`. Raises ArenaError."""
+        """Returns the arena with this nonce: a mapped one, otherwise the one at `path`. Raises ArenaError."""
         for arena in self._by_file.values():
             if arena.nonce == nonce:
                 return arena

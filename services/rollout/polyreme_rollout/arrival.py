@@ -1,4 +1,4 @@
-"""Bytes that arrive in order in one buffer: hashed by a thread, and offered to other replicas as far as they are verified.
+"""Bytes that arrive in order in one buffer. A thread hashes them, and other replicas may fetch the verified ones.
 
 Invariant: one thread at a time writes to the buffer.
 """
@@ -35,17 +35,17 @@ class Arrival:
             await asyncio.shield(self._adding)
 
     async def idle(self) -> None:
-        """Waits until no thread writes to the buffer. An error of that thread belongs to an older stream."""
+        """Waits until no thread writes to the buffer. Ignores an error of that thread, which belongs to an older stream."""
         if self._adding:
             await asyncio.wait({self._adding})
         self._adding = None
 
     def begin(self) -> None:
-        """A stream brings bytes from now on."""
+        """Records that a stream has started."""
         self.outgoing.update(self.assembly.verified, arriving=True)
 
     def end(self) -> None:
-        """The stream has ended."""
+        """Records that the stream has ended."""
         self.outgoing.update(self.outgoing.available, arriving=False)
 
     def _publish(self, added: "asyncio.Future[Any]") -> None:

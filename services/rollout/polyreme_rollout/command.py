@@ -1,4 +1,4 @@
-"""`polyreme rollout`: one replica, from a Redis URL alone.
+"""`polyreme rollout`: starts one replica, which needs only the URL of Redis.
 
 Invariant: importing this module is cheap, because `polyreme --help` and the command line's checks do so.
 """
@@ -18,7 +18,7 @@ def rollout(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Serve the weights of this Hugging Face directory over HTTP alone, without a run. Its policy version is 0."
+            help="Serve the weights of this Hugging Face directory over HTTP only, without a run. Its policy version is 0."
         ),
     ] = None,
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; default: the newest run.")] = None,

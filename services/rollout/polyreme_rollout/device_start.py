@@ -1,7 +1,7 @@
-"""The devices of a colocated replica while its engine starts, which needs them before the replica has an event loop.
+"""Holds the devices of a colocated replica while its engine starts, before the replica has an event loop.
 
-Invariant: the grant is renewed until the replica's event loop renews it, and ends when this process dies. The engine may fork, so the renewals are the
-work of a process of their own: `python -m polyreme_rollout.device_start HOLDER COUNTER`.
+Invariant: the grant is renewed until the replica's event loop renews it, and ends when this process dies. The engine may fork, so a
+separate process makes the renewals: `python -m polyreme_rollout.device_start HOLDER COUNTER`.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ class Held:
 def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[Held | None]:
     """Waits for the devices of a colocated run and renews the grant until `Held.end_renewals`, or until the end of the block.
 
-    None where devices are not shared.
+    Yields None if the devices are not shared.
 
     Raises:
-        RunFailedError: the run has ended meanwhile.
+        RunFailedError: the run has ended in the meantime.
     """
     if spec.config.placement != "colocated":
         yield None

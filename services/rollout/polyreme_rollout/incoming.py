@@ -1,4 +1,4 @@
-"""A part or a delta that arrives by stream, and the memory that takes it.
+"""A part or a delta that arrives by stream, and the memory that receives it.
 
 Invariant: a buffer is complete when all its bytes match their digests, and only then has a location for the engine.
 """
@@ -51,7 +51,7 @@ class Buffer:
         return ArenaSource(str(self.arena.path), self.arena.nonce, SLOT, self.generation, manifest)
 
     async def apply(self, delta: DeltaManifest, payload: memoryview, base: "Buffer") -> None:
-        """Makes this buffer, which may be the base, hold what the delta leads to. Raises FrameError, DigestError."""
+        """Writes the delta's result into this buffer, which may be the base. Raises FrameError, DigestError."""
         self._assembly.broken = True  # until the result is verified
         self._applying = asyncio.get_running_loop().run_in_executor(None, self._apply, delta, payload, base)
         self._applying.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -75,7 +75,7 @@ class Buffer:
 
 
 class Payload:
-    """The payload of the newest delta of a part, as far as it has arrived. The thread that writes the bytes brings in the pages."""
+    """The arrived bytes of the newest delta's payload of a part. The thread that writes the bytes faults in the pages."""
 
     def __init__(self, delta: DeltaManifest) -> None:
         self._tensors, self.data = delta.tensors, np.empty(delta.nbytes, np.uint8).data
@@ -117,8 +117,8 @@ class IncomingDelta:
     """A delta that arrives: `add` the bytes of its payload in order, then `finish`.
 
     Args:
-        payload: takes the bytes, or has them already, perhaps from an older delta with the same changes.
-        apply: makes a buffer hold what the payload leads to.
+        payload: receives the bytes, or has them already, perhaps from an older delta with the same changes.
+        apply: writes the delta's result into a buffer.
     """
 
     def __init__(self, delta: DeltaManifest, payload: Payload, apply: Callable[[memoryview], Awaitable[Buffer]]) -> None:
@@ -161,7 +161,7 @@ class CompleteDelta:
 
     async def add(self, offset: int, data: memoryview) -> None:
         """Raises RangeError."""
-        raise RangeError(f"expected no bytes, because all are here; found {len(data)} from {offset} on")
+        raise RangeError(f"expected no bytes, because the delta is complete; found {len(data)} from {offset} on")
 
     async def finish(self) -> ArenaSource:
         """The location of the part."""

@@ -1,6 +1,6 @@
 """A replica's Prometheus metrics.
 
-Invariant: they live in a registry of their own, because vLLM uses the default registry of the same process.
+Invariant: they have their own registry, because vLLM uses the default registry of the same process.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram

@@ -1,6 +1,6 @@
 """The configuration with which a model directory is served without a run.
 
-Invariant: an export of a run is served as that run served it; another model with the defaults, within its own context.
+Invariant: an export of a run is served with that run's settings. Any other model is served with the defaults, within its own context.
 """
 
 import json
@@ -13,7 +13,7 @@ from polyreme.config.run import RunConfig
 
 _NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
 _CONTEXT = 4096
-"""Longest prompt plus response in tokens of a model that is no run's, unless its own context is shorter."""
+"""Maximum tokens of prompt and response for a model without a run, unless its own context is shorter."""
 
 
 def config_for_model(model_dir: Path) -> RunConfig:

@@ -1,6 +1,6 @@
 """Serves the /v1 of an engine whose weights never change.
 
-Invariant: the server is reached over HTTP alone and belongs to no run. Every reply names version 0.
+Invariant: the server has only an HTTP port and belongs to no run. Every reply names version 0.
 """
 
 import asyncio

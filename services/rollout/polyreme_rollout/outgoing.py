@@ -1,6 +1,6 @@
-"""Verified bytes that other replicas may fetch, also while more of them arrive. Runs on one event loop.
+"""Verified bytes that other replicas may fetch, even while more arrive. Runs on one event loop.
 
-Invariant: a reader gets verified bytes only, and none after `close`, because the memory may then be overwritten.
+Invariant: a reader gets only verified bytes, and none after `close`, because the memory may then be overwritten.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from polyreme_rollout.staged_parts import VersionId
 
 @dataclass(frozen=True)
 class PartId:
-    """A part of a version, or, with `base`, the payload of the delta that leads there from that version."""
+    """A part of a version or, with `base`, the payload of the delta from that version."""
 
     version: VersionId
     part: int
@@ -23,9 +23,9 @@ class Outgoing:
     """The bytes of one buffer.
 
     Attributes:
-        available: bytes from the first one on that may be read.
-        arriving: whether a stream brings more.
-        closed: whether the memory has another use now.
+        available: number of bytes, from the first one on, that may be read.
+        arriving: whether a stream is adding bytes.
+        closed: whether the memory has been released.
     """
 
     def __init__(self, data: memoryview, available: int = 0) -> None:
@@ -44,10 +44,10 @@ class Outgoing:
         self._notify()
 
     async def read(self, offset: int, size: int, timeout: float) -> memoryview:  # noqa: ASYNC109
-        """The bytes from `offset` on, 1 to `size` of them; none once closed. The caller copies them before it awaits anything.
+        """Returns 1 to `size` bytes from `offset` on, or none once closed. The caller copies them before its next await.
 
         Raises:
-            TimeoutError: no stream brought more for `timeout` seconds.
+            TimeoutError: no more bytes arrived for `timeout` seconds.
         """
         while not self.closed and self.available <= offset:
             changed = self._changed
@@ -61,7 +61,7 @@ class Outgoing:
 
 
 class OutgoingParts:
-    """What a replica can send to others."""
+    """The parts that a replica can send to others."""
 
     def __init__(self) -> None:
         self._parts: dict[PartId, Outgoing] = {}
@@ -74,7 +74,7 @@ class OutgoingParts:
         self._changed = asyncio.Event()
 
     async def get(self, id: PartId, timeout: float) -> Outgoing | None:  # noqa: ASYNC109
-        """The part, which may be offered within `timeout` seconds. None: it was not."""
+        """Returns the part, and waits up to `timeout` seconds for it. None: it was not offered in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while (found := self._parts.get(id)) is None:

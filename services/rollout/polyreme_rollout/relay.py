@@ -1,4 +1,4 @@
-"""Weights from replica to replica: `send` answers another replica's Fetch, `fetch` calls another replica's.
+"""Weight transfer between replicas: `send` serves a Fetch call, and `fetch` makes one.
 
 Invariant: every wait has a deadline. A failure of the other side is a SourceError, never a failure of this replica.
 """
@@ -16,16 +16,16 @@ from polyreme.weights.wire import CHUNK_BYTES, FETCH, SLOWEST_STREAM_BYTES_PER_S
 from polyreme_rollout.outgoing import OutgoingParts, PartId
 from polyreme_rollout.staged_parts import Refusal, VersionId
 
-OFFER_TIMEOUT = 20.0  # the part's own stream begins, memory is allocated first
-RESUME_TIMEOUT = 10.0  # a broken stream of the part goes on from another source
+OFFER_TIMEOUT = 20.0  # the part's stream first allocates memory
+RESUME_TIMEOUT = 10.0  # a broken stream of the part continues from another source
 CONNECT_TIMEOUT = 10.0
-IDLE_TIMEOUT = 60.0  # longer than OFFER_TIMEOUT and RESUME_TIMEOUT together, so that the source can report what is wrong
+IDLE_TIMEOUT = 60.0  # longer than OFFER_TIMEOUT and RESUME_TIMEOUT together, so that the source can report its problem
 
 T = TypeVar("T")
 
 
 class SourceError(Exception):
-    """The other replica did not send the bytes. `outcome`: of the StageRelayResponse."""
+    """The other replica did not send the bytes. `outcome`: the value for the StageRelayResponse."""
 
     def __init__(self, text: str, outcome: Literal["failed", "missing", "full"] = "failed") -> None:
         super().__init__(text)
@@ -53,11 +53,11 @@ async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[
 async def fetch(
     source: str, request: pb.FetchRequest, security: SecurityConfig | None, seconds: float, largest: int
 ) -> AsyncGenerator[tuple[int, memoryview], None]:
-    """A part's bytes in order, from the request's offset on.
+    """Yields a part's bytes in order, from the request's offset on.
 
     Args:
-        seconds: for the whole transfer.
-        largest: bytes of the largest tensor or frame. A source that still receives sends nothing of it before it has verified all of it.
+        seconds: timeout of the whole transfer.
+        largest: bytes of the largest tensor or frame, which a source that is still receiving verifies completely before it sends any of it.
 
     Raises:
         SourceError: also when the source sends nothing for too long.

@@ -1,4 +1,5 @@
-"""The life of a replica process: run record, model files, engine, servers, and the same in reverse.
+"""The life of a replica process: it reads the run record and model files, starts the engine and the servers, and stops them in reverse
+order.
 
 Invariant: the engine starts before any thread or event loop, because it may fork; modules that start threads are imported after it.
 However the process ends, its engine's processes and its files end with it.
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from polyreme.config.run import RunConfig
@@ -19,7 +21,7 @@ from polyreme_rollout.device_start import Held, devices_while_starting
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.model_config import config_for_model
-from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec
+from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec, report_engine
 from polyreme_rollout.temp_dir import replica_temp_dir
 
 
@@ -41,10 +43,12 @@ def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_t
         for name, data in spec.model_files.items():
             (model_dir / Path(name).name).write_bytes(data)
         with devices_while_starting(spec, redis_url) as held:
+            asyncio.run(report_engine(redis_url, spec.run_id, spec.config.rollout.engine))
+            began = time.monotonic()
             engine = start_engine(spec.config, model_dir)
             try:
                 check_routes(engine, spec.config)
-                asyncio.run(_serve(engine, spec, redis_url, endpoint, held))
+                asyncio.run(_serve(engine, spec, redis_url, endpoint, held, began))
             finally:
                 engine.close()
 
@@ -53,7 +57,7 @@ def serve_model(model_dir: Path, endpoint: Endpoint) -> None:
     """Serves /v1 from the weights in a directory, without a run, until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: this is no model directory, or the port is taken.
+        ConfigError: it is not a model directory, or the port is in use.
     """
     logging_setup.setup("rollout")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -79,13 +83,16 @@ async def _serve_model(engine: InferenceEngine, config: RunConfig, endpoint: End
     await serve_v1(engine, config, endpoint, stop)
 
 
-async def _serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, held: Held | None) -> None:
+async def _serve(
+    engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, held: Held | None, began: float
+) -> None:
     from polyreme.process import lifecycle
     from polyreme_rollout.serving import serve
 
     stop = lifecycle.stop_event()
     await engine.open()
     lifecycle.settle()
+    await report_engine(redis_url, spec.run_id, engine.name, time.monotonic() - began)
     await serve(engine, spec, redis_url, endpoint, stop, held)
 
 
@@ -93,14 +100,14 @@ def check_routes(engine: InferenceEngine, config: RunConfig) -> None:
     """Raises ConfigError when the run replays routes that the engine does not report."""
     if config.trainer.moe.replay_routes and not engine.reports_routes:
         raise ConfigError(
-            "an engine that reports which experts it has chosen, for trainer.moe.replay_routes",
+            "an engine that reports its chosen experts, for trainer.moe.replay_routes",
             f"{engine.name}, which does not",
             "Remove trainer.moe.replay_routes, or use an engine that reports its routes.",
         )
 
 
 def _check_ports(endpoint: Endpoint) -> None:
-    """Finds a taken port before the engine starts. Raises ConfigError."""
+    """Raises ConfigError for a port in use, before the engine starts."""
     from polyreme.net.http_server import bind
 
     for port in (endpoint.port, endpoint.http_port):

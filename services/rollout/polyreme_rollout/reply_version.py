@@ -1,8 +1,8 @@
-"""Names the policy version in every reply of /v1: in a header, and as `system_fingerprint` of completions. Refuses other versions than
-a request asks for.
+"""Names the policy version in every reply of /v1: in a header, and as `system_fingerprint` of completions. Refuses versions that a
+request excludes.
 
-Invariant: each token of a reply is by one of the versions that were served from the first named one to the last, and by no version that
-the request excludes.
+Invariant: each token of a reply was sampled by a version between the first and the last named one, and by no version that the request
+excludes.
 """
 
 import json
@@ -17,16 +17,16 @@ HEADER = "polyreme-policy-version"
 """`7`, or `7-8` when the reply began on version 7 and ended on version 8."""
 
 MIN_HEADER = "polyreme-min-policy-version"
-"""Of a request: the oldest version that may answer."""
+"""Request header: the oldest version that may answer."""
 EXACT_HEADER = "polyreme-exact-policy-version"
-"""Of a request: the only version that may answer."""
+"""Request header: the only version that may answer."""
 
 _EVENT = b"data: "
 
 
 @dataclass(frozen=True)
 class WantedVersion:
-    """What a request asks for; None: any."""
+    """The version constraints of a request; None: any version."""
 
     minimum: int | None
     exact: int | None
@@ -37,7 +37,7 @@ class WantedVersion:
         return cls(*(int(text) if (text := headers.get(name)) is not None else None for name in (MIN_HEADER, EXACT_HEADER)))
 
     def refusal(self, served: int | None) -> str | None:
-        """Why this version may not answer; None: it may."""
+        """The reason why this version may not answer; None: it may."""
         if self.exact is not None and served != self.exact:
             return f"expected policy version {self.exact}; found {served}"
         if self.minimum is not None and (served is None or served < self.minimum):
@@ -48,11 +48,11 @@ class WantedVersion:
 class VersionedReplies:
     """An ASGI middleware around an OpenAI-compatible application.
 
-    The header of a streamed reply names the version at its beginning, since it is sent before the rest is sampled. The
-    `system_fingerprint` of each event names the newest version too.
+    The header of a streamed reply names only its first version, since it is sent before the rest is sampled. The
+    `system_fingerprint` of each event also names the newest version.
 
     Args:
-        version: the version that is served, once no swap is running; None when none is served.
+        version: waits for a running swap to end and returns the served version, or None.
     """
 
     def __init__(self, app: ASGIApp, version: Callable[[], Awaitable[int | None]]) -> None:
@@ -71,7 +71,7 @@ class VersionedReplies:
 
 
 class _Reply:
-    """Takes the messages of one reply and sends them on, until a version samples that the request excludes."""
+    """Forwards the messages of one reply, until an excluded version samples."""
 
     def __init__(
         self, send: Send, version: Callable[[], Awaitable[int | None]], first: int | None, wanted: WantedVersion
@@ -80,7 +80,7 @@ class _Reply:
         self._refused = False
         self._start: Message | None = None
         self._events = False
-        self._rest = b""  # of a body: what is not sent yet
+        self._rest = b""  # the unsent part of a body
 
     async def send(self, message: Message) -> None:
         if self._refused:
@@ -120,7 +120,7 @@ class _Reply:
 
 
 def stamped(body: bytes, versions: str) -> bytes:
-    """The JSON of a completion with its `system_fingerprint` set; any other body as it is."""
+    """The JSON of a completion with its `system_fingerprint` set; any other body unchanged."""
     try:
         reply = json.loads(body)
     except ValueError:

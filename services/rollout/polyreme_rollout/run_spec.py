@@ -1,8 +1,10 @@
 """The parts of a run's record that a replica needs.
 
-Invariant: a replica knows a run only through Redis; it needs no copy of the model or of the configuration file.
+Invariant: a replica reads the run only from Redis. It needs no copy of the model or of the configuration file.
 """
 
+import os
+import socket
 from dataclasses import dataclass
 
 from polyreme.config.run import RunConfig
@@ -14,7 +16,7 @@ FIND_RUN_TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run as a replica serves it.
+    """A run, as far as a replica needs it.
 
     Attributes:
         model_files: config and tokenizer files by name.
@@ -35,5 +37,15 @@ async def fetch_run_spec(redis_url: str, run_id: str | None, find_timeout: float
         run = await Run.attach(redis, run_id, find_timeout, ended=False)
         fingerprint = await run.model_fingerprint()
         return RunSpec(run.run_id, await run.config(), await run.model_files(), fingerprint, follows_newest=run_id is None)
+    finally:
+        await redis.aclose()
+
+
+async def report_engine(redis_url: str, run_id: str, engine: str, seconds: float | None = None) -> None:
+    """Records that the replica's engine is starting or, with `seconds`, the duration of its start. Raises StoreError."""
+    redis = await connect(redis_url)
+    try:
+        record = {"kind": "engine_start", "host": socket.gethostname(), "pid": os.getpid(), "engine": engine}
+        await Run(redis, run_id).emit(record if seconds is None else {**record, "seconds": round(seconds, 1)})
     finally:
         await redis.aclose()

@@ -1,8 +1,8 @@
 """Generate: the sequences of one group become engine requests, and their tokens become one stream of chunks.
 
 Invariant: a call ends with the end of every sequence, or with a status that gives the reason. When it ends in any other way, its
-engine requests are aborted. A chunk waits briefly for other chunks of its call, the end of a sequence does not: a message costs both
-sides far more than a chunk in it.
+engine requests are aborted. A chunk waits briefly for other chunks of its call, since a message costs both sides far
+more than a chunk in it. The end of a sequence does not wait.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from polyreme_rollout.sequences import SequenceProgress
 from polyreme_rollout.weight_swap import WeightSwapper
 
 GATHER_SECONDS = 0.2
-"""How long a chunk may wait for other chunks of its call. A replica's death loses this much more generation."""
+"""Seconds that a chunk may wait for other chunks of its call. The death of a replica loses this much more generation."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class _PolicyLostError(Exception):
 
 
 class _PolicyChangedError(Exception):
-    """The replica serves another version than the call may use."""
+    """The replica serves a version that the call may not use."""
 
 
 class _Call:
-    """The results of one Generate call that wait to be sent. `exact_version`: the only one that may sample; None: any."""
+    """The unsent results of one Generate call. `exact_version`: the only version that may sample; None: any."""
 
     def __init__(self, exact_version: int | None) -> None:
         self.exact_version = exact_version
@@ -55,7 +55,7 @@ class _Call:
         self._gathering: asyncio.TimerHandle | None = None
 
     def send_soon(self) -> None:
-        """The response holds a chunk, which may wait for others."""
+        """Schedules the response, whose chunks may wait for others."""
         if self._gathering is None:
             self._gathering = asyncio.get_running_loop().call_later(GATHER_SECONDS, self.must_send.set)
 
@@ -78,8 +78,8 @@ class _Sequence:
     """A sequence that is being sampled.
 
     Attributes:
-        request_id: the engine's request for it, or the last one.
-        sampling: takes that request's tokens; None before the first request.
+        request_id: id of its current or last engine request.
+        sampling: the task that reads that request's tokens; None before the first request.
     """
 
     progress: SequenceProgress
@@ -114,10 +114,10 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         return len(self._running)
 
     def on_swap(self, version: int, sampled: Mapping[str, int]) -> None:
-        """The policy changed to `version`; `sampled`: tokens of each engine request at that moment.
+        """Handles a change of the policy to `version`. `sampled`: tokens of each engine request at that moment.
 
-        A request without a token starts anew: what the engine has computed of its prompt, or finds in its cache for it, is the previous
-        version's, while all its tokens would be those of this one.
+        A request without a token starts again: its computed or cached prompt belongs to the previous version, while all its tokens would
+        belong to this one.
         """
         for sequence in self._running.values():
             exact = sequence.call.exact_version
@@ -129,7 +129,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
                 sequence.sampling.cancel()
 
     def on_lost(self) -> None:
-        """No policy is left: every running call fails."""
+        """Fails every running call, because no policy is left."""
         for sequence in self._running.values():
             sequence.call.fail(
                 _PolicyLostError("a weight swap failed and no version could be restored: continue on another replica")
@@ -189,7 +189,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     async def _refuse_unserved(self, request: pb.GenerateRequest, context: Any) -> None:
         await self._swapper.steady.wait()
         if self.draining:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this replica is draining: ask another one")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this replica is draining: use another one")
         version = self._swapper.version
         if self._swapper.quarantined or version is None or version < request.min_version:
             found = "a quarantined replica" if self._swapper.quarantined else "none" if version is None else f"version {version}"

@@ -35,7 +35,7 @@ from polyreme_rollout.weights_service import WeightsService
 
 DRAIN_TIMEOUT = 20.0
 ENGINE_CHECK_INTERVAL = 0.5
-QUEUED_PER_RUNNING = 16  # accepted sequences per sequence that can be decoded at once
+QUEUED_PER_RUNNING = 16  # accepted sequences per decode slot
 
 _SERVICES = [
     rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,
@@ -56,8 +56,8 @@ async def serve(
     """Serves an open engine until `stop`, then drains.
 
     Args:
-        held: the grant of the devices under which the engine has started. Without one, a colocated replica waits for a grant before it
-            gets a lease; its engine, which runs already, must use no device until then.
+        held: the device grant under which the engine has started. Without one, a colocated replica waits for a grant before it
+        registers its lease, and its running engine must not use a device until then.
 
     Raises:
         StoreError, ConfigError: see their messages. StaleGrantError: `held` has ended. PolyremeError: the engine has died; a restart of
@@ -132,7 +132,7 @@ async def serve(
 
 
 async def _acquire(device: DeviceLease, stop: asyncio.Event) -> bool:
-    """Waits for the devices. Returns whether they are granted; False: `stop` came first."""
+    """Waits for the devices. Returns True when they are granted, and False when `stop` is set first."""
     acquiring, stopping = asyncio.create_task(device.acquire()), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({acquiring, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
 """Stages the parts of a version: maps them in the trainer's arena or receives them, verifies them, and keeps them for the commit.
 
 Invariant:
-- What `take` returns has verified digests. The bytes that the engine serves or loads are never overwritten by what is received.
+- Every part that `take` returns has verified digests. Received bytes never overwrite bytes that the engine serves or loads.
 - A call with an older learner term than the newest one seen changes nothing.
 """
 
@@ -51,7 +51,7 @@ class Staging:
 
     @property
     def outgoing(self) -> OutgoingParts:
-        """What other replicas may fetch from this one."""
+        """The parts that other replicas may fetch from this one."""
         return self._receiver.outgoing
 
     def probe(self, run_id: str, term: int, path: str, nonce: bytes) -> None:
@@ -67,7 +67,7 @@ class Staging:
 
         Raises:
             Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; NOT_FOUND: the arena cannot be mapped; DATA_LOSS: its
-                bytes do not match the manifest, or were overwritten meanwhile.
+                bytes do not match the manifest, or were overwritten during the verification.
         """
         self.admit(manifest.run_id, manifest.term)
         try:
@@ -87,11 +87,11 @@ class Staging:
 
     @asynccontextmanager
     async def receive(self, content: Manifest | DeltaManifest) -> AsyncIterator[Incoming]:
-        """Receives one part, or a delta that leads to it, by stream: the block adds the bytes, and the part is staged at its end.
+        """Receives one part, whole or as a delta, by stream: the block adds the bytes, and the part is staged at its end.
         Generation continues.
 
         Raises:
-            Refusal: ABORTED; FAILED_PRECONDITION, also when the base of a delta is not here; RESOURCE_EXHAUSTED: no room; DATA_LOSS: the
+            Refusal: ABORTED; FAILED_PRECONDITION, also when the base of a delta is missing; RESOURCE_EXHAUSTED: no room; DATA_LOSS: the
                 bytes do not match the manifest; INVALID_ARGUMENT: bytes out of order, missing, or beyond the part; CANCELLED: a newer
                 stream has started.
         """

@@ -4,8 +4,8 @@ Invariant:
 - A buffer that holds the served version, or one that the engine is loading, is not written. A delta is applied to a copy of its base, or
   in place to a base that is not served.
 - A part has one stream at a time. A newer stream ends an older one, whose connection may be dead without notice.
-- The bytes of a broken stream stay, unstaged, until other bytes replace them; the next stream of the same part continues after them.
-- At most one buffer per part is idle. A part has the payload of at most one delta, until the part arrives whole.
+- The bytes of a broken stream stay unstaged until other bytes replace them; the next stream of the same part continues after them.
+- At most one buffer per part is idle. A part keeps the payload of at most one delta, until the whole part arrives.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class SupersededError(Exception):
 
 
 class BaseError(Exception):
-    """The base of a delta is not here."""
+    """No buffer holds the base of a delta."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class WeightReceiver:
         return payload
 
     async def _held_payload(self, delta: DeltaManifest) -> Payload | None:
-        """The memory that has the delta's payload, or the beginning of it."""
+        """The memory that holds the delta's payload or the beginning of it."""
         if payload := self._payloads.get(delta.manifest.part):
             await payload.arrival.idle()
         return payload if payload and payload.holds(delta) else None
@@ -125,7 +125,7 @@ class WeightReceiver:
 
     @asynccontextmanager
     async def _offered(self, id: PartId, arrival: Arrival) -> AsyncIterator[None]:
-        """Other replicas may fetch what arrives during the block, and afterwards until its memory has another use."""
+        """Offers the bytes that arrive during the block to other replicas, until the memory is reused."""
         self.outgoing.offer(id, arrival.outgoing)
         arrival.begin()
         try:
@@ -134,7 +134,7 @@ class WeightReceiver:
             arrival.end()
 
     async def _offer_again(self, delta: DeltaManifest, complete: Buffer) -> None:
-        """Other replicas may fetch what is here already, perhaps as another version with the same bytes."""
+        """Offers bytes that are complete already to other replicas, perhaps as another version with the same bytes."""
         self.outgoing.offer(_part_id(delta.manifest), complete.arrival.outgoing)
         payload = await self._held_payload(delta)
         if payload and payload.arrival.assembly.complete:
@@ -152,7 +152,7 @@ class WeightReceiver:
         return shadow
 
     def _reuse(self, buffer: Buffer) -> None:
-        """The buffer's bytes will be overwritten or released."""
+        """Announces that the buffer's bytes will be overwritten or released."""
         self._on_reuse(buffer.arena.nonce)
         buffer.arrival.outgoing.close()
 

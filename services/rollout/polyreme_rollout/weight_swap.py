@@ -4,8 +4,8 @@ Invariant:
 - The replica serves a whole version with verified digests, or nothing. A failed swap restores the previous version; when that fails
   too, the replica serves nothing until a later version is committed.
 - Nothing is sampled while the policy changes, and each running request records the token at which it changed.
-- Between `at_rest` and the next commit or `go_on`, nothing is sampled and no request is accepted. Neither continues sampling while the
-  devices may not be used.
+- Between `at_rest` and the next commit or `go_on`, nothing is sampled and no request is accepted. Neither of them continues sampling while
+the replica may not use the devices.
 - A version takes requests, and the tokens that it samples are delivered, only after its canary has passed. A replica whose canary fails
   serves nothing until a later swap passes.
 """
@@ -40,7 +40,7 @@ class Served:
 class Committed:
     """`stall_seconds`: how long generation was paused; `reload_seconds`: the load of the slowest worker.
 
-    `canary_difference`: see `Canary.check`; None when there was no canary, or no place in the engine for it.
+    `canary_difference`: see `Canary.check`; None without a canary, or without a free slot in the engine for it.
     """
 
     version: int
@@ -75,7 +75,7 @@ class WeightSwapper:
         self._swaps = 0
         self._failures = 0
         self._intact = True
-        """Whether the engine has the weights of `served`, unless it has dropped them while it slept."""
+        """Whether the engine holds the weights of `served`. It may have dropped them while it slept."""
         self.may_use_devices: Callable[[], bool] = lambda: True
         """Whether the engine may sample. A colocated replica sets it: see `device_turns`."""
         self.served: Served | None = None
@@ -99,7 +99,7 @@ class WeightSwapper:
         return self.salt
 
     async def steady_version(self) -> int | None:
-        """The version that is served, None without one. Waits for the end of a swap."""
+        """The served version, or None. Waits for the end of a swap."""
         await self.steady.wait()
         return self.version
 
@@ -152,7 +152,7 @@ class WeightSwapper:
 
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
-        """No swap runs in the block, nothing is sampled, and new requests wait. After it, a commit or `go_on` continues sampling.
+        """In the block no swap runs, nothing is sampled, and new requests wait. After it, a commit or `go_on` continues sampling.
 
         Raises EngineDeadError.
         """
@@ -188,7 +188,7 @@ class WeightSwapper:
                 self._lose()
 
     async def _swap(self, new: Served, canary: Canary | None) -> Committed:
-        """Pauses, loads, resumes, and asks the canary. Raises Refusal(INTERNAL), EngineDeadError."""
+        """Pauses, loads, resumes, and checks the canary. Raises Refusal(INTERNAL), EngineDeadError."""
         started = time.perf_counter()
         await self._engine.pause()
         try:
@@ -196,7 +196,7 @@ class WeightSwapper:
             loaded = await self._engine.load(new.sources)
         except LoadError as error:
             raise Refusal("INTERNAL", await self._fall_back(new.id, error)) from None
-        self._check_devices()  # the grant may have ended meanwhile; `go_on` then loads the served version again
+        self._check_devices()  # the grant may have ended by now; `go_on` then loads the served version again
         self.staging.drop()
         await self._resume(new, loaded)
         stall = time.perf_counter() - started
@@ -213,12 +213,15 @@ class WeightSwapper:
         return Committed(new.id.version, stall, loaded.seconds, difference)
 
     async def _ask_canary(self, canary: Canary) -> float | None:
-        """Raises CanaryError. None: every place of the engine stayed taken, by requests that go on meanwhile."""
+        """Checks the canary and returns its difference. None: every slot of the engine stayed occupied by running requests. Raises
+        CanaryError."""
         try:
             async with asyncio.timeout(CANARY_TIMEOUT):
                 return canary.check(await self._engine.logprobs(canary.ids, f"canary.{self.salt}"))
         except TimeoutError:
-            logger.warning("the engine had no place for the canary within %g s; the version is served without it", CANARY_TIMEOUT)
+            logger.warning(
+                "the engine had no free slot for the canary within %g s; the version is served without it", CANARY_TIMEOUT
+            )
             return None
 
     async def _fall_back(self, id: VersionId, error: LoadError) -> str:
@@ -258,7 +261,7 @@ class WeightSwapper:
     def _check_devices(self) -> None:
         """Raises Refusal(FAILED_PRECONDITION) when the devices may not be used."""
         if not self.may_use_devices():
-            raise Refusal("FAILED_PRECONDITION", "expected the right to use the devices; found that it has ended")
+            raise Refusal("FAILED_PRECONDITION", "expected a grant of the devices; found that it has ended")
 
     def _begin(self, served: Served) -> None:
         self.served = served

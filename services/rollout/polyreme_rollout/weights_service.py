@@ -1,6 +1,7 @@
 """The gRPC side of weight swaps.
 
-Invariant: every refusal of the weight swapper becomes a gRPC status with its message, and every silent stream ends with one.
+Invariant: every refusal of the weight swapper becomes a gRPC status with its message. A stream that sends nothing for too long ends with a
+status.
 """
 
 import asyncio
@@ -156,7 +157,7 @@ def _fetch_request(request: pb.StageRelayRequest, offset: int) -> pb.FetchReques
 
 
 def _largest(content: Manifest | DeltaManifest) -> int:
-    """Bytes of the largest range with a digest of its own."""
+    """Bytes of the largest range that has its own digest."""
     ranges = content.frames if isinstance(content, DeltaManifest) else content.tensors
     return max((part.nbytes for part in ranges), default=0)
 
@@ -175,7 +176,7 @@ def _parsed(parse: Callable[[M], T], message: M) -> T:
 
 
 async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
-    """None: the stream has ended."""
+    """Returns the next message; None: the stream has ended."""
     try:
         async with asyncio.timeout(STREAM_IDLE_TIMEOUT):
             return await anext(messages, None)

@@ -84,7 +84,7 @@ def train(
 
 @contextmanager
 def _joined(path: Path, overrides: list[str]) -> Iterator[Start]:
-    """The configuration of a run that `polyreme up` has checked and opened."""
+    """Reads the configuration of a run that `polyreme up` has checked and opened."""
     yield Start(load_config(path, overrides))
 
 

@@ -64,9 +64,15 @@ def check(
         return report_prompts(sources, resolved, template)
 
     found = report(file or resolved.data.train)
-    held_out = {
-        name: report(sources) for name, sources in held_out_sets(resolved).items() if file is None or sources != file.resolve()
-    }
+    held_out: dict[str, Report | DataError] = {}
+    for name, sources in held_out_sets(resolved).items():
+        if file is None or sources != file.resolve():
+            try:
+                held_out[name] = report(sources)
+            except DataError as error:
+                if file is None:
+                    raise
+                held_out[name] = error  # the columns of another file are none of this one's
     console = Console(highlight=False, soft_wrap=True)
     for line in report_lines(found, held_out):
         console.print(line, markup=False)
@@ -135,8 +141,8 @@ def held_out_sets(config: RunConfig | StageConfig) -> dict[str, Sources]:
     return {f"the set {each.name}" if each.name else "data.eval": each.data for each in config.evaluation_sets}
 
 
-def report_lines(found: Report, held_out: Mapping[str, Report]) -> Iterator[str]:
-    """The report as lines of text; `held_out`: those of the data which must share no row with it, by name."""
+def report_lines(found: Report, held_out: Mapping[str, Report | DataError]) -> Iterator[str]:
+    """The report as lines of text; `held_out`: those of the data which must share no row with it, by name, or why there is none."""
     lengths = np.array(found.lengths)
     low, middle, high = (int(np.percentile(lengths, q)) for q in (5, 50, 95))
     yield f"rows        {len(lengths):,}"
@@ -150,6 +156,9 @@ def report_lines(found: Report, held_out: Mapping[str, Report]) -> Iterator[str]
         yield f"unlabelled  {found.unlabelled} without a reference answer"
     yield f"duplicates  {len(found.repeated)}{_named(found.repeated)}"
     for name, other in held_out.items():
+        if isinstance(other, DataError):
+            yield f"leaks       not looked for in {name}: {other}"
+            continue
         shared = found.shared_with(other)
         yield f"leaks       {len(shared)} prompts are in {name}, too{_named(shared)}"
 

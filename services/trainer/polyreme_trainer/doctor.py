@@ -1,13 +1,15 @@
 """The trainer's part of `polyreme doctor`: packages, devices, and a collective over the devices of this machine.
 
-Invariant: torch is loaded in child processes alone, each with a deadline, so a broken driver is a verdict and not a hang.
+Invariant: only child processes load torch, each with a deadline, so a broken driver becomes a verdict and not a hang.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from polyreme.cli.doctor import installed_version
@@ -16,14 +18,16 @@ from polyreme.net.ports import free_port
 
 SECONDS = 120.0
 """Deadline of a child process."""
+DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "npu": Path("/usr/local/Ascend/driver/version.info")}
+"""The files in which drivers name their version."""
 _MODULE = "polyreme_trainer.megatron.self_test"
 
 
 def verdicts(wanted: str | None) -> Iterator[Verdict]:
-    """The verdicts of this machine as a learner's.
+    """Checks whether this machine can run a learner.
 
     Args:
-        wanted: "cpu", "cuda" or "npu"; None: what the machine has.
+        wanted: "cpu", "cuda" or "npu"; None: the machine's device.
     """
     versions = {name: installed_version(name) for name in ("torch", "megatron-core", "transformers")}
     if wanted == "npu":
@@ -38,13 +42,16 @@ def verdicts(wanted: str | None) -> Iterator[Verdict]:
         return
     kind, verdict = device_verdict(wanted, answers[0])
     yield verdict
+    if (accelerator := kind or device) in DRIVERS:
+        path = DRIVERS[accelerator]
+        yield driver_verdict(accelerator, path.read_text(errors="replace") if path.is_file() else None)
     if kind is not None:
         ranks = 2 if kind == "cpu" else len(answers[0][kind])
         yield collective_verdict(kind, ranks, _children([kind], ranks)[1])
 
 
 def device_verdict(wanted: str | None, facts: Mapping[str, Any]) -> tuple[str | None, Verdict]:
-    """The device that a learner would use, None when the wanted one is missing, and the verdict.
+    """Returns the device that a learner would use (None when the wanted one is missing) and the verdict.
 
     Args:
         facts: as `self_test.facts` reports them.
@@ -59,6 +66,19 @@ def device_verdict(wanted: str | None, facts: Mapping[str, Any]) -> tuple[str | 
     return None, Verdict("missing", "devices", f"no {kind}, {torch}", _advice(kind, facts))
 
 
+def driver_verdict(kind: str, text: str | None) -> Verdict:
+    """The version of an accelerator's driver. text: of its file in DRIVERS; None: it is not there."""
+    found = re.search(r"\b\d+\.\d+(\.[\w.]+)?", text or "")
+    if found is not None:
+        return Verdict("ok", "driver", f"{kind} {found.group()}")
+    what = "no file" if text is None else "no version"
+    advice = {
+        "cuda": "Install NVIDIA's driver; `nvidia-smi` names it and the newest CUDA that it supports.",
+        "npu": "Install Ascend's driver; a container needs /usr/local/Ascend/driver/version.info of its host, read-only.",
+    }[kind]
+    return Verdict("note", "driver", f"{kind}: {what} at {DRIVERS[kind]}", advice)
+
+
 def _advice(kind: str, facts: Mapping[str, Any]) -> str:
     if kind == "npu":
         return "Install torch_npu, source CANN's set_env.sh, and check `npu-smi info` (docs/ascend.md)."
@@ -68,7 +88,7 @@ def _advice(kind: str, facts: Mapping[str, Any]) -> str:
 
 
 def collective_verdict(kind: str, ranks: int, failure: str | None) -> Verdict:
-    """Whether the devices can sum a tensor together. failure: why not; None when they can."""
+    """Checks that the devices can sum a tensor collectively. failure: why not; None when they can."""
     found = f"sum over {ranks} {kind} rank(s)"
     if failure is None:
         return Verdict("ok", "collectives", found)
@@ -81,7 +101,7 @@ def collective_verdict(kind: str, ranks: int, failure: str | None) -> Verdict:
 
 
 def _children(arguments: Sequence[str], ranks: int = 1) -> tuple[list[dict[str, Any]], str | None]:
-    """What each of `ranks` processes of the self-test answers, and why one failed; None when none did."""
+    """Runs `ranks` processes of the self-test. Returns their answers, and why one failed (None when none did)."""
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     children = [
         subprocess.Popen(

@@ -4,7 +4,7 @@ Invariant: the estimate reads config.json files and nothing else, imports no tor
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from polyreme.config.run import RunConfig
@@ -14,6 +14,7 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize
+from polyreme_trainer.megatron.memory.checkpoint import checkpoint_term
 from polyreme_trainer.megatron.memory.estimate import RankEstimate, arena_term, cache_bytes_per_token, largest_rank
 from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model
 from polyreme_trainer.placement import devices_needed
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 _SMALLER = (
-    "Use more tensor ranks or stages (trainer.parallel), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, trainer.lora, an"
+    "Set trainer.offload, trainer.recompute or trainer.lora, use more tensor ranks or stages (trainer.parallel), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, an"
     " algorithm with fewer models, a smaller model, or larger devices."
 )
 
@@ -36,27 +37,53 @@ class LearnerMemory:
         rank: of the rank that needs most.
         ranks: ranks on each machine.
         arena: shared memory of the policy's versions on the first machine; None for a stage, which publishes none.
+        checkpoint: host memory on the first machine while a checkpoint is written; None for a stage, which waits for it.
+        shares_device: whether all models rest in the host's memory while replicas have the devices.
     """
 
     rank: RankEstimate
     ranks: int
     arena: Addend | None
+    checkpoint: Addend | None
+    shares_device: bool = False
+
+    @property
+    def shared(self) -> list[Addend]:
+        """What the ranks of the first machine share in the host's memory."""
+        return [term for term in (self.arena, self.checkpoint) if term is not None]
 
     @property
     def machine(self) -> int:
-        """Bytes of all ranks and the arena, on a machine whose ranks compute in its own memory."""
-        return self.ranks * self.rank.nbytes + (self.arena.nbytes if self.arena else 0)
+        """Bytes of all ranks, the arena and a checkpoint's copy, on a machine whose ranks compute in its own memory."""
+        return self.ranks * self.rank.all_bytes + sum(term.nbytes for term in self.shared)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of each rank that replicas on the same device have it keep in the host's memory: all state but gradients."""
+        state = {*self.rank.state, *self.rank.host}
+        return sum(term.nbytes for term in state if not term.name.endswith(" gradients"))
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host's memory beside accelerators, on the first machine."""
+        each = self.kept if self.shares_device else self.rank.host_bytes
+        return self.ranks * each + sum(term.nbytes for term in self.shared)
 
 
 def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     """The estimate of a configuration. Raises ConfigError for a model that cannot be trained, or that does not divide over the ranks."""
     models, parallel = models_of(config), config.trainer.parallel
     try:
-        rank = largest_rank(models, parallel, micro_batch_of(config))
+        rank = largest_rank(models, parallel, micro_batch_of(config), config.trainer.offload)
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
-    arena = None if isinstance(config, StageConfig) else arena_term(models[0].arch, config.model.dtype)
-    return LearnerMemory(rank, parallel.ranks_per_node, arena)
+    if isinstance(config, StageConfig):
+        return LearnerMemory(rank, parallel.ranks_per_node, None, None)
+    renewed = config.recipe.kl is not None and config.recipe.kl.renew_interval > 0
+    followers = {"moving average", *(["reference"] if renewed else [])}
+    checkpoint = checkpoint_term(models, followers, config.model.dtype, parallel.nodes)
+    arena = arena_term(models[0].arch, config.model.dtype)
+    return LearnerMemory(rank, parallel.ranks_per_node, arena, checkpoint, config.placement == "colocated")
 
 
 def models_of(config: RunConfig | StageConfig) -> list[Model]:
@@ -96,9 +123,14 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
         rows += [config.algorithm.ptx.batch_size] if config.algorithm.ptx else []
         steps += [(count, config.rollout.max_model_len) for count in rows]
         entropy = config.recipe.entropy_coef > 0
-    budget, data = config.trainer.micro_batch_tokens, config.trainer.parallel.data
-    tokens = max(min(max(budget, longest), -(-count // data) * longest) for count, longest in steps)
-    return MicroBatchSize(tokens, tokens, entropy, fused=config.device == "cpu", recompute=config.trainer.recompute)
+    budget, parallel = config.trainer.micro_batch_tokens, config.trainer.parallel
+    whole = max(min(max(budget, longest), -(-count // parallel.data) * longest) for count, longest in steps)
+    tokens = -(-whole // parallel.context)
+    pads = config.device == "cpu" or config.model.dtype == "float32"  # no kernel takes packed sequences
+    longest = config.data.max_tokens if isinstance(config, StageConfig) else max(each for _, each in steps)
+    return MicroBatchSize(
+        tokens, tokens, entropy, fused=config.device == "cpu", recompute=config.trainer.recompute, padded=longest if pads else 0
+    )
 
 
 def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
@@ -108,8 +140,17 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
     for term in memory.rank.terms:
         yield f"  {term.nbytes / GIB:>9,.3f}    {term.name}: {term.arithmetic}"
     yield f"  {memory.rank.nbytes / GIB:>9,.3f}    in all"
+    if memory.rank.host:
+        on_cpu = ", the same memory on CPU" if config.device == "cpu" else ""
+        yield f"memory         of the host for each learner rank, while not in use (trainer.offload){on_cpu}, in GiB:"
+        for term in memory.rank.host:
+            yield f"  {term.nbytes / GIB:>9,.3f}    {term.name}: {term.arithmetic}"
+        yield f"  {memory.rank.host_bytes / GIB:>9,.3f}    in all; {memory.ranks} rank(s) on each machine"
     if memory.arena is not None:
         yield f"memory         in /dev/shm of the learner's first machine: {memory.arena.nbytes / GIB:,.3f} GiB, {memory.arena.arithmetic}"
+    if memory.checkpoint is not None:
+        nbytes, arithmetic = memory.checkpoint.nbytes, memory.checkpoint.arithmetic
+        yield f"memory         in the host of the learner's first machine while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
     if not isinstance(config, StageConfig):
         yield f"memory         of each replica's device: {replica_line(config)}"
         if config.device != "cpu":
@@ -135,35 +176,44 @@ def replica_line(config: RunConfig) -> str:
 def placement_line(config: RunConfig, memory: LearnerMemory) -> str:
     """The devices that each placement needs, and the host memory that a learner's models need while replicas have the devices."""
     apart, together = (devices_needed(config, placement) for placement in ("separate", "colocated"))
-    kept = sum(term.nbytes for term in memory.rank.state if not term.name.endswith(" gradients"))
     return (
         f"devices        {apart} with placement: separate, {together} with placement: colocated, which keeps"
-        f" {memory.ranks * kept / GIB:,.3f} GiB of the learner in the host's memory during generation"
+        f" {memory.ranks * memory.kept / GIB:,.3f} GiB of the learner in the host's memory during generation"
     )
 
 
-def refuse(config: RunConfig | StageConfig, limit: int | None) -> Iterator[PolyremeError]:
+def refuse(config: RunConfig | StageConfig, limit: int | None, host: int | None = None) -> Iterator[PolyremeError]:
     """Yields an error when the models do not divide over the ranks, or the learner cannot fit.
 
     Args:
         limit: bytes of a device; on CPU, of the machine that all ranks of a node share. None: not known.
+        host: bytes of memory of the machine beside its accelerators. None: not known.
     """
     try:
         memory = learner_memory(config)
     except ConfigError as error:
         yield error
         return
-    on_cpu = config.device == "cpu"
-    needed = memory.machine if on_cpu else memory.rank.nbytes
-    if limit is None or needed <= limit:
-        return
-    terms = " + ".join(f"{term.name} {term.nbytes / GIB:,.2f}" for term in memory.rank.terms)
-    found = f"{terms} = {memory.rank.nbytes / GIB:,.2f} GiB for each rank"
-    if on_cpu:
-        arena = f" and an arena of {memory.arena.nbytes / GIB:,.2f} GiB" if memory.arena else ""
-        found = f"{memory.ranks} rank(s) x ({found}){arena}: {needed / GIB:,.2f} GiB"
-    place = "this machine" if on_cpu else "each device"
-    yield ConfigError(f"a learner that fits the {limit / GIB:,.1f} GiB of {place}", found, _SMALLER)
+    on_cpu, rank = config.device == "cpu", memory.rank
+    shared = "".join(f" + {term.name} {term.nbytes / GIB:,.2f}" for term in memory.shared)
+    if limit is not None and limit < (memory.machine if on_cpu else rank.nbytes):
+        found = _sum(rank.terms, rank.nbytes)
+        if on_cpu:
+            terms = sorted({*rank.terms, *rank.host}, key=lambda term: term.name)
+            found = f"{memory.ranks} rank(s) x ({_sum(terms, rank.all_bytes)}){shared}: {memory.machine / GIB:,.2f} GiB"
+        place = "this machine" if on_cpu else "each device"
+        yield ConfigError(f"a learner that fits the {limit / GIB:,.1f} GiB of {place}", found, _SMALLER)
+    if host is not None and not on_cpu and host < memory.host:
+        each = f"{memory.kept / GIB:,.2f} GiB of its models" if memory.shares_device else _sum(rank.host, rank.host_bytes)
+        yield ConfigError(
+            f"a learner that keeps at most the {host / GIB:,.1f} GiB of this machine's memory",
+            f"{memory.ranks} rank(s) x ({each}){shared}: {memory.host / GIB:,.2f} GiB",
+            "Set less of trainer.offload, or placement: separate, spread the ranks over more machines, or use one with more memory.",
+        )
+
+
+def _sum(terms: Iterable[Addend], nbytes: int) -> str:
+    return " + ".join(f"{term.name} {term.nbytes / GIB:,.2f}" for term in terms) + f" = {nbytes / GIB:,.2f} GiB for each rank"
 
 
 def report(config: RunConfig | StageConfig, limit: int | None) -> Iterator[str | PolyremeError]:
@@ -172,10 +222,14 @@ def report(config: RunConfig | StageConfig, limit: int | None) -> Iterator[str |
     yield from refuse(config, limit)
 
 
-def announce(config: RunConfig | StageConfig, limit: int, leads: bool) -> None:
-    """Logs the estimate on the rank that leads, before anything is allocated. Raises ConfigError on every rank when it exceeds `limit`."""
+def announce(config: RunConfig | StageConfig, limit: int, host: int, leads: bool) -> None:
+    """Logs the estimate on the rank that leads, before anything is allocated. Raises ConfigError on every rank when it exceeds a limit.
+
+    Args:
+        limit, host: as of `refuse`.
+    """
     if leads:
         for line in memory_lines(config):
             logger.info("%s", line)
-    for error in refuse(config, limit):
+    for error in refuse(config, limit, host):
         raise error

@@ -1,6 +1,6 @@
 """`polyreme sft`, `polyreme reward-model`, `polyreme dpo`: a stage on this machine, from its check to the exported model.
 
-Invariant: a stage needs no rollout, no reward and no Redis; what it continues from is in its run directory.
+Invariant: a stage needs no rollout, no reward and no Redis. Its run directory contains everything for a resume.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ async def _run(config: StageConfig, run_id: str, console: Console) -> None:
 
 
 def finished(config: StageConfig, run_id: str) -> int:
-    """How many steps a stage has trained that was done with the present length; 0: there is something to train."""
+    """The number of trained steps of a stage that is complete at the current length; 0: steps remain."""
     summary = read_summary(config.run_dir)
     before = read_stage_config(config.run_dir).trainer
     same = (before.steps, before.epochs) == (config.trainer.steps, config.trainer.epochs)

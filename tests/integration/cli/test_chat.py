@@ -1,4 +1,4 @@
-"""The client of /v1 against a server that streams, and what a place stands for."""
+"""The client of /v1 against a streaming server, and the targets of `polyreme chat`."""
 
 import json
 import threading

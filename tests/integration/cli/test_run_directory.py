@@ -1,4 +1,4 @@
-"""The run directory: its owner, its run, and its record of both."""
+"""The run directory records its owner and its run."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def save_checkpoint(config: RunConfig, iteration: int) -> None:
 
 
 async def test_a_resume_with_another_template_is_refused(config: RunConfig, redis: Redis) -> None:
-    """The run was trained with it: answers to other prompts would be another task. Before a checkpoint nothing was trained."""
+    """The run was trained with its template, and another one would change the task. Before a checkpoint nothing was trained."""
     await open_run(redis, config, None, EMBEDDED)
     template = config.model.path / "chat_template.jinja"
     template.write_text("another")
@@ -56,7 +56,7 @@ async def test_a_resume_with_another_template_is_refused(config: RunConfig, redi
 
 
 async def test_a_resume_with_other_data_is_refused(config: RunConfig, redis: Redis) -> None:
-    """The order of prompts is that of the rows. Before a checkpoint nothing was trained."""
+    """The order of prompts follows the rows. Before a checkpoint nothing was trained."""
     data = config.data.train
     assert isinstance(data, Path)
     data.write_text('{"prompt": "1"}')

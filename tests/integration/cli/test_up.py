@@ -1,5 +1,5 @@
-"""`polyreme up` with its own Redis. Small child processes replace the services and the trainer; `up` itself is a fork of a process that has
-imported it."""
+"""`polyreme up` with its own Redis. Small child processes replace the services and the trainer. `up` itself is forked from a process that
+has imported it."""
 
 import json
 import os
@@ -49,7 +49,7 @@ else:
 
 @contextmanager
 def up(config_file: Path, *options: str, terminal: int | None = None, **environment: str) -> Iterator[Fork]:
-    """Runs `polyreme up` with its outputs in one pipe, or in a terminal that becomes its own. Kills it at the end of the block."""
+    """Runs `polyreme up` with its outputs in one pipe, or in its own terminal. Kills it at the end of the block."""
     child = config_file.parent / "child"
     child.write_text(CHILD.format(python=sys.executable, folder=str(config_file.parent)))
     child.chmod(0o755)
@@ -97,7 +97,7 @@ def test_a_server_that_ends_during_the_run_is_restarted(config_file: Path) -> No
     started = config_file.parent / "reward"
 
     def pids() -> list[int]:
-        """Of the reward servers that have started. A line without its end is still being written."""
+        """The pids of the started reward servers. A line without its end is still being written."""
         lines = started.read_text().splitlines(keepends=True) if started.exists() else []
         return [int(line) for line in lines if line.endswith("\n")]
 

@@ -1,4 +1,4 @@
-"""A Redis server of one test."""
+"""A Redis server for a single test."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The device lease on a real server: against a plain model, with any holder late or dead between any two commands and any answer lost."""
+"""The device lease on a real server, compared with a plain model. Holders are late or die between any commands, and any answer is lost."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -33,7 +33,7 @@ async def test_the_devices_change_hands(run: Run) -> None:
     assert await learner.ask() is None and await trains(run)
     holding = asyncio.create_task(replica.hold())
     await asyncio.wait_for(holding, 300)  # the claim ends it
-    assert replica.usable  # until it gives the devices up
+    assert replica.usable  # until it releases the devices
     taking = asyncio.create_task(learner.acquire())
     await replica.give_up()
     trained = await asyncio.wait_for(taking, 300)
@@ -80,7 +80,7 @@ async def test_a_grant_outlives_its_deadline_while_nobody_needs_the_devices(run:
 async def test_an_inherited_grant_is_usable_after_its_first_renewal(run: Run) -> None:
     first = await DeviceLease(run, "generate", "r", LONG).acquire()
     heir = DeviceLease(run, "generate", "r", LONG, first.counter)
-    assert not heir.usable  # nobody knows how old the grant is
+    assert not heir.usable  # the age of the grant is unknown
     assert (await heir.acquire()).counter == first.counter and heir.usable
 
 
@@ -118,7 +118,7 @@ async def test_a_wait_ends_and_names_who_holds_the_devices(run: Run) -> None:
     with pytest.raises(UnavailableError) as raised:
         await DeviceLease(run, "train", "l", LONG).acquire(within=0.01)
     assert "the-replica" in raised.value.found
-    assert not await trains(run)  # the claim does not stay
+    assert not await trains(run)  # the claim is removed
 
 
 async def test_a_holder_stops_at_its_deadline_when_redis_is_gone(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ async def test_a_holder_stops_at_its_deadline_when_redis_is_gone(tmp_path: Path)
 
 
 class Stale(Exception):
-    """StaleGrantError in the real one."""
+    """StaleGrantError in the real lease."""
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Model:
 
 
 class LosingAnswers(Scripts):
-    """Every answer is lost once, so that the client sends the same command again."""
+    """Loses every answer once, so that the client sends the same command again."""
 
     async def call(self, name: str, *args: Any, **keys: Any) -> Any:
         if args[0] == "ask":
@@ -210,7 +210,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(holder=st.sampled_from(HOLDERS), alive=st.booleans())
     def ask(self, holder: tuple[Use, str], alive: bool) -> None:
-        """`alive`: whether the deadline of this renewal is ever reached before the renewal is checked."""
+        """Renews a grant. `alive`: whether the deadline is not reached before the renewal is checked."""
         lease = self.leases[holder]
         counter = lease.grant.counter if lease.grant else 0
         lease._ttl = LONG if alive else 0.0
@@ -232,7 +232,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(holder=st.sampled_from(HOLDERS))
     def restart(self, holder: tuple[Use, str]) -> None:
-        """The process dies; its successor has another name."""
+        """Kills the process. Its successor has another name."""
         use, _ = holder
         if (entry := self.model.entries.pop(holder, None)) is not None:
             self.do(self.redis.hset(self.run.key("device"), f"{use}:dead-{uuid4().hex}", f"{entry.counter} 0"))

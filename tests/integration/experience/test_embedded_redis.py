@@ -1,4 +1,4 @@
-"""A run's own Redis server: it keeps its data, starts again where it was, and ends with its owner."""
+"""A run's own Redis server keeps its data, restarts at the same address, and ends with its owner."""
 
 import asyncio
 import os
@@ -50,7 +50,7 @@ async def test_others_are_served_while_a_dead_server_starts_again(tmp_path: Path
             await asyncio.sleep(0.01)
         restarting = asyncio.create_task(server.restart())
         await asyncio.sleep(0)
-        os.kill(server.pid, signal.SIGSTOP)  # as one that loads much
+        os.kill(server.pid, signal.SIGSTOP)  # simulates a long load
         try:
             async with asyncio.timeout(300):
                 for _ in range(20):
@@ -65,7 +65,7 @@ async def test_others_are_served_while_a_dead_server_starts_again(tmp_path: Path
 async def test_a_restart_that_is_cancelled_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedServer.start(tmp_path) as server:
         server.stop()
-        monkeypatch.setattr(EmbeddedServer, "_answers", lambda _: False)  # it loads until the restart is cancelled
+        monkeypatch.setattr(EmbeddedServer, "_answers", lambda _: False)  # loads until the restart is cancelled
         restarting = asyncio.create_task(server.restart())
         await asyncio.sleep(0)
         restarting.cancel()

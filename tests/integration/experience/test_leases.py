@@ -32,7 +32,7 @@ async def test_renewal_outlives_the_ttl_and_death_does_not(run: Run) -> None:
     lives = await run.redis.pttl(run.key("lease:rollout:dead"))
 
     async def renewed() -> bool:
-        """Whether it has longer to live than when last asked."""
+        """Whether its remaining lifetime has grown since the last call."""
         nonlocal lives
         before, lives = lives, await run.redis.pttl(run.key("lease:rollout:alive"))
         return bool(before < lives)
@@ -57,7 +57,7 @@ async def test_renewals_learn_the_learners_term(run: Run) -> None:
 
 
 async def test_a_lease_comes_back_after_a_failover(tmp_path: Path) -> None:
-    """Until the new primary has a replica, it refuses renewals for longer than the lease lives, and than the client asks again."""
+    """The new primary refuses renewals until it has a replica, for longer than the lease's ttl and the client's retries."""
     with EmbeddedServer.start(tmp_path / "redis") as server:
         async with await connect(server.url) as redis:
             run = await Run.create(redis, "failing-over", run_config(tmp_path), {})
@@ -72,7 +72,7 @@ async def test_a_lease_comes_back_after_a_failover(tmp_path: Path) -> None:
                 redis.reconnect_timeout = 0.1
                 await redis.config_set("min-replicas-to-write", "1")
                 await until(gone)
-                await asyncio.sleep(0.2)  # for some renewals that are refused
+                await asyncio.sleep(0.2)  # waits for some refused renewals
                 await redis.config_set("min-replicas-to-write", "0")
                 await until(there)
 
@@ -92,7 +92,7 @@ async def test_a_slow_renewal_does_not_bring_old_facts_back(run: Run, monkeypatc
         if not slow.is_set():
             slow.set()
             await updating.wait()
-            await asyncio.sleep(0)  # for the other write, were it not to wait for this one
+            await asyncio.sleep(0)  # would let the other write overtake, if it did not wait for this one
         return await call(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run.scripts, "call", slowly)

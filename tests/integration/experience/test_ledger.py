@@ -1,4 +1,4 @@
-"""The transition table's finer points, one by one. The whole of it is in test_model.py."""
+"""Details of the transition table. test_model.py tests the whole table."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ Opener = Callable[..., Awaitable[Pair]]
 
 @pytest.fixture
 def opened(redis: Redis, run_id: str, tmp_path: Path) -> Opener:
-    """Makes a run with the given limits, both roles taken, begun at version 0."""
+    """Creates a run with the given limits and both roles taken, which has begun at version 0."""
 
     async def make(**limits: Any) -> Pair:
         run = await Run.create(redis, run_id, run_config(tmp_path, **limits), {})
@@ -61,9 +61,9 @@ async def test_the_bound_holds_for_every_step(opened: Opener, staleness: int) ->
     admissions = await admit_all(orchestrator)
     assert len(admissions) == 2 * (1 + staleness)
     await append(orchestrator, *admissions)
-    assert await orchestrator.admit() == []  # appended and not planned counts as well
+    assert await orchestrator.admit() == []  # groups that are appended and not planned count too
     await learner.plan(1, 60)
-    assert await orchestrator.admit() == []  # a plan alone makes no room
+    assert await orchestrator.admit() == []  # a plan alone frees no place
     await learner.set_version(1)
     assert [a.version for a in await admit_all(orchestrator)] == [1, 1]
 
@@ -87,7 +87,7 @@ async def test_a_group_overtaken_by_newer_ones_is_still_trained_in_time(opened: 
     await learner.set_version(1)
     (d,) = await admit_all(orchestrator)
     await append(orchestrator, d)
-    # b must be trained by iteration 3 and so must c: were d taken now, one of them would come too late.
+    # b and c must be trained by iteration 3. If d were taken now, one of them would be too late.
     assert await learner.plan(2, 60) is None
     await append(orchestrator, c)
     assert await learner.plan(2, 60) == Plan(2, (c.index,))
@@ -121,18 +121,18 @@ async def test_stragglers_expire_only_when_a_plan_waits_for_them(opened: Opener)
     assert await orchestrator.in_flight() == [Admission(1, 2, 0)]
     with pytest.raises(StaleAttemptError):
         await append(orchestrator, second)
-    # The orchestrator that gives the expired attempt up finds the next one made.
+    # The orchestrator that readmits the expired attempt finds that the next one exists.
     assert await orchestrator.readmit(1, 1, "expired", 2) == Admission(1, 2, 0)
     await asyncio.sleep(0.02)
     assert await learner.plan(1, 0.01) is None
     assert await orchestrator.in_flight() == []
     assert await orchestrator.readmit(1, 2, "expired", 2) is None
     assert (await orchestrator.audit()).counts["failed"] == 1
-    assert len(await admit_all(orchestrator)) == 1  # another prompt takes its place
+    assert len(await admit_all(orchestrator)) == 1  # another prompt replaces it
 
 
 async def test_an_attempt_is_a_straggler_only_after_the_plan_could_wait_for_it(opened: Opener) -> None:
-    """It may have paused, or the learner may have trained, for longer than the timeout."""
+    """Before that, the group may have paused, or the learner may have trained, for longer than the timeout."""
     orchestrator, learner = await opened(groups_per_iteration=1)
     (admission,) = await admit_all(orchestrator)
     run = orchestrator.run
@@ -143,6 +143,38 @@ async def test_an_attempt_is_a_straggler_only_after_the_plan_could_wait_for_it(o
     await run.redis.hset(run.key("meta"), "version_since", 1000)
     assert await learner.plan(1, 600) is None
     assert await orchestrator.in_flight() == [Admission(0, 2, 0)]
+
+
+async def test_a_paused_group_does_not_expire_and_is_timed_anew_when_it_continues(opened: Opener) -> None:
+    """The group waits for the learner's next version, which waits for other groups."""
+    orchestrator, learner = await opened(groups_per_iteration=2)
+    admissions = await admit_all(orchestrator)
+    run = orchestrator.run
+    await run.redis.hset(run.key("ledger"), mapping={0: "admitted 1 0 1000", 1: "admitted 1 0 1000"})  # long ago
+    await run.redis.hset(run.key("meta"), mapping={"orchestrator_since": 1000, "version_since": 1000})
+    await orchestrator.set_paused({0})
+    await orchestrator.set_paused({0, 7})  # no such group
+    assert await learner.plan(1, 600) is None
+    assert await orchestrator.in_flight() == [Admission(0, 1, 0), Admission(1, 2, 0)]
+    await orchestrator.set_paused(())
+    assert await learner.plan(1, 600) is None
+    assert await orchestrator.in_flight() == [admissions[0], Admission(1, 2, 0)]
+    await asyncio.sleep(0.02)
+    assert await learner.plan(1, 0.01) is None
+    assert (await orchestrator.in_flight())[0] == Admission(0, 2, 0)
+
+
+async def test_what_a_dead_orchestrator_had_paused_is_timed_again(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=1)
+    await admit_all(orchestrator)
+    await orchestrator.set_paused({0})
+    await asyncio.sleep(0.02)
+    assert await learner.plan(1, 0.01) is None
+    assert (await orchestrator.in_flight())[0].attempt == 1
+    await orchestrator.take(Writer.ORCHESTRATOR)
+    await asyncio.sleep(0.02)
+    assert await learner.plan(1, 0.01) is None
+    assert (await orchestrator.in_flight())[0].attempt == 2
 
 
 async def test_groups_without_a_plan(opened: Opener) -> None:
@@ -166,7 +198,7 @@ async def test_a_new_orchestrator_gets_the_full_time(opened: Opener) -> None:
     successor = ExperienceLog(orchestrator.run)
     await successor.take(Writer.ORCHESTRATOR)
     assert await learner.plan(1, 600) is None
-    assert await successor.in_flight() == [Admission(0, 1, 0)]  # to be gone on with, under the same attempt
+    assert await successor.in_flight() == [Admission(0, 1, 0)]  # continues under the same attempt
     await append(successor, Admission(0, 1, 0))
     assert await learner.plan(1, 600) == Plan(1, (0,))
 
@@ -218,7 +250,7 @@ async def test_drops_and_failures_do_not_block_and_keep_their_reasons(opened: Op
     assert await learner.release(1) == 4
     rows = await orchestrator.run.redis.hmget(orchestrator.run.key("ledger"), 0, 1)
     assert rows == [b"dropped 1 1.0 all scores are equal", b"failed 1 the reward raised"]
-    assert await orchestrator.append(2, 1, b"again", 0, 0.0) is False  # below the low water
+    assert await orchestrator.append(2, 1, b"again", 0, 0.0) is False  # below the low-water mark
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
@@ -273,7 +305,7 @@ async def test_a_group_is_never_readmitted_at_an_older_version(opened: Opener) -
         await learner.plan(iteration, 60)
         await learner.set_version(iteration)
     (admission,) = await admit_all(orchestrator)
-    await learner.begin(0)  # the learner catches up from its checkpoint; version 2 will be there again before iteration 3
+    await learner.begin(0)  # the learner catches up from its checkpoint and reaches version 2 again before iteration 3
     assert await orchestrator.readmit(admission.index, 1, "the replica died", 3) == Admission(2, 2, 2)
     with pytest.raises(TransitionError, match=r"group 2 .*version 2 .*version 0"):
         await orchestrator.append(2, 2, b"", 0, 0.0)

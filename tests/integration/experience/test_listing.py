@@ -1,4 +1,4 @@
-"""The runs of a Redis, as `polyreme status` lists them."""
+"""The list of a Redis's runs for `polyreme status`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The log against its reference, on a real server, with any process dying between any two commands and any answer lost."""
+"""The log on a real server, compared with its reference model. Any process dies between any two commands, and any answer is lost."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -34,7 +34,7 @@ FOREVER, AT_ONCE = 1e6, 0.0
 
 
 class LosingAnswers(Scripts):
-    """Scripts whose answers are lost on the way while the network is bad, so that the client sends the same command again."""
+    """Scripts whose answers are lost while the network is bad, so that the client sends the same command again."""
 
     bad_network = False
 
@@ -58,7 +58,7 @@ class LogMachine(RuleBasedStateMachine):
         return self.runner.run(main())
 
     def both(self, real: Callable[[], Awaitable[Any]], model: Callable[[], Any]) -> Any:
-        """One step in both worlds; they must answer, or refuse, alike."""
+        """Makes one step in the log and in the model, which must return or refuse the same."""
         try:
             expected = model()
         except (Stale, Illegal) as refusal:
@@ -92,7 +92,7 @@ class LogMachine(RuleBasedStateMachine):
     def the_network_changes(self, bad: bool) -> None:
         self.scripts.bad_network = bad
 
-    # -- the orchestrator's life
+    # -- the orchestrator
 
     @rule()
     def orchestrator_dies(self) -> None:
@@ -100,6 +100,7 @@ class LogMachine(RuleBasedStateMachine):
             self.zombies[Writer.ORCHESTRATOR].append(self.orchestrator)
         self.orchestrator = ExperienceLog(self.run)
         self.do(self.orchestrator.take(Writer.ORCHESTRATOR))
+        self.model.paused.clear()
         flying = {(a.index, a.attempt, a.version) for a in self.do(self.orchestrator.in_flight())}
         groups = ((index, self.model.groups[index]) for index in self.model.those("admitted"))
         assert flying == {(index, group.attempt, group.version) for index, group in groups}
@@ -113,17 +114,17 @@ class LogMachine(RuleBasedStateMachine):
         self.both(real, lambda: self.model.admit(most))
 
     def pick(self, data: st.DataObject) -> tuple[int, int]:
-        """A group and an attempt, mostly of one in flight."""
+        """Draws a group and an attempt, mostly one in flight."""
         likely = self.model.those("admitted")
         if likely and data.draw(st.integers(0, 5)):
-            index = data.draw(st.one_of(st.just(likely[-1]), st.sampled_from(likely)))  # the newest overtakes often
+            index = data.draw(st.one_of(st.just(likely[-1]), st.sampled_from(likely)))  # the newest group often overtakes
         else:
             index = data.draw(st.integers(0, len(self.model.groups)))
         current = self.model.groups[index].attempt if index < len(self.model.groups) else 1
         return index, data.draw(st.sampled_from([current] * 5 + [max(1, current - 1), current + 1]))
 
     def tally(self, index: int) -> Tally | None:
-        """Of a few prompts, with groups that are solved, unsolved and mixed; some are not judged."""
+        """A tally of one of a few prompts, with solved, unsolved and mixed groups; some are not judged."""
         return (
             None if index % 7 == 6 else Tally(f"p{index % 2}", 2 + index % 2, (0, 0, 1, 9, 9)[index // 2 % 5] and 1 + index % 2)
         )
@@ -133,7 +134,7 @@ class LogMachine(RuleBasedStateMachine):
 
         def model() -> bool:
             added = self.model.append(index, attempt, oldest, tally and astuple(tally))
-            return added and not self.scripts.bad_network  # a repeated append finds that it was there before
+            return added and not self.scripts.bad_network  # a repeated append finds an existing group
 
         self.both(lambda: self.orchestrator.append(index, attempt, b"group %d" % index, oldest, 0.5, tally), model)
 
@@ -177,14 +178,19 @@ class LogMachine(RuleBasedStateMachine):
             lambda: self.model.draft(index, attempt, number, part),
         )
 
+    @rule(data=st.data())
+    def groups_pause(self, data: st.DataObject) -> None:
+        paused = data.draw(st.sets(st.integers(0, len(self.model.groups))))
+        self.both(lambda: self.orchestrator.set_paused(paused), lambda: self.model.set_paused(paused))
+
     @rule(newest_first=st.booleans(), leave=st.integers(0, 2))
     def most_groups_end(self, newest_first: bool, leave: int) -> None:
-        """All groups in flight are appended but for `leave`, which so become stragglers."""
+        """Appends all groups in flight except `leave`, which become stragglers."""
         flying = self.model.those("admitted")
         for index in (flying[::-1] if newest_first else flying)[: max(0, len(flying) - leave)]:
             self.append_one(index, self.model.groups[index].attempt, self.model.groups[index].version)
 
-    # -- the learner's life
+    # -- the learner
 
     @rule()
     def learner_dies(self) -> None:
@@ -200,12 +206,12 @@ class LogMachine(RuleBasedStateMachine):
             return found and list(found.indices)
 
         if expire:
-            self.scripts.bad_network = False  # a repeated look would expire the next attempt, too, with a timeout of nought
+            self.scripts.bad_network = False  # with a timeout of 0, a repeated check would also expire the next attempt
         return self.both(real, lambda: self.model.plan(iteration, expire))
 
     @rule(expire=st.sampled_from([False, False, True]), crash=st.sampled_from([False, False, True]))
     def train(self, expire: bool, crash: bool) -> None:
-        """One iteration, unless its plan must wait. The learner may die before it records the version."""
+        """Trains one iteration, unless its plan must wait. The learner may die before it records the version."""
         iteration = self.model.version + 1
         indices = self.plan(iteration, expire)
         if indices is None:
@@ -241,7 +247,7 @@ class LogMachine(RuleBasedStateMachine):
             version = model.released + by if by < 0 else model.planned + by
             self.both(lambda: self.learner.begin(version), lambda: model.begin(version))
 
-    # -- who has been replaced
+    # -- replaced processes
 
     @precondition(lambda self: any(self.zombies.values()))
     @rule(data=st.data())
@@ -259,6 +265,7 @@ class LogMachine(RuleBasedStateMachine):
                 lambda: orchestrator.drop(index, attempt, "zombie", 0.0),
                 lambda: orchestrator.save_partial_rollouts([PartialRolloutPart(index, attempt, 0, b"zombie")]),
                 lambda: orchestrator.readmit(index, attempt, "zombie", 1),
+                lambda: orchestrator.set_paused({index}),
             ]
         if learner:
             acts += [
@@ -271,7 +278,7 @@ class LogMachine(RuleBasedStateMachine):
         with pytest.raises(StaleTermError):
             self.do(data.draw(st.sampled_from(acts))())
 
-    # -- what always holds
+    # -- invariants
 
     @invariant()
     def the_log_is_the_model(self) -> None:
@@ -283,6 +290,8 @@ class LogMachine(RuleBasedStateMachine):
             assert (row[0], int(row[1])) == (group.state, group.attempt)
             if group.state in third:
                 assert int(row[2]) == group.version
+            if group.state == "admitted":
+                assert (row[3] == "paused") == (index in model.paused)
         assert log.plans == model.plans
         assert log.payloads == model.payloads()
         assert {name: int(head.split()[1]) for name, head in log.partial_rollouts.items() if ":" not in name} == {

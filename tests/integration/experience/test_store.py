@@ -1,4 +1,4 @@
-"""A client of a run's Redis: what it refuses, what it rides over, and what it reports."""
+"""A client of a run's Redis: refusals, retries and error reports."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ async def test_settings_that_could_lose_experience(own_server: EmbeddedServer) -
     text = str(caught.value)
     assert "appendfsync everysec (must be always), maxmemory-policy allkeys-lru (must be noeviction)" in text
     assert "`config set appendfsync always`; `config set maxmemory-policy noeviction`" in text
-    assert "appendonly" in text  # the whole command that starts a right one
+    assert "appendonly" in text  # the complete command that starts a suitable server
 
 
 async def test_a_password_that_is_wrong_or_missing(own_server: EmbeddedServer) -> None:
@@ -103,7 +103,7 @@ async def test_a_client_rides_over_a_restart(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         assert not beginning.done()
         with EmbeddedServer.start(tmp_path / "redis", port=port_of(first.url)):
-            await beginning  # also the scripts, which the restarted server does not know, are there again
+            await beginning  # the scripts, which the restarted server has lost, are loaded again
             assert await log.version() == 0
             await client.aclose()
 
@@ -166,7 +166,7 @@ async def test_an_append_whose_answer_was_lost_is_one_append(redis_url: str, tmp
 
 
 async def test_a_client_rides_over_what_passes_by_itself(own_server: EmbeddedServer, tmp_path: Path) -> None:
-    """As in a failover: the new primary has no replica yet, and takes no writes until it has."""
+    """Simulates a failover: the new primary refuses writes until it has a replica."""
     client, other = await connect(own_server.url), await connect(own_server.url)
     run = await Run.create(client, "failing-over", run_config(tmp_path), {})
     await other.config_set("min-replicas-to-write", "1")
@@ -215,7 +215,7 @@ async def test_a_full_server_refuses_whole_changes_only(own_server: EmbeddedServ
     await client.config_set("maxmemory", "1")
     await learner.plan(1, 60)
     await learner.set_version(1)
-    assert await learner.release(1) == 5  # what makes room always works
+    assert await learner.release(1) == 5  # commands that free memory always work
     assert (await learner.audit()).clean
     await client.aclose()
 

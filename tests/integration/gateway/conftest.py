@@ -1,4 +1,4 @@
-"""Gateways that see soon what changes, and that give every replica the time of a slow machine to answer."""
+"""Gateways with short polling intervals and generous timeouts for slow machines."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`polyreme gateway` on simulated replicas: the command, the services and Redis are the real ones."""
+"""`polyreme gateway` with simulated replicas. The command, the services and Redis are real."""
 
 import asyncio
 import re

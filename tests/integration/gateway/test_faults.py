@@ -1,4 +1,4 @@
-"""Replicas that fail, stall or move on in a request, and clients that leave."""
+"""Replicas that fail, stall or swap during a request, and clients that disconnect."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ async def test_a_request_goes_on_elsewhere_while_nothing_was_sent(run: Run, fail
 
 
 async def test_a_replica_that_has_just_lost_its_version_costs_one_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # only the request itself shows it
+    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # only the request itself detects it
     async with (
         scripted_replica(run, "good", reply_with(BODY), version=3, load=9) as good,
         scripted_replica(run, "moved", reply_with(BODY), version=3) as moved,
@@ -131,7 +131,7 @@ async def test_a_stream_that_is_lost_ends_with_an_error(run: Run, lost: Answer) 
 
 async def test_a_version_that_was_asked_for_is_not_replaced_by_another(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     base = (await run.config()).name
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not see the swap
+    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not notice the swap
     async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
         replica.report(4)
         refused = await http.post("/v1/completions", json={"prompt": "a", "model": f"{base}@3"})
@@ -192,7 +192,7 @@ async def test_a_stream_ends_at_its_deadline(run: Run) -> None:
         http.stream("POST", "/v1/completions", json=STREAM) as reply,
     ):
         content = b"".join([part async for part in reply.aiter_raw()])
-        if reply.status_code == 200:  # else the machine was too slow for the first event
+        if reply.status_code == 200:  # otherwise the machine was too slow for the first event
             assert content.startswith(EVENT) and content.endswith(DONE)
         assert b'"code": "timeout"' in content
 

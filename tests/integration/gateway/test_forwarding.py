@@ -1,4 +1,4 @@
-"""What a gateway forwards, to which replica, and what it answers itself."""
+"""A gateway's forwarding, its choice of replicas, and its own responses."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def completion(model: str | None = None, **fields: Any) -> dict[str, Any]:
 
 
 async def test_a_reply_passes_through_unchanged(run: Run) -> None:
-    compact = json.dumps(json.loads(BODY), ensure_ascii=False, separators=(",", ":")).encode()  # as every replica writes it
+    compact = json.dumps(json.loads(BODY), ensure_ascii=False, separators=(",", ":")).encode()  # in the form of every replica
     async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
         sent = b'{ "model": "default", "prompt": [5, 6],  "logprobs": 2, "return_token_ids": true }'
         sent = sent.replace(b"default", (await run.config()).name.encode())
@@ -45,7 +45,7 @@ async def test_a_stream_passes_through_as_it_comes(run: Run) -> None:
     async with scripted_replica(run, "a", answer, version=3) as replica, gateway(run) as http:
         async with http.stream("POST", "/v1/chat/completions", json={"messages": [], "stream": True}) as reply:
             parts = reply.aiter_raw()
-            assert await anext(parts) == first  # while the replica still writes
+            assert await anext(parts) == first  # while the replica is still sending
             go_on.set()
             assert b"".join([part async for part in parts]) == second + DONE
         assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -61,7 +61,7 @@ async def test_a_replica_that_refuses_the_version_of_a_header_leaves_the_request
         async with scripted_replica(run, "b", reply_with(BODY), version=3) as replica:
             reply = await http.post("/v1/completions", json=completion("latest"), headers=wanted)
             async with asyncio.timeout(300):
-                while reply.status_code == 503:  # the gateway has not seen the new replica yet
+                while reply.status_code == 503:  # the gateway does not know the new replica yet
                     await asyncio.sleep(0.02)
                     reply = await http.post("/v1/completions", json=completion("latest"), headers=wanted)
             assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, replica.id)
@@ -86,7 +86,7 @@ async def test_the_version_of_a_header_takes_part_in_the_choice(run: Run) -> Non
 @pytest.mark.parametrize("by_name", [False, True])
 async def test_replicas_that_have_just_swapped_cost_no_attempt(run: Run, monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
     wanted = completion(f"{(await run.config()).name}@3" if by_name else None)
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not see the swaps
+    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not notice the swaps
     async with AsyncExitStack() as replicas:
         moved = [
             await replicas.enter_async_context(scripted_replica(run, f"a{i}", reply_with(BODY), version=3)) for i in range(4)
@@ -97,7 +97,7 @@ async def test_replicas_that_have_just_swapped_cost_no_attempt(run: Run, monkeyp
             each.report(4)
         reply = await http.post("/v1/completions", json=wanted, headers={} if by_name else {"polyreme-exact-policy-version": "3"})
         assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, last.id)
-        assert not any(each.bodies for each in moved)  # they refused before they generated anything
+        assert not any(each.bodies for each in moved)  # they refused before any generation
 
 
 async def test_an_error_of_the_replica_is_the_clients(run: Run) -> None:
@@ -144,7 +144,7 @@ async def test_requests_go_to_the_replica_with_the_least_to_do(run: Run) -> None
     ):
         assert first.headers["polyreme-replica"] == free.id
         second = await http.post("/v1/completions", json=completion())
-        assert second.headers["polyreme-replica"] == busy.id  # each has one thing to do, and this one's turn comes
+        assert second.headers["polyreme-replica"] == busy.id  # each has one request, and this one was chosen least recently
         go_on.set()
 
 

@@ -1,4 +1,4 @@
-"""The guide's commands of lm-evaluation-harness against real vLLM, through a gateway, against the same weights in transformers."""
+"""The guide's commands of lm-evaluation-harness on real vLLM through a gateway, compared with the same weights in transformers."""
 
 import asyncio
 import json
@@ -25,8 +25,8 @@ TOKENS = 8
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with lm_eval's commands: an environment of its own, since its lock has other versions than ours. POLYREME_LM_EVAL names
-    one that is already there."""
+    """The folder with lm_eval's commands, in a separate environment, since its lock differs from ours. POLYREME_LM_EVAL names an existing
+    one."""
     if given := os.environ.get("POLYREME_LM_EVAL"):
         return Path(given)
     home = tmp_path_factory.mktemp("lm-eval")
@@ -36,7 +36,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def questions(model: Path, tokenizer: Tokenizer, chat: bool) -> list[dict[str, Any]]:
-    """Sums with what the model answers to them, and with the choice that it finds likelier, by transformers in float32."""
+    """Sums with the model's answers and its more likely choices, computed by transformers in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -55,7 +55,7 @@ def questions(model: Path, tokenizer: Tokenizer, chat: bool) -> list[dict[str, A
             ids.append(int(logprobs(ids)[-1].argmax()))
         answer = ids[len(asked) :]
         if min(answer) < len(SPECIAL) or max(answer) >= tokenizer.get_vocab_size():
-            continue  # it ends early, or has a token without a text
+            continue  # it ends early, or has a token without text
         choices = [f"{(place + k) % 10}{(7 * place + k) % 10}" for k in (0, 3, 6)]
         totals = []
         for choice in choices:
@@ -64,7 +64,7 @@ def questions(model: Path, tokenizer: Tokenizer, chat: bool) -> list[dict[str, A
             totals.append(sum(float(rows[len(asked) + i - 1, token]) for i, token in enumerate(tail)))
         label = totals.index(max(totals))
         text = tokenizer.decode(answer)
-        if sorted(totals)[-1] - sorted(totals)[-2] > 0.01 and " " not in text:  # clear, and nothing to strip
+        if sorted(totals)[-1] - sorted(totals)[-2] > 0.01 and " " not in text:  # a clear preference, and no white space to strip
             found.append({"question": question, "answer": text, "choices": choices, "label": label})
     return found
 

@@ -1,4 +1,4 @@
-"""The run's token and TLS at a gateway: it asks for them, and shows them to the replicas."""
+"""The run's token and TLS at a gateway, which requires them from clients and presents them to the replicas."""
 
 import ssl
 from pathlib import Path
@@ -20,7 +20,7 @@ async def test_callers_and_the_gateway_itself_need_what_the_run_asks_for(
     redis: Redis, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutual: bool | None
 ) -> None:
     monkeypatch.setenv(VARIABLE, TOKEN)
-    ours = issue(tmp_path / "ours", "replicas.example")  # a name that is not the servers' address
+    ours = issue(tmp_path / "ours", "replicas.example")  # a name other than the servers' address
     section = {"token_env": VARIABLE}
     if mutual is not None:
         section = ours.section(token_env=VARIABLE, server_name="replicas.example", mutual=mutual)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Ports that are free, and ports that are not."""
+"""Free ports and ports in use."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Signals as a service gets them: the first asks it to end, a second one ends it."""
+"""Signals of a service: the first one asks it to end, the second one ends it."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
 
 
 def test_a_group_is_ended_with_its_leader_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose number it is later is not ours to end."""
+    """Later, the number of the group may belong to another process."""
     ended: list[int] = []
     child = Child.spawn("short", [sys.executable, "-S", "-c", ""])
     monkeypatch.setattr(os, "killpg", lambda pid, _: ended.append(pid))
@@ -46,7 +46,7 @@ def test_a_group_is_ended_with_its_leader_and_not_again(monkeypatch: pytest.Monk
 
 
 def is_pending(pid: int, number: int) -> bool:
-    """Whether a process has a signal that it has not received yet."""
+    """Whether a process has a pending signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
     return any(mask >> (number - 1) & 1 for mask in masks)
@@ -63,7 +63,7 @@ def test_a_second_signal_ends_a_service_that_drains(numbers: tuple[int, int], bu
         service.send_signal(numbers[0])
         if not busy:
             assert service.stdout.readline() == "draining\n"
-        wait_until(lambda: not is_pending(service.pid, numbers[0]))  # two of a kind that are both pending are one
+        wait_until(lambda: not is_pending(service.pid, numbers[0]))  # two pending signals of the same kind count as one
         service.send_signal(numbers[1])
         output, _ = service.communicate(timeout=300)
     finally:
@@ -74,7 +74,7 @@ def test_a_second_signal_ends_a_service_that_drains(numbers: tuple[int, int], bu
 
 
 def test_a_hang_up_drains_however_often_it_comes() -> None:
-    # As in a terminal, also where this process ignores hang-ups: a child inherits that.
+    # As in a terminal, even if this process ignores hang-ups, which a child would inherit.
     script = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n" + SERVICE.replace("BUSY", "0.0")
     service = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -135,7 +135,7 @@ server.stop(0)
 
 
 def test_a_process_that_speaks_grpc_starts_children_that_live() -> None:
-    """Without our settings gRPC's fork handlers abort some of them before exec: about 3 in 100."""
+    """Without our settings, gRPC's fork handlers abort about 3 of 100 children before exec."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     done = subprocess.run([sys.executable, "-c", FORKS], env=clean, capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("0\n", "")

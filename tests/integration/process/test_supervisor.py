@@ -1,4 +1,4 @@
-"""Supervision of real child processes: restarts and their limit, units that end together, groups that are ended whole."""
+"""Supervision of real child processes: limited restarts, sets that end together, and whole process groups."""
 
 import asyncio
 import os
@@ -14,11 +14,11 @@ from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpe
 from support.processes import command_line, runs
 from support.waiting import until, wait_until
 
-pytestmark = pytest.mark.timeout(600)  # what supervision should have ended sleeps for longer
+pytestmark = pytest.mark.timeout(600)  # processes that supervision must end sleep for longer
 
 
 def unit(folder: Path, *scripts: str, name: str = "work", serves: bool = False) -> ProcessSet:
-    """A unit of one Python process per script; `note(text)` in it appends a line to notes.txt."""
+    """A set of one Python process per script; `note(text)` in a script appends a line to notes.txt."""
     prelude = (
         f"import os, signal, sys, time\ndef note(text):\n    open({str(folder / 'notes.txt')!r}, 'a').write(f'{{text}}\\n')\n"
     )
@@ -51,7 +51,7 @@ async def test_a_server_that_ends_unasked_is_started_again(tmp_path: Path) -> No
     children[0].terminate()
     await until(lambda: notes(tmp_path).count("up") == 3)
     await supervisor.stop(grace=10)
-    await task  # an end that was asked for is a good one, and cuts no other server's short
+    await task  # a requested end counts as success, and does not shorten another server's end
     assert notes(tmp_path).count("drained") == 3
 
 
@@ -144,7 +144,7 @@ async def test_stop_terminates_gently_and_kills_what_does_not_listen(tmp_path: P
     supervisor = Supervisor([unit(tmp_path, listens, name="a"), unit(tmp_path, deaf, name="b")], max_restarts=3)
     task = asyncio.create_task(supervisor.run())
     await until(lambda: notes(tmp_path).count("up") == 2)
-    await supervisor.stop(grace=3.0)  # all of it, for the deaf one
+    await supervisor.stop(grace=3.0)  # the whole grace period, for the process that ignores signals
     with pytest.raises(ChildFailedError, match="b-0 was ended by SIGKILL"):
         await task
     assert "saved" in notes(tmp_path)

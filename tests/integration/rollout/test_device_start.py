@@ -1,4 +1,4 @@
-"""A replica holds the devices while its engine starts, and no longer than it lives."""
+"""A replica holds the devices while its engine starts, at most until its own end."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A replica that shares its devices with a learner: what runs, waits and swaps while the learner has them."""
+"""A replica that shares its devices with a learner: requests and swaps while the learner has them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -150,7 +150,7 @@ async def test_a_version_that_was_announced_is_awaited_before_sampling_continues
 
 
 class Outage(Scripts):
-    """Redis, as it answers a device lease while `failures` last."""
+    """A Redis that fails the commands of a device lease while `failures` last."""
 
     failures = 2
 
@@ -180,7 +180,7 @@ async def test_a_replica_whose_grant_ends_while_it_wakes_samples_nothing_and_ste
         both.engine.may_wake.clear()
         await both.train.give_up()
         await until(lambda: both.engine.wakes == 1)
-        await run.redis.hdel(run.key("device"), "generate:r")  # as if it had been stopped for longer than its grant lives
+        await run.redis.hdel(run.key("device"), "generate:r")  # as if it had been stopped until its grant ended
         await both.train.acquire(DEADLINE)
         with pytest.raises(StaleGrantError):
             await both.generate.renew()

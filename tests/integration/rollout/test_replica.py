@@ -1,4 +1,4 @@
-"""A replica process with real vLLM: its HTTP, its gateway, its end, and the errors of its start."""
+"""A replica process with real vLLM: HTTP, a gateway, the end, and errors at the start."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ async def http_keeps_the_replica_to_itself_and_says_what_it_can(base: str) -> No
 
 
 async def a_gateway_answers_as_the_replica(there: Any) -> None:
-    """To the byte, but for what vLLM makes anew for each request: its id and time. How many tokens an event has depends on time too."""
+    """Replies are equal except for the id and time that vLLM creates per request. The number of tokens per event also depends on time."""
     base = f"http://{there.lease.http_address}"
     text = {
         "model": "replica-test",
@@ -106,7 +106,7 @@ def anonymous(reply: bytes) -> bytes:
 
 
 def merged(stream: bytes) -> dict[str, Any]:
-    """The choices of a stream's events, put together: texts and lists joined by their place in the choice, all else by its last value."""
+    """The choices of a stream's events, merged: texts and lists are concatenated, for other values the last one counts."""
     found: dict[str, Any] = {}
 
     def add(place: str, value: Any) -> None:
@@ -126,7 +126,7 @@ def merged(stream: bytes) -> dict[str, Any]:
 
 
 async def http_shares_no_prefix_with_an_earlier_policy(learner: Learner, there: Any, model: Path) -> None:
-    """A prompt beyond one block of the key-value cache (128 tokens on CPU), again and again, over swaps."""
+    """Repeats a prompt longer than one block of the key-value cache (128 tokens on CPU) across swaps."""
     reference, prompt = Reference(model), [3 + place % 40 for place in range(150)]
     asked = {"model": "replica-test", "max_tokens": 24, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     chat = asked | {"messages": [{"role": "user", "content": "0123456789" * 15}]}
@@ -168,7 +168,7 @@ async def read(url: str, body: Any = None) -> bytes:
 
 @pytest.fixture
 def emptied(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A temporary directory for the replica, with a path short enough for sockets; nothing may be left in it."""
+    """A temporary directory for the replica, with a path short enough for sockets, which must be empty at the end."""
     files = Path(tempfile.mkdtemp())
     monkeypatch.setenv("TMPDIR", str(files))
     yield

@@ -1,4 +1,4 @@
-"""A replica's temporary directory: it goes with the replica, and what a killed one left goes with the next."""
+"""A replica removes its temporary directory at its end, and those of killed replicas at its start."""
 
 import os
 import signal

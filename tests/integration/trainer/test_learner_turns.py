@@ -1,4 +1,4 @@
-"""The learner's side of the device lease: its thread, a start behind the replicas, and a grant that has ended."""
+"""The learner's side of the device lease: its thread, a start after the replicas, and an ended grant."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ Do = Callable[[Callable[[Run], Awaitable[T]]], T]
 
 @pytest.fixture
 def do(redis_url: str, run_id: str, tmp_path: Path) -> Do[Any]:
-    """Does something with the run, which is colocated, from outside the learner."""
+    """Runs an operation on the colocated run from outside the learner."""
     created: list[int] = []
 
     async def main(action: Callable[[Run], Awaitable[Any]]) -> Any:
@@ -52,7 +52,7 @@ def turns(do: Do[Any], redis_url: str, run_id: str, tmp_path: Path) -> Iterator[
 
 
 async def register(run: Run) -> None:
-    """A replica that lives longer than its test."""
+    """Registers a replica that outlives the test."""
     await Registry(run).register(Lease("rollout", "r", "h:1", "", 1), ttl=1000.0)
 
 
@@ -91,7 +91,7 @@ def test_a_learner_whose_grant_has_ended_publishes_nothing(turns: LearnerTurns, 
     turns.take()
 
     async def end(run: Run) -> None:
-        """As if the learner had been stopped for longer than its grant lives, and a replica had come."""
+        """Ends the grant, as if the learner had been stopped for too long and a replica had acquired the devices."""
         [field] = [name for name in await run.redis.hkeys(run.key("device")) if name.startswith(b"train:")]
         await run.redis.hdel(run.key("device"), field)
         assert await DeviceLease(run, "generate", "r", ttl=1000.0).ask() is not None

@@ -1,4 +1,4 @@
-"""The record of a load reaches the run, from a thread that has no client of it."""
+"""The record of a load reaches the run from a thread without a client of it."""
 
 import asyncio
 
@@ -10,8 +10,12 @@ from polyreme_trainer.learner import loading
 
 async def test_a_load_is_recorded_in_the_run(redis_url: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "REPORT_SECONDS", 0.0)
-    loaded = loading.reporter(redis_url, run.run_id)
+    loaded = loading.reports_to_run(redis_url, run.run_id)("critic")
+    assert loaded is not None
     for fraction in (0.5, 1.0):
         await asyncio.to_thread(loaded, fraction)
     records = [record for _, record in await run.records("0", 0)]
-    assert [(record["kind"], record["fraction"]) for record in records] == [("loading", 0.5), ("loading", 1.0)]
+    assert [(record["role"], record["fraction"]) for record in records if record["kind"] == "loading"] == [
+        ("critic", 0.5),
+        ("critic", 1.0),
+    ]

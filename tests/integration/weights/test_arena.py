@@ -1,4 +1,4 @@
-"""Arenas whose owner is another process: nothing of them stays in shared memory."""
+"""Arenas whose owner is another process leave nothing in shared memory."""
 
 import os
 import signal

@@ -1,1 +1,1 @@
-"""Answers judged by hand, a table for each reward that compares answers."""
+"""Hand-judged answers: a table for each reward that compares answers."""

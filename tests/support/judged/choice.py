@@ -1,4 +1,4 @@
-r"""Answers judged by hand for the reward `choice`: (response, label, score or "ERROR", reason), as in judged_math."""
+r"""Hand-judged answers for the reward `choice`: (response, label, score or "ERROR", reason), as in judged_math."""
 
 ERROR = "ERROR"
 
@@ -82,7 +82,7 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     ("A", "Z", ERROR, "no such choice"),
     ("A", "", ERROR, "no label"),
     ("A", "A or B", ERROR, "two choices"),
-    # As models write
+    # Outputs of models
     ("Answer: **(D)**", "D", 1.0, "bold and in brackets"),
     ("The best answer is choice D.", "D", 1.0, "choice and letter"),
     ("So the correct choice is: C.", "C", 1.0, "a choice is an answer"),

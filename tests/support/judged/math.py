@@ -1,7 +1,7 @@
-r"""Answers judged by hand for the reward `math`: (response, label, score or "ERROR", reason).
+r"""Hand-judged answers for the reward `math`: (response, label, score or "ERROR", reason).
 
-Each verdict was written from the meaning of the two texts, not from what the code gave. "ERROR" stands beside labels that state no
-judgeable mathematics; a response without an answer scores 0.
+Each verdict follows from the meaning of the two texts, not from the output of the code. "ERROR" marks labels that cannot be judged as
+mathematics; a response without an answer scores 0.
 """
 
 ERROR = "ERROR"
@@ -299,7 +299,7 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     (r"\boxed{D}", "C", 0.0, "another letter"),
     (r"\boxed{3}", "No", 0.0, "a number is no word"),
     (r"\boxed{No}", "3", 0.0, "a word is no number"),
-    # Labels that state no judgeable mathematics
+    # Labels that cannot be judged as mathematics
     (r"\boxed{42}", "", ERROR, "no label"),
     (r"\boxed{42}", "   ", ERROR, "an empty label"),
     (r"\boxed{42}", "see the solution above for the derivation", ERROR, "a sentence is no mathematics"),
@@ -317,7 +317,7 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     (r"\boxed{42}", "{'answer': 42}", ERROR, "a data structure, no mathematics"),
     (r"\boxed{42}", "def f(x): return x", ERROR, "a program, no mathematics"),
     (r"\boxed{42}", "about 42", ERROR, "how near is near enough is not said"),
-    # As models write
+    # Outputs of models
     (
         "Therefore, the final answer is: $\\boxed{\\dfrac{9}{25}}$. I hope it is correct.",
         r"\frac{9}{25}",
@@ -412,7 +412,7 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     (r"\boxed{4\pi \text{ cm}}", r"4\pi \text{ cm}^2", 0.0, "a length is no area"),
     (r"\boxed{\sqrt{16}}", "4 cm", 1.0, "the unit is left out"),
     (r"\boxed{1e400!}", "1e-05", 0.0, "a factorial that nothing can compute is not this number"),
-    # Signs of Unicode, repeating decimals, dates and times
+    # Unicode signs, repeating decimals, dates and times
     ("2\u221a3", r"2\sqrt{3}", 1.0, "a root sign"),
     ("2\u221a2", r"2\sqrt{3}", 0.0, "another root"),
     (r"\boxed{2\sqrt{3}}", "2\u221a3", 1.0, "a root sign in the label"),

@@ -1,4 +1,4 @@
-r"""Answers judged by hand for the reward `numeric`: (response, label, score or "ERROR", reason), as in judged_math."""
+r"""Hand-judged answers for the reward `numeric`: (response, label, score or "ERROR", reason), as in judged_math."""
 
 ERROR = "ERROR"
 
@@ -68,7 +68,7 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     ("50", "12 50", ERROR, "two numbers side by side"),
     ("2", r"\sqrt{2}", ERROR, "a root"),
     ("3", "3x", ERROR, "a product with a letter"),
-    # The same forms in a response are read whole or not at all
+    # The same forms in a response are read completely or not at all
     ("1/2", "2", 0.0, "the denominator is not the number"),
     ("1/2", "0.5", 1.0, "a half"),
     (r"\frac{1}{2}", "0.5", 1.0, "a half in LaTeX"),
@@ -91,7 +91,7 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     ("50", "50%", 1.0, "the percent sign is left out"),
     ("0.5", "50%", 1.0, "a half is fifty per cent"),
     ("She works 5 hours in total.", "5", 1.0, "the label names no unit"),
-    # Where the answer stands
+    # Position of the answer
     ("The answer is 42. I checked it 3 times.", "42", 1.0, "the answer is named"),
     ("The answer is 42. I checked it 3 times.", "3", 0.0, "the answer is named"),
     ("Answer: 42\nConfidence: 90", "42", 1.0, "the answer is named"),
@@ -115,7 +115,7 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     (r"\boxed{x}", "42", 0.0, "a box without a number"),
     ("It is 0.333333", "0.333333", 1.0, "the same decimal"),
     ("It is 0.333334", "0.333333", 0.0, "another decimal"),
-    # As models write
+    # Outputs of models
     ("The total cost is $18.00.", "18", 1.0, "money in a sentence"),
     ("#### 1,080", "1080", 1.0, "thousands behind the marker"),
     ("Janet makes $18 per day.", "18", 1.0, "money by the day"),

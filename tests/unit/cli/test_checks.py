@@ -168,7 +168,7 @@ def test_prompts_that_are_too_long(config_file: Path) -> None:
 
 
 def test_what_another_service_lacks_here_is_a_notice(config_file: Path) -> None:
-    """Its files may be on the machine that it runs on."""
+    """Its files may be on the service's own machine."""
     config = load_config(config_file, ["reward.rewards=[{file: elsewhere.py}]"])
     assert findings(config).errors
     [notice] = check_run(config, only="trainer")

@@ -1,4 +1,4 @@
-"""Runs side by side."""
+"""The comparison of runs."""
 
 import json
 from pathlib import Path
@@ -26,6 +26,16 @@ def test_metrics_are_over_the_iterations_that_all_runs_have() -> None:
 def test_settings_that_differ_have_a_value_per_run() -> None:
     rows = settings_rows([{"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, {"a": {"b": 1}, "d": [1]}])
     assert rows == {"a.c": [2, 3, None], "d": [None, None, [1]]}
+
+
+def test_sections_in_a_list_are_compared_key_by_key() -> None:
+    one = {"rewards": [{"file": "a.py", "weight": 1.0}], "sizes": [1, 2]}
+    other = {"rewards": [{"file": "a.py", "weight": 0.5}, {"file": "b.py"}], "sizes": [1]}
+    assert settings_rows([one, other]) == {
+        "rewards.0.weight": [1.0, 0.5],
+        "rewards.1.file": [None, "b.py"],
+        "sizes": [[1, 2], [1]],
+    }
 
 
 def test_results_are_those_that_decide() -> None:

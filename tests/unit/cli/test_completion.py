@@ -1,4 +1,4 @@
-"""What a shell is offered."""
+"""The completions that a shell gets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `polyreme eval` makes of a run's configuration, and of its record."""
+"""The overrides of `polyreme eval`, and its results from a record."""
 
 from pathlib import Path
 from typing import Any

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from polyreme.cli import checkpoint_manifest
 from polyreme.cli.checkpoint_manifest import write_manifest
 from polyreme.cli.fork import is_whole, plan_fork
 from polyreme.cli.run_directory import EMBEDDED, Origin, RunFile, owned, read_run_file
@@ -18,7 +19,7 @@ from polyreme.errors import ConfigError
 
 
 def tree_digest(folder: Path) -> dict[str, str]:
-    """Every file below a folder, with the digest of its bytes."""
+    """The digest of every file below a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -27,7 +28,7 @@ def tree_digest(folder: Path) -> dict[str, str]:
 
 
 def save(run_dir: Path, iteration: int) -> Path:
-    """A checkpoint with its Hugging Face directory, laid out as the learner's."""
+    """Writes a checkpoint with its Hugging Face directory, in the learner's layout."""
     for folder, name in (("checkpoints", "state-0.pt"), ("hf", "model.safetensors")):
         path = run_dir / folder / f"iteration-{iteration:06d}"
         path.mkdir(parents=True)
@@ -40,7 +41,7 @@ def save(run_dir: Path, iteration: int) -> Path:
 
 @pytest.fixture
 def parent(config_file: Path) -> RunConfig:
-    """Of a run that has ended after iteration 6, with checkpoints of 0, 4 and 6; every iteration trains four groups, 5 also dropped three."""
+    """A run that ended after iteration 6, with checkpoints of 0, 4 and 6. Every iteration trained four groups, and 5 also dropped three."""
     config = load_config(config_file)
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "lock").touch()
@@ -95,6 +96,17 @@ def test_a_damaged_checkpoint_is_passed_over(parent: RunConfig, config_file: Pat
     (parent.run_dir / "checkpoints" / "iteration-000006" / "state-0.pt").write_bytes(b"checkpoints of 7")
     with prepared(config_file, [], resume=False, fork=True) as start:
         assert start.origin == Origin("run-1", str(parent.run_dir), 4, 16)
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_name(
+    parent: RunConfig, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(checkpoint_manifest, "_FORMAT", 4)
+        checkpoint = save(parent.run_dir, 7)
+    with pytest.raises(ConfigError) as refused, prepared(config_file, ["iterations=9"], resume=False, fork=True):
+        pass
+    assert "format 4" in refused.value.found and str(checkpoint) in refused.value.found
 
 
 def test_a_checkpoint_with_any_flipped_byte_is_passed_over(parent: RunConfig) -> None:

@@ -1,20 +1,23 @@
-"""What `polyreme init` writes can start."""
+"""The files of `polyreme init` can start a run."""
 
 import itertools
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from polyreme.cli import init
 from polyreme.cli.checks import findings
 from polyreme.cli.main import build_app
-from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, columns_of, write_new_run
+from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, find_columns, write_new_run
 from polyreme.cli.new_run.sample_data import EXAMPLES, rows, supervised_rows
 from polyreme.config.load import load_any, load_config
-from polyreme.errors import ConfigError
+from polyreme.errors import ConfigError, DataError
 from support.tiny_tokenizer import model_files
 
 
@@ -107,11 +110,46 @@ def test_sample_data_has_no_prompt_twice_where_there_are_many(reward: str) -> No
     assert len({row["prompt"] for row in [*train, *held_out]}) == 512 + 64
 
 
-def test_columns_are_read_from_json_lines(tmp_path: Path) -> None:
+def test_columns_are_found_in_each_format(tmp_path: Path) -> None:
     _, data = own_files(tmp_path)
-    assert columns_of(data) == ["id", "question", "solution"]
-    data.write_text("no JSON\n")
-    assert columns_of(data) == columns_of(tmp_path / "missing.jsonl") == columns_of(tmp_path / "data.parquet") == []
+    assert find_columns(data, None, None, "exact") == ("question", "solution")
+    table = pyarrow.table({"prompt": [[{"role": "user", "content": "1+1"}]], "reward_model": [{"ground_truth": "2"}]})
+    parquet.write_table(table, tmp_path / "verl.parquet")
+    assert find_columns(tmp_path / "verl.parquet", None, None, "math") == ("prompt", "reward_model.ground_truth")
+    (tmp_path / "own.csv").write_text("frage,n: #1\n1+1,2\n")
+    assert find_columns(tmp_path / "own.csv", "frage", None, "python") == ("frage", "answer")
+    columns = find_columns(tmp_path / "own.csv", "frage", "n: #1", "exact")
+    write_new_run(tmp_path / "new", Answers("no", data=str(tmp_path / "own.csv"), prompt_key=columns[0], label_key=columns[1]))
+    config = load_config(tmp_path / "new" / "run.yaml")
+    assert (config.name, config.data.prompt_key, config.data.label_key) == ("no", "frage", "n: #1")
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ('{"frage": "1+1", "answer": "2"}\n', (None, None, "python")),
+        ('{"prompt": "1+1", "antwort": "2"}\n', (None, None, "exact")),
+        ('{"prompt": "1+1", "answer": "2"}\n', ("question", None, "python")),
+        ("", (None, None, "python")),
+        ('{"prompt": "1+1", "ans', (None, None, "python")),
+    ],
+)
+def test_data_without_a_usable_row_is_an_error_before_anything_is_written(
+    tmp_path: Path, text: str, keys: tuple[str | None, str | None, str]
+) -> None:
+    (tmp_path / "own.jsonl").write_text(text)
+    with pytest.raises((ConfigError, DataError)) as error:
+        find_columns(tmp_path / "own.jsonl", *keys)
+    assert "own.jsonl" in error.value.expected
+
+
+def test_a_name_that_no_run_may_have_and_a_file_as_the_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        write_new_run(tmp_path / "new", Answers("My Run!"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError):
+        write_new_run(tmp_path / "file", Answers("mine"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_without_a_terminal_nothing_is_asked_and_columns_are_found(tmp_path: Path) -> None:
@@ -142,3 +180,17 @@ def test_on_a_terminal_five_questions_are_asked(tmp_path: Path, monkeypatch: pyt
     assert config.name == "sums"
     assert config.reward is not None and config.reward.rewards[0].name == "numeric"
     assert json.loads((tmp_path / "new" / "train.jsonl").read_text().splitlines()[0])["answer"].isdigit()
+
+
+def test_an_answer_that_does_not_fit_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_files(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    answers = iter(["My Run", "mine", "/nowhere", "~/own-model", "nowhere.csv", "~/own.jsonl", "best", "exact", "tpu", "cpu"])
+    monkeypatch.setattr("polyreme.cli.init._is_terminal", lambda: True)
+    monkeypatch.setattr("typer.prompt", lambda question, default: next(answers))
+    init.init(tmp_path / "new")
+    config = load_config(tmp_path / "new" / "run.yaml")
+    assert (config.name, config.model.path, config.data.train) == ("mine", tmp_path / "own-model", tmp_path / "own.jsonl")
+    assert not list(answers) and capsys.readouterr().out.count("expected") == 5

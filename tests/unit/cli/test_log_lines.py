@@ -1,4 +1,4 @@
-"""Log lines of several processes in one stream."""
+"""Log lines of several processes are merged into one stream."""
 
 import threading
 from pathlib import Path

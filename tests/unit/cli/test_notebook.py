@@ -102,6 +102,9 @@ def test_no_run_and_a_run_id_for_a_directory_are_errors(run_dir: Path, tmp_path:
         polyreme.Run(tmp_path)
     with pytest.raises(ConfigError):
         polyreme.Run(run_dir, run_id="another")
+    with pytest.raises(ConfigError) as error:
+        polyreme.Run("http://127.0.0.1:8000/ui")
+    assert "redis://" in error.value.expected and error.value.found == "http://..."
 
 
 async def test_it_works_where_an_event_loop_runs(run_dir: Path) -> None:

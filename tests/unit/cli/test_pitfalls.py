@@ -1,4 +1,4 @@
-"""What others stumbled over and no other test shows: docs/pitfalls.md has the list."""
+"""Pitfalls of docs/pitfalls.md that no other test covers."""
 
 from pathlib import Path
 

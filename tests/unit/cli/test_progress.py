@@ -1,5 +1,6 @@
-"""The fold over records, and the lines that people read of it."""
+"""Progress from records, and the text lines made of it."""
 
+import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from polyreme.cli import view
 from polyreme.cli.progress import Progress, comparable
 from polyreme.cli.report import plain_line, report
 from polyreme.cli.summary import redis_bytes, summary_lines
+from polyreme.config.model import ModelConfig
 from polyreme.config.trainer import ParallelConfig
+from polyreme.errors import ConfigError
 from support.configs import run_config
 
 
@@ -141,16 +144,33 @@ def test_a_long_evaluation_says_how_far_it_is_until_it_is_over() -> None:
 
 
 def test_a_model_that_loads_is_shown_until_it_is_loaded() -> None:
-    loading = {"kind": "loading", "fraction": 0.25, "seconds_left": 75.0, "time": 1.0}
+    loading = {"kind": "loading", "role": "critic", "fraction": 0.25, "seconds_left": 75.0, "time": 1.0}
     progress = progress_of(loading)
     assert progress.loading == loading
-    assert plain_line(loading, progress, 24) == "the learner loads the model: 25%, remaining about 1:15"
-    done = {"kind": "loading", "fraction": 1.0, "seconds_left": 0.0, "time": 2.0}
+    assert plain_line(loading, progress, 24) == "learner loads the critic: 25%, remaining about 1:15"
+    done = {"kind": "loading", "role": "critic", "fraction": 1.0, "seconds_left": 0.0, "time": 2.0}
     progress.add(done)
-    assert progress.loading is None and plain_line(done, progress, 24) == "the learner loads the model: 100%"
+    assert progress.loading is None and plain_line(done, progress, 24) == "learner loads the critic: 100%"
     progress.add(loading)
     progress.add({"kind": "restart", "process": "learner-0", "text": "why", "time": 3.0})
     assert progress.loading is None
+
+
+def test_an_engine_that_starts_is_shown_until_a_replica_registers() -> None:
+    begun = {"kind": "engine_start", "host": "a", "pid": 7, "engine": "vllm", "time": 1.0}
+    over = {**begun, "engine": "vllm 0.32.0", "seconds": 18.24, "time": 19.3}
+    progress = progress_of(begun)
+    assert plain_line(begun, progress, 24) == "replica: vllm starts on a"
+    assert plain_line(over, progress, 24) == "replica: vllm 0.32.0 started on a in 18.2 s"
+    progress.add(over)
+    assert progress.engine_start == over
+    progress.add({"kind": "replicas", "replicas": {}, "time": 19.5})
+    assert progress.engine_start == over
+    progress.add({"kind": "replicas", "replicas": {"r": "http://a/v1"}, "time": 20.0})
+    assert progress.engine_start is None
+    progress.add(begun)
+    progress.add({"kind": "restart", "process": "rollout-0", "text": "why", "time": 21.0})
+    assert progress.engine_start is None
 
 
 def test_a_mean_score_is_not_an_accuracy() -> None:
@@ -171,7 +191,7 @@ def test_accuracy_before_and_after() -> None:
     )
     assert (
         progress_of(evaluation(0, 1.0, 0.3), iteration(1, time=2.0)).summary()["accuracy_after"] is None
-    )  # nobody evaluated version 1
+    )  # version 1 was not evaluated
     assert Progress(1).summary()["accuracy_before"] is None
 
 
@@ -208,6 +228,12 @@ def test_results_on_other_held_out_data_are_not_compared() -> None:
     progress = progress_of(first, *trained, second, third)
     assert (progress.metric, progress.evaluations) == ("accuracy", {4: 0.4})
     assert (progress.summary()["accuracy_before"], progress.summary()["accuracy_after"]) == (None, 0.4)
+
+
+def test_a_record_that_does_not_name_its_prompts_is_comparable() -> None:
+    older, newer = evaluation(0, 1.0, 0.3), evaluation(1, 3.0, 0.5) | {"held_out": "a1"}
+    assert comparable(older, newer) and comparable(newer, older)
+    assert progress_of(older, iteration(1, time=2.0), newer).evaluations == {0: 0.3, 1: 0.5}
 
 
 def test_the_summary_has_the_metrics_of_every_set() -> None:
@@ -308,4 +334,21 @@ def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
 def test_redis_must_hold_what_the_oldest_kept_checkpoint_may_replay(tmp_path: Path) -> None:
     config = run_config(tmp_path, iterations=100)
     every_ten = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_interval": 10})})
-    assert redis_bytes(config) == pytest.approx(redis_bytes(every_ten) * 101 / 21)
+    assert redis_bytes(config) == pytest.approx(redis_bytes(every_ten) * 101 / 31)
+
+
+@pytest.mark.parametrize(("experts", "each"), [({"num_experts": 256}, 24 * 4), ({"num_local_experts": 257}, 2 * 24 * 4)])
+def test_redis_must_hold_the_replayed_routes(experts: dict[str, int], each: int, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 24, "num_experts_per_tok": 4, **experts}))
+    plain = run_config(tmp_path, model=ModelConfig(path=model))
+    moe = plain.trainer.moe.model_copy(update={"replay_routes": True})
+    replayed = plain.model_copy(update={"trainer": plain.trainer.model_copy(update={"moe": moe})})
+    held = plain.iterations + 1 + plain.max_staleness
+    tokens = plain.samples_per_iteration * plain.rollout.max_new_tokens * held
+    assert redis_bytes(replayed) - redis_bytes(plain) == tokens * each
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 24}))
+    with pytest.raises(ConfigError) as error:
+        redis_bytes(replayed)
+    assert "num_local_experts" in error.value.found

@@ -1,11 +1,11 @@
-"""Bars of long work."""
+"""Progress bars of long work."""
 
 import io
 import sys
 
 import pytest
 
-from polyreme.cli.progress_bar import bar, counted
+from polyreme.cli.progress_bar import bar, counted, waiting
 
 
 class Terminal(io.StringIO):
@@ -20,9 +20,9 @@ def test_a_terminal_shows_a_bar_of_its_width(width: int, monkeypatch: pytest.Mon
     monkeypatch.setenv("NO_COLOR", "1")
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
-    assert list(counted(range(1000), "reading", 1000)) == list(range(1000))
+    assert list(counted(range(1000), "read[ing]", 1000)) == list(range(1000))
     drawn = shown.getvalue()
-    assert "reading" in drawn and "100%" in drawn and "-:--:--" in drawn
+    assert "read[ing]" in drawn and "100%" in drawn and "-:--:--" in drawn
 
 
 def test_without_a_terminal_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,3 +30,16 @@ def test_without_a_terminal_nothing_is_printed(capsys: pytest.CaptureFixture[str
         for _ in range(10):
             count(1)
     assert capsys.readouterr() == ("", "")
+    with waiting("loading a model"):
+        pass
+    assert capsys.readouterr() == ("", "loading a model ...\n")
+
+
+def test_a_wait_of_unknown_length_shows_its_time_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with waiting("loading [a] model"):
+        pass
+    assert "loading [a] model 0:00:0" in shown.getvalue() and shown.getvalue().endswith("\x1b[2K")

@@ -1,4 +1,4 @@
-"""What `polyreme status` says of a run directory."""
+"""The status of a run directory in `polyreme status`."""
 
 import fcntl
 import json

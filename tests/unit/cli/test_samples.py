@@ -1,4 +1,4 @@
-"""Which samples a filter selects."""
+"""The samples that a filter selects."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Each verdict of `polyreme doctor` from the facts that it judges."""
+"""Each verdict of `polyreme doctor` follows from its facts."""
 
 import socket
 
@@ -21,7 +21,7 @@ from polyreme.cli.verdicts import (
 
 
 def check(verdict: Verdict, level: str) -> None:
-    """Whatever is not well says what to do."""
+    """Checks the level of a verdict. Every verdict except "ok" has advice."""
     assert verdict.level == level
     assert bool(verdict.do) == (level != "ok")
 

@@ -1,4 +1,4 @@
-"""The section `data` with several sources, through a file and back."""
+"""The section `data` with several sources, read from and written to a file."""
 
 from pathlib import Path
 

@@ -141,8 +141,12 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("trainer.optimizer.min_lr=1", "trainer.optimizer.min_lr"),
         ("trainer.parallel={tensor: 2, data: 3, nodes: 2}", "`nodes` = 2"),
         ("trainer.parallel={tensor: 4, nodes: 2}", "`nodes` = 2"),
+        ("trainer.parallel={data: 2, context: 2, nodes: 2, expert: 4}", "`expert` = 4"),
         ("trainer.parallel={pipeline: 2, data: 2, nodes: 2}", "`pipeline` = 2"),
+        ("trainer.parallel={virtual_pipeline: 2}", "`virtual_pipeline` = 2"),
         ("trainer.parallel={data: 3, expert: 2}", "`expert` = 2"),
+        ("trainer.parallel={data: 3, expert_tensor: 2}", "`expert` x `expert_tensor` = 2 must divide the 3 ranks"),
+        ("trainer.parallel={tensor: 2, data: 3, expert: 3, expert_tensor: 1}", "one must divide the other"),
         ("trainer.parallel={data: 4, expert: 4, nodes: 2}", "`expert` = 4"),
         ("name=No Spaces", "name"),
         ("trainer.optimizer.lr=.inf", "finite number"),
@@ -245,7 +249,10 @@ def test_the_layout_of_the_ranks_does_not_decide_the_weights(tree: dict[str, Any
     tree["trainer"]["parallel"] = {"tensor": 3, "pipeline": 2, "threads": 5}
     other = parse_config(tree, "the test")
     assert other.trainer.parallel.world_size == 6
-    assert {config.fingerprint() for config in (spread, other)} == {here.fingerprint()}
+    tree["trainer"]["parallel"] = {"context": 2, "data": 3, "expert": 6}
+    cut = parse_config(tree, "the test")
+    assert (cut.trainer.parallel.world_size, cut.trainer.parallel.layout) == (6, "tensor 1 x context 2 x data 3 (expert 6)")
+    assert {config.fingerprint() for config in (spread, other, cut)} == {here.fingerprint()}
 
 
 def test_how_an_endpoint_is_secured_does_not_decide_the_weights(tree: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What stands on a field: its type decides how it is read, its mark whether it is part of the fingerprint."""
+"""A field's type decides how it is read, and its mark whether it is part of the fingerprint."""
 
 from pathlib import Path
 

@@ -24,6 +24,11 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("alpaca", {"instruction": "do", "input": "x", "output": "y"}, {"prompt": "do\nx", "response": "y"}),
     ("alpaca", {"instruction": "do", "output": "y"}, {"prompt": "do", "response": "y"}),
+    (
+        "alpaca-pair",
+        {"instruction": "do", "input": "x", "chosen": "a", "rejected": "b"},
+        {"prompt": "do\nx", "chosen": "a", "rejected": "b"},
+    ),
     ("openrlhf", {"input": "q", "label": 4}, {"prompt": "q", "answer": 4}),
     ("openrlhf-sft", {"input": "q", "output": "a"}, {"prompt": "q", "response": "a"}),
     ("mindspeed", {"problem": "q", "answer": "4", "level": 2}, {"prompt": "q", "answer": "4", "level": 2}),
@@ -58,6 +63,12 @@ def test_every_format_is_tested() -> None:
 def test_a_row_of_another_format_is_named() -> None:
     kinds = {each.name: each for each in FORMATS}
     differing = {"chosen": [ASKED, ANSWERED], "rejected": [ANSWERED, ANSWERED]}
-    for name, row in (("verl", {"prompt": "q"}), ("trl-pair", differing), ("hh-rlhf", {"chosen": "x", "rejected": 1})):
+    no_prompt = {"chosen": "x", "rejected": "y"}
+    for name, row in (
+        ("verl", {"prompt": "q"}),
+        ("trl-pair", differing),
+        ("hh-rlhf", no_prompt),
+        ("hh-rlhf", {"chosen": "x", "rejected": 1}),
+    ):
         with pytest.raises(DataError, match=rf"{name} in rows:3"):
             to_ours(row, kinds[name], "rows:3")

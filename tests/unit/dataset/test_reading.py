@@ -1,4 +1,4 @@
-"""What the readers tell a progress bar."""
+"""The progress that readers report."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every format gives the same rows, and a source its part of them."""
+"""Every format gives the same rows, and a source selects its part of them."""
 
 import csv
 import datetime
@@ -31,7 +31,7 @@ def write_stream(path: Path, table: pa.Table = TABLE) -> None:
 
 
 def write_saved(folder: Path) -> None:
-    """A directory as `save_to_disk` of Hugging Face `datasets` writes it."""
+    """Writes a directory like `save_to_disk` of Hugging Face `datasets`."""
     folder.mkdir()
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     for place, name in enumerate(names):
@@ -186,7 +186,7 @@ def test_a_digest_follows_the_content(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_rows_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second batch of a Parquet file is read when its first row is asked for."""
+    """The second batch of a Parquet file is read only when its first row is requested."""
     table = pa.Table.from_pylist([{"n": number} for number in range(3000)])
     parquet.write_table(table, tmp_path / "rows.parquet")
     read: list[int] = []

@@ -1,4 +1,4 @@
-"""The pages for those who come from another system: their files are imported as they say, and their rewards score."""
+"""The pages for users of other systems: the test imports their files as documented, and runs their rewards."""
 
 import json
 from pathlib import Path

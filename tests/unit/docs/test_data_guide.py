@@ -1,4 +1,4 @@
-"""docs/data.md does what it says: its rows are read, and become the texts that it shows."""
+"""The rows of docs/data.md become the texts that it shows."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Links between the pages lead somewhere, and the site's navigation has every page once.
+"""Links between the pages have existing targets, and the site's navigation has every page once.
 
-Invariant: a link is read as a reader of the repository sees it, relative to its page; an anchor is a heading's, as mkdocs and GitHub name it.
+Invariant: links are relative to their page in the repository. Anchors are those of headings, by the rules of mkdocs and GitHub.
 """
 
 import re
@@ -22,7 +22,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def text_of(page: Path) -> str:
-    """A page without its blocks of code."""
+    """A page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""docs/models.md names the families and rotary embeddings that there are."""
+"""docs/models.md names the existing families and rotary embeddings."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page about notebooks: its blocks run, in order, on a recorded run."""
+"""Runs the blocks of the page about notebooks, in order, on a recorded run."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The pages of pitfalls and of the version contract name tests that there are."""
+"""The pages of pitfalls and of the version contract name existing tests."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = {"pitfalls.md": "", "versions.md": "## The contract"}  # and where on the page the table begins
+PAGES = {"pitfalls.md": "", "versions.md": "## The contract"}  # and the start of the table on the page
 ROWS = [
     line
     for page, begin in PAGES.items()

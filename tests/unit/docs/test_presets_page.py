@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
 
 def primitive(part: Primitive) -> str:
-    """Its kind, and what differs from the kind's own defaults."""
+    """Its kind, and the differences from the kind's defaults."""
     changed = {name: value for name, value in part if name != "kind" and value != type(part).model_fields[name].default}
     kind = [f"`{part.kind}`"] if hasattr(part, "kind") else []
     return " ".join([*kind, ", ".join(f"{name} {show(value)}" for name, value in changed.items())]).strip()

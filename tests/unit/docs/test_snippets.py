@@ -1,6 +1,7 @@
-"""Every block of a page is executed by a test or compared with the code, or says above itself why not.
+"""Every block of a page is executed by a test, compared with the code, or preceded by the reason why not.
 
-Invariant: a block that nobody executes is still read: YAML by the configuration's schema, JSON by a parser, commands by the command line.
+Invariant: blocks that are not executed are still checked: YAML by the configuration's schema, JSON by a parser, commands by the command
+line.
 """
 
 import ast
@@ -54,7 +55,7 @@ BASE: dict[str, Any] = {
     "algorithm": {"preset": "grpo"},
     "trainer": {"optimizer": {"lr": 1e-6}},
 }
-"""What the parts of a configuration on the pages leave out."""
+"""Values for the keys that partial configurations on the pages omit."""
 
 
 def ids(block: Block) -> str:
@@ -89,7 +90,7 @@ def test_the_test_of_a_page_reads_it(page: str, test: str) -> None:
 
 
 def check_yaml(block: Block) -> None:
-    """A run or a stage, or a part of a run."""
+    """Checks the YAML of a run, a stage, or a part of a run."""
     tree = yaml.safe_load(block.text)
     if block.reason:
         return
@@ -128,7 +129,7 @@ def check_commands(block: Block) -> None:
 
 
 def check_variables(block: Block) -> None:
-    """Settings of the compose file, which .env.example describes."""
+    """Checks settings of the compose file, which .env.example describes."""
     known = (ROOT / ".env.example").read_text()
     for line in block.text.splitlines():
         assert f"{line.partition('=')[0]}=" in known, line

@@ -1,6 +1,6 @@
-"""docs/troubleshooting.md quotes messages that the code has, and explains every alarm.
+"""docs/troubleshooting.md quotes existing messages, and explains every alarm.
 
-Invariant: a message of the code counts as its constant parts; the parts that it fills in are `…`, as on the page.
+Invariant: messages are compared by their constant parts; filled-in parts are `…`, as on the page.
 """
 
 import ast
@@ -19,7 +19,7 @@ SOURCES = [ROOT / "polyreme", *(ROOT / "services").glob("*/polyreme_*")]
 
 
 def template(node: ast.expr) -> str:
-    """A text of the code with `…` for what it fills in."""
+    """A text of the code with `…` for its filled-in parts."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -32,14 +32,14 @@ def template(node: ast.expr) -> str:
 
 @cache
 def messages() -> str:
-    """Every text of the code, one a line, and every error with its parts as it is printed."""
+    """Every text of the code, one per line, and every error in its printed form."""
     found: set[str] = set()
     for file in (file for source in SOURCES for file in source.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Call(func=ast.Name(id=name), args=[expected, there, do]) if name.endswith("Error"):
                     found.add(f"expected {template(expected)}; found {template(there)}. {template(do)}")
-                case ast.List(elts=[expected, there, do]):  # an error on its way from another process
+                case ast.List(elts=[expected, there, do]):  # an error forwarded from another process
                     found.add(f"expected {template(expected)}; found {template(there)}. {template(do)}")
                 case ast.Call(func=ast.Name(id="Gate"), args=[name_of, _, _, do]):
                     found.add(f"expected {template(name_of)} of at most …; found …. {template(do)}")

@@ -1,4 +1,4 @@
-"""The recipes pass every check that `polyreme config check` makes, and their comments have the numbers that it prints.
+"""The recipes pass every check of `polyreme config check`, and their comments have its numbers.
 
 The models are config.json files with the published sizes, a small tokenizer, and weights that are only a header and a size.
 """
@@ -20,7 +20,7 @@ MODELS = {
     "gsm8k_0.5b.yaml": "Qwen2.5-0.5B-Instruct",
     "math_7b.yaml": "Qwen2.5-7B-Instruct",
     "ppo_32b_cuda.yaml": "Qwen2.5-32B",
-    "grpo_32b_npu.yaml": "Qwen2.5-32B",
+    "ppo_32b_npu.yaml": "Qwen2.5-32B",
 }
 SUM = re.compile(r"# Learner, in GiB: .* = ([\d.]+) of ([\d.]+)\.\n")
 

@@ -1,4 +1,4 @@
-"""The script of examples/three_steps ends where it is interrupted, between two steps as within one."""
+"""The script of examples/three_steps ends when it is interrupted, between two steps and within one."""
 
 import os
 import signal

@@ -72,7 +72,7 @@ def assert_same(a: GroupRecord, b: GroupRecord) -> None:
             if expected is not None:
                 assert (
                     found.dtype == expected.dtype and found.shape == expected.shape and found.tobytes() == expected.tobytes()
-                )  # to the bit, also minus zero
+                )  # bit by bit, including minus zero
         rest: dict[str, Any] = dict.fromkeys(ARRAYS)
         assert replace(left, **rest) == replace(right, **rest)
 
@@ -89,7 +89,7 @@ def test_damage_is_an_error_or_another_valid_group(group: GroupRecord, data: st.
     payload = bytearray(encode_group(group))
     payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
     for damaged in (bytes(payload), bytes(payload[: data.draw(st.integers(0, len(payload)))])):
-        with suppress(DataError):  # anything else would be a crash in the learner
+        with suppress(DataError):  # any other error would crash the learner
             decode_group(damaged)
 
 

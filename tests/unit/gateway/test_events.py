@@ -1,4 +1,4 @@
-"""Whole events, however the bytes arrive."""
+"""Whole events for any split of the bytes."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What a request's `model` asks for."""
+"""The version that a request's `model` selects."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which replica a request goes to."""
+"""The choice of a replica for a request."""
 
 from polyreme.gateway.names import VersionBounds
 from polyreme.gateway.replicas import ServedReplica, choose

@@ -14,13 +14,14 @@ from polyreme.errors import ConfigError
 from polyreme.import_config.openrlhf_names import RENAMED
 from polyreme.import_config.read import read_values
 from polyreme.import_config.render import text_of
+from polyreme.import_config.rules import Nothing
 from polyreme.import_config.systems import SYSTEMS, import_file
 
 FILES = sorted((Path(__file__).parent / "files").iterdir())
 
 
 def imported(name: str, rows: int | None = None) -> RunConfig:
-    """The configuration that the text of an import is read as."""
+    """The configuration that results from reading the text of an import."""
     file = next(path for path in FILES if path.stem == name)
     system, found = import_file(file, None, rows)
     return parse_config(yaml.safe_load(text_of(found, system.title, file.name)), file.name)
@@ -107,14 +108,16 @@ def test_mindspeed_multiplies_its_mini_batches_by_the_samples_of_a_prompt() -> N
     assert (run.trainer.parallel.tensor, run.trainer.parallel.pipeline, run.trainer.parallel.data) == (4, 4, 1)
 
 
-def test_mindspeed_partial_rollouts(tmp_path: Path) -> None:
+def test_mindspeed_partial_rollouts_and_context_ranks(tmp_path: Path) -> None:
     source = next(path for path in FILES if path.stem == "mindspeed_grpo")
     tree = yaml.safe_load(source.read_text())
     tree["rl_config"]["partial_rollout_max_split"] = 3
+    tree["actor_config"] |= {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(tree))
     system, found = import_file(tmp_path / "grpo.yaml")
     run = parse_config(yaml.safe_load(text_of(found, system.title, "grpo.yaml")), "grpo.yaml")
     assert (run.max_staleness, run.rollout.tokens_per_iteration) == (2, -(-run.rollout.max_new_tokens // 3))
+    assert run.trainer.parallel.layout == "tensor 4 x pipeline 2 x context 2 x data 1"
 
 
 def test_trl() -> None:
@@ -190,3 +193,51 @@ def test_the_guide_shows_what_an_import_writes() -> None:
     block = guide.read_text().partition("```yaml file=part.yaml\n")[2].partition("```")[0]
     system, found = import_file(next(path for path in FILES if path.stem == "verl_grpo"))
     assert set(block.splitlines()) <= set(text_of(found, system.title, "run.sh").splitlines())
+
+
+@pytest.mark.parametrize(
+    ("system", "values", "wanted"),
+    [
+        (
+            "verl",
+            {
+                "reward_model.overlong_buffer.enable": True,
+                "reward_model.overlong_buffer.len": 128,
+                "data.max_response_length": 512,
+            },
+            {"algorithm.shaping.overlong": {"buffer": 0.25, "factor": 1.0}},
+        ),
+        ("verl", {"actor_rollout_ref.model.enable_gradient_checkpointing": True}, {"trainer.recompute": "full"}),
+        ("verl", {"actor_rollout_ref.rollout.val_kwargs.n": 4}, {"eval_answers": 4}),
+        ("verl", {"actor_rollout_ref.rollout.val_kwargs.temperature": 0}, {}),
+        ("verl", {"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 2}, {"trainer.parallel.pipeline": 2}),
+        ("openrlhf", {"eval.n_samples_per_prompt": 4, "eval.temperature": 0.6}, {"eval_answers": 4, "eval_temperature": 0.6}),
+        (
+            "openrlhf",
+            {"reward.overlong_buffer_len": 256, "rollout.max_new_tokens": 1024, "reward.overlong_penalty_factor": 2},
+            {"algorithm.shaping.overlong": {"buffer": 0.25, "factor": 2}},
+        ),
+        ("openrlhf", {"actor.aux_loss_coef": 0}, {}),
+        ("trl", {"gradient_checkpointing": True, "num_generations_eval": 2}, {"trainer.recompute": "full", "eval_answers": 2}),
+        (
+            "mindspeed",
+            {"actor_config.recompute_granularity": "selective", "megatron_training.moe_aux_loss_coeff": 0.01},
+            {"trainer.recompute": "selective", "trainer.moe.aux_loss_coef": 0.01},
+        ),
+        ("paddlenlp", {"recompute": 1, "recompute_granularity": "core_attn"}, {"trainer.recompute": "selective"}),
+        (
+            "paddlenlp",
+            {"enable_overlong_reward_buffer": True, "max_dec_len": 1024},
+            {"algorithm.shaping.overlong": {"buffer": 0.25, "factor": 1.0}},
+        ),
+        ("paddlenlp", {"early_stopping": True}, {"eval_stop_after": 4}),
+    ],
+)
+def test_what_has_a_counterpart_is_translated(system: str, values: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        for rule in SYSTEMS[system].rules_of(key):
+            ours = rule.convert(value, values) if rule.convert else value
+            if rule.target.startswith(("algorithm", "eval", "trainer")) and not isinstance(ours, Nothing):
+                found[rule.target] = ours
+    assert found == wanted

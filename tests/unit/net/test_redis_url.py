@@ -18,7 +18,7 @@ from polyreme.net.redis_url import PASSWORD, without_password
 
 @pytest.fixture(autouse=True)
 def no_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PASSWORD, "")  # so that it is taken back, too
+    monkeypatch.setenv(PASSWORD, "")  # so that it is also restored
 
 
 @pytest.mark.parametrize(

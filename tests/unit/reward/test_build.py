@@ -1,4 +1,4 @@
-"""Which rewards declare that their values are right and wrong answers."""
+"""The rewards whose values are declared to be 1 for right and 0 for wrong answers."""
 
 from typing import Any
 

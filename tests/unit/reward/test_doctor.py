@@ -1,4 +1,4 @@
-"""The reward service's verdict from the modes of isolation that work."""
+"""The reward service's verdict from the working modes of isolation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What counts as a score."""
+"""The return values that are valid scores."""
 
 import math
 from decimal import Decimal

@@ -1,4 +1,4 @@
-"""Foreign servers' replies, and which endpoint is asked next, without a network."""
+"""Foreign servers' replies and the choice of the next endpoint, without a network."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files for `polyreme reward test` are read as a run reads its data, and its answers are whole."""
+"""`polyreme reward test` reads files as a run reads its data, and prints complete answers."""
 
 import io
 import json

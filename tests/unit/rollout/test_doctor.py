@@ -1,4 +1,4 @@
-"""The rollout service's verdict from the packages that are installed."""
+"""The rollout service's verdict from the installed packages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Bytes that are read by others while they arrive."""
+"""Bytes that others read while they arrive."""
 
 import asyncio
 

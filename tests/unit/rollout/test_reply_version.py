@@ -1,4 +1,4 @@
-"""What a client learns from a reply of /v1: which policy versions made it, however the reply is cut into messages."""
+"""A reply of /v1 names the policy versions that sampled it, for any split into messages."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ STREAM = "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event 
 
 
 class Replier:
-    """An application that sends these pieces of one body; the served version is `versions[0]` before the first piece, and so on."""
+    """An application that sends these pieces of one body. The served version is `versions[0]` before the first piece, and so on."""
 
     def __init__(self, content_type: str, pieces: list[bytes], versions: list[int | None]) -> None:
         self.content_type, self.pieces, self.versions = content_type, pieces, iter(versions)

@@ -35,7 +35,7 @@ def test_every_token_leaves_once_in_order_and_chunks_are_large(sizes: list[int])
 
 @given(SIZES, st.data())
 def test_spans_record_the_version_of_each_token(sizes: list[int], data: st.DataObject) -> None:
-    """The engine is ahead of what has arrived; swaps come between arrivals, at counts that never fall."""
+    """The engine is ahead of the arrived tokens. Swaps occur between arrivals, at counts that never decrease."""
     total = sum(sizes)
     writer = [0] * total
     sequence, arrived, count = SequenceProgress(0, total, 0), 0, 0

@@ -20,7 +20,7 @@ from support.waiting import until
 
 
 class BusyEngine(SimulatedInferenceEngine):
-    """It samples nothing until it `has_place`. `asked` lists its requests."""
+    """An engine that samples nothing until `has_place` is set. `asked` lists its requests."""
 
     def __init__(self) -> None:
         super().__init__(frozenset({"weight"}), max_model_len=64, vocab_size=100)

@@ -1,4 +1,4 @@
-"""The memory that streams are received into."""
+"""The memory that receives streams."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ Version = tuple[Manifest, memoryview]
 
 
 def version(number: int, part: int, parts: int) -> Version:
-    """A part whose numbers are 0, except for the first ones."""
+    """A part whose numbers are 0, except the first ones."""
     layout = plan_manifest([TensorSpec("a", "F32", (1000,))], part=part, parts=parts)
     numbers = np.zeros(1000, np.float32)
     numbers[:number] = 1.0

@@ -1,4 +1,5 @@
-"""The weight swapper against a model of it: in any order of stages, damages, failures and stale calls it serves a whole version or nothing."""
+"""The weight swapper compared with a model: in any order of stages, damages, failures and stale calls it serves a whole version or
+nothing."""
 
 import asyncio
 import uuid
@@ -23,7 +24,7 @@ NAMES = frozenset({"a", "b"})
 
 
 def write(arena: Arena, slot: int, term: int, version: int, value: float, layout: Manifest = LAYOUT) -> tuple[Manifest, int]:
-    """A version whose numbers are all `value`; its manifest and generation."""
+    """Writes a version whose numbers are all `value`. Returns its manifest and generation."""
     arena.begin(slot)
     for view in tensor_views(layout, arena.slot_view(slot)).values():
         view[...] = value
@@ -32,9 +33,9 @@ def write(arena: Arena, slot: int, term: int, version: int, value: float, layout
 
 
 Slot = tuple[int, int]
-"""Of the arena: number and generation."""
+"""A part in the arena: slot number and generation."""
 OWN: Slot = (-1, -1)
-"""Memory that only the replica writes."""
+"""A part in memory that only the replica writes."""
 
 
 AHEAD = st.sampled_from([0] * 10 + [1, -1])
@@ -80,7 +81,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.lost += 1
 
     def attempt(self, work: Any) -> str:
-        """OK, or the refusal's code."""
+        """Returns OK, or the code of the refusal."""
         try:
             self.loop.run_until_complete(work)
         except Refusal as refusal:
@@ -88,7 +89,7 @@ class SwapMachine(RuleBasedStateMachine):
         return "OK"
 
     def gate(self, term: int) -> str | None:
-        """What every call meets first; the model's own view."""
+        """The model's check at the start of every call."""
         self.term = max(self.term, self.redis_term)
         if term < self.term:
             return "ABORTED"
@@ -100,7 +101,7 @@ class SwapMachine(RuleBasedStateMachine):
         assert self.swapper.version is None
 
     def identity(self, ahead: int, version: int | None) -> tuple[int, int]:
-        """The term, `ahead` of the newest, and the version, by default the next one."""
+        """An id with a term `ahead` of the newest one, and a version, by default the next one."""
         term = max(1, self.term + ahead, self.redis_term + ahead)
         following = self.served[1] + 1 if self.served and self.served[0] == term else 0
         return term, following if version is None else version
@@ -134,7 +135,7 @@ class SwapMachine(RuleBasedStateMachine):
         if expected in ("ABORTED", "FAILED_PRECONDITION"):
             return
         if self.staged and self.staged[3] is OWN:
-            self.staged = None  # its memory was taken
+            self.staged = None  # its memory was reused
         if expected == "OK":
             self.staged = (term, version, float(self.numbers), OWN)
 
@@ -189,7 +190,7 @@ class SwapMachine(RuleBasedStateMachine):
             self.served, self.served_slot, self.failures = (term, version, value), slot, 0
             return "OK"
         self.failures += 1
-        broken -= self.intact(slot)  # a load that never began uses up no damage
+        broken -= self.intact(slot)  # a load that never began does not count as broken
         if broken > 0 or not self.intact(self.served_slot):
             self.served = self.served_slot = None
         return "INTERNAL"
@@ -261,7 +262,7 @@ async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
 
 @pytest.fixture
 async def asleep(arena: Arena) -> tuple[WeightSwapper, MemoryEngine, list[str]]:
-    """A replica that served version 1, whose engine has slept without its weights, and what it has lost."""
+    """A replica that served version 1 and whose engine has slept without its weights; also returns what was lost."""
     engine, lost = MemoryEngine(sorted(NAMES)), list[str]()
     swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: lost.append("lost"))
     await bring(swapper, arena, 1)
@@ -315,7 +316,7 @@ async def test_weights_that_cannot_be_loaded_again_are_served_no_more(
     engine.broken_loads = 1
     await swapper.go_on(weights=False)
     assert swapper.version is None and lost == ["lost"]
-    assert swapper.steady.is_set()  # calls are refused, not kept
+    assert swapper.steady.is_set()  # calls are refused, not queued
     await bring(swapper, arena, 2)
     assert swapper.version == 2 and not engine.paused
 

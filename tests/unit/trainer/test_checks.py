@@ -1,4 +1,4 @@
-"""What the trainer's check of a run says of its models, trackers and notices."""
+"""The trainer's checks of a run's models, trackers and notices."""
 
 from pathlib import Path
 from typing import Any

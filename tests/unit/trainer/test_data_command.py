@@ -23,7 +23,7 @@ from support.tiny_tokenizer import model_files
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A run's YAML file beside its model and data: four prompts of which two are equal, one is long and one is held out, too."""
+    """A run's YAML file with its model and data: four prompts, of which two are equal, one is long and one is also held out."""
     (tmp_path / "model").mkdir()
     for name, content in model_files().items():
         (tmp_path / "model" / name).write_bytes(content)
@@ -57,7 +57,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, str]:
-    """The printed report by its words at the beginning of the lines."""
+    """The printed report by the first word of each line."""
     check(*arguments)
     return {line[:12].strip(): line[12:] for line in capsys.readouterr().out.splitlines()}
 
@@ -88,6 +88,17 @@ def test_held_out_data_is_not_compared_with_itself(
 ) -> None:
     monkeypatch.chdir(config.parent)
     assert "leaks" not in report(capsys, config, Path("eval.jsonl"))
+
+
+def test_a_file_with_other_columns_than_the_held_out_data_is_reported_all_the_same(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(config.parent / "other.jsonl", [{"input": "1+2=", "label": 3}])
+    found = report(capsys, config, config.parent / "other.jsonl", ["data.prompt_key=input", "data.label_key=label"])
+    assert found["rows"] == "1" and found["unlabelled"].startswith("0")
+    assert found["leaks"].startswith("not looked for in data.eval") and "eval.jsonl:1" in found["leaks"]
+    with pytest.raises(DataError):
+        check(config, None, ["data.eval=other.jsonl"])
 
 
 def test_the_report_of_supervised_rows(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

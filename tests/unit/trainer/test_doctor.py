@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polyreme_trainer.doctor import _children, collective_verdict, device_verdict
+from polyreme_trainer.doctor import _children, collective_verdict, device_verdict, driver_verdict
 
 NONE: dict[str, Any] = {"torch": "2.13.0", "cuda_build": None, "cuda": [], "npu": []}
 CUDA_WITHOUT_DRIVER = {**NONE, "cuda_build": "13.0"}
@@ -40,6 +40,26 @@ def test_a_missing_device_is_explained_by_its_cause() -> None:
 
 def test_devices_of_one_kind_are_counted() -> None:
     assert "8 x NVIDIA H100" in device_verdict(None, H100)[1].found
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "version"),
+    [
+        ("cuda", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 02:03:04 UTC 2025\nGCC version:  12.2.0", "570.124.06"),
+        ("cuda", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.54  Release Build", "535.54"),
+        ("npu", "Version=25.2.0\nascendhal_version=7.35.23", "25.2.0"),
+        ("npu", "Version=25.3.rc1.2\n", "25.3.rc1.2"),
+    ],
+)  # fmt: skip
+def test_a_driver_is_named_by_its_version(kind: str, text: str, version: str) -> None:
+    verdict = driver_verdict(kind, text)
+    assert (verdict.level, verdict.found, verdict.do) == ("ok", f"{kind} {version}", "")
+
+
+@pytest.mark.parametrize(("kind", "text"), [("cuda", None), ("npu", None), ("npu", "")])
+def test_a_driver_without_a_version_is_noted(kind: str, text: str | None) -> None:
+    verdict = driver_verdict(kind, text)
+    assert verdict.level == "note" and verdict.do
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])

@@ -1,4 +1,4 @@
-"""Settings for models with experts: what the model or the engine cannot do is an error of the check, before anything starts."""
+"""Settings for models with experts: settings that the model or the engine does not support are errors before anything starts."""
 
 import json
 from pathlib import Path

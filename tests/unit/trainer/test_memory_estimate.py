@@ -1,4 +1,4 @@
-"""The estimate of a whole configuration: which models count, what a micro-batch is, and which learner is refused."""
+"""The estimate of a whole configuration: the models, the micro-batch, and refused learners."""
 
 import logging
 from dataclasses import replace
@@ -108,11 +108,20 @@ def test_a_stage_holds_its_model_and_a_reference_where_its_loss_has_one(
 
 
 @pytest.mark.parametrize(
-    ("budget", "data", "tokens"),
-    [(8192, 1, 8192), (512, 1, 1024), (10**6, 1, 64 * 1024), (10**6, 4, 16 * 1024)],
+    ("budget", "ranks", "tokens"),
+    [
+        (8192, {}, 8192),
+        (512, {}, 1024),
+        (10**6, {}, 64 * 1024),
+        (10**6, {"data": 4}, 16 * 1024),
+        (8191, {"context": 2}, 4096),
+        (10**6, {"data": 4, "context": 2}, 8 * 1024),
+    ],
 )
-def test_a_micro_batch_is_its_budget_or_one_sequence_or_all_there_is(budget: int, data: int, tokens: int, tmp_path: Path) -> None:
-    trainer = {"optimizer": {"lr": 1e-6}, "micro_batch_tokens": budget, "parallel": {"data": data}}
+def test_a_micro_batch_is_its_budget_or_one_sequence_or_all_there_is(
+    budget: int, ranks: dict[str, int], tokens: int, tmp_path: Path
+) -> None:
+    trainer = {"optimizer": {"lr": 1e-6}, "micro_batch_tokens": budget, "parallel": ranks}
     assert micro_batch_of(run(tmp_path, trainer=trainer)).tokens == tokens
 
 
@@ -124,7 +133,8 @@ def test_a_device_must_hold_one_rank_and_a_machine_all_of_them(tmp_path: Path) -
     [error] = refuse(on_device, rank - 1)
     assert isinstance(error, ConfigError)
     assert all(term in error.found for term in ("actor weights", "actor optimizer", "actor activations", "actor logits"))
-    machine = 4 * learner_memory(on_cpu).rank.nbytes + 3 * 2 * PARAMETERS[NAME]
+    # On the first of the machines: the arena, and of a checkpoint the weights, half of the optimizer and the export.
+    machine = 4 * learner_memory(on_cpu).rank.nbytes + (3 * 2 + 2 + 12 // 2 + 2) * PARAMETERS[NAME]
     assert not list(refuse(on_cpu, machine))
     assert len(list(refuse(on_cpu, machine - 1))) == 1
 
@@ -146,18 +156,18 @@ def test_the_lines_add_up(tmp_path: Path) -> None:
     header, *lines = memory_lines(config)
     numbers = [float(line.split()[0].replace(",", "")) for line in lines if line.startswith("  ")]
     assert header.startswith("memory") and abs(sum(numbers[:-1]) - numbers[-1]) < 0.01
-    assert "key-value cache" in lines[-1] and "3 versions" in lines[-2]
+    assert "key-value cache" in lines[-1] and "its optimizer" in lines[-2] and "3 versions" in lines[-3]
 
 
 def test_the_learner_logs_the_estimate_once_and_every_rank_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = run(tmp_path, device="cuda")
     caplog.set_level(logging.INFO)
-    announce(config, 2**40, leads=False)
+    announce(config, 2**40, 2**44, leads=False)
     assert not caplog.records
-    announce(config, 2**40, leads=True)
+    announce(config, 2**40, 2**44, leads=True)
     assert [record.getMessage() for record in caplog.records] == list(memory_lines(config))
     with pytest.raises(ConfigError):
-        announce(config, 2**30, leads=False)
+        announce(config, 2**30, 2**44, leads=False)
 
 
 def test_an_entropy_bonus_needs_more_logits(tmp_path: Path) -> None:
@@ -168,3 +178,46 @@ def test_an_entropy_bonus_needs_more_logits(tmp_path: Path) -> None:
 def test_data_ranks_divide_the_optimizer_alone(tmp_path: Path) -> None:
     trainer = {"optimizer": {"lr": 1e-6}, "parallel": {"data": 4}}
     assert state_bytes(run(tmp_path, trainer=trainer)) == (2 + 4 + 12 // 4) * PARAMETERS[NAME]
+
+
+OFFLOAD = {"optimizer": {"lr": 1e-6}, "offload": {"optimizer": True, "idle_models": True}}
+
+
+def test_with_offload_one_model_trains_on_the_device_and_the_rest_is_on_the_host(tmp_path: Path) -> None:
+    config, plain = (run(tmp_path, algorithm={"preset": "ppo"}, device="cuda", **part) for part in ({"trainer": OFFLOAD}, {}))
+    memory, before = learner_memory(config), learner_memory(plain)
+    assert state_bytes(config) == (2 + 4) * PARAMETERS[NAME]
+    assert memory.rank.host_bytes == (2 + 2 + 2 + 12 + 12) * PARAMETERS[NAME] + 14 * 896
+    assert memory.rank.nbytes - state_bytes(config) == before.rank.nbytes - state_bytes(plain), "the same activations"
+    assert (before.rank.host_bytes, before.host) == (0, sum(term.nbytes for term in before.shared))
+    lines = list(memory_lines(config))
+    assert f"{memory.rank.host_bytes / 2**30:,.3f}    in all; 1 rank(s)" in "\n".join(lines)
+    assert sum(line.startswith("memory         of the host") for line in lines) == 1
+    assert not any(line.startswith("memory         of the host") for line in memory_lines(plain))
+
+
+def test_the_step_of_an_offloaded_optimizer_may_be_the_peak(tmp_path: Path) -> None:
+    """Without activations to speak of: one prompt token and a short response."""
+    changes = {"data": {"train": "x", "max_prompt_tokens": 1}, "rollout": {"max_new_tokens": 2, "max_model_len": 4}}
+    trainer = {**OFFLOAD, "micro_batch_tokens": 1, "recompute": "full"}
+    memory = learner_memory(run(tmp_path, trainer=trainer, **changes))
+    embedding = 151936 * 896
+    assert [(term.name, term.nbytes) for term in memory.rank.step] == [("actor optimizer step", 12 * embedding)]
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_a_host_must_hold_what_rests_there_and_the_arena(placement: str, tmp_path: Path) -> None:
+    config = run(tmp_path, device="cuda", placement=placement, algorithm={"preset": "ppo"}, trainer=OFFLOAD)
+    memory = learner_memory(config)
+    assert not list(refuse(config, None, memory.host))
+    (error,) = refuse(config, None, memory.host - 1)
+    assert isinstance(error, ConfigError) and "arena" in error.found
+    assert len(list(refuse(config, memory.rank.nbytes - 1, memory.host - 1))) == 2
+    assert memory.host == memory.rank.host_bytes + sum(term.nbytes for term in memory.shared)
+
+
+def test_on_cpu_both_are_the_same_memory(tmp_path: Path) -> None:
+    config, plain = (run(tmp_path, algorithm={"preset": "ppo"}, **part) for part in ({"trainer": OFFLOAD}, {}))
+    gradients = 4 * (PARAMETERS[NAME] + 896)
+    assert learner_memory(plain).machine - learner_memory(config).machine == gradients, "the idle model's alone are saved"
+    assert not list(refuse(config, learner_memory(config).machine, 0))

@@ -1,4 +1,4 @@
-"""What is wrong with a stage is found before a process starts."""
+"""Errors of a stage are found before a process starts."""
 
 import json
 from pathlib import Path

@@ -73,7 +73,7 @@ def test_slots_that_do_not_exist_are_refused(arena: Arena) -> None:
 
 
 def test_a_slot_written_during_a_read_is_noticed(arena: Arena) -> None:
-    """Every read of one and the same generation word before and after holds one version's bytes alone."""
+    """Every read with the same generation word before and after it has the bytes of only one version."""
     stop = threading.Event()
 
     def write() -> None:

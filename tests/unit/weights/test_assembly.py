@@ -1,4 +1,4 @@
-"""A part put together from chunks: any cut gives the same bytes, and no wrong byte gets through."""
+"""A part assembled from chunks: any split gives the same bytes, and every wrong byte is detected."""
 
 import itertools
 
@@ -16,7 +16,7 @@ Part = tuple[Manifest, bytes]
 
 @st.composite
 def parts(draw: st.DrawFn) -> Part:
-    """A sealed part and its bytes: several tensors, empty ones and an alias among them, noise between them."""
+    """A sealed part and its bytes: several tensors, including empty ones and an alias, with noise between them."""
     shapes = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), min_size=1, max_size=8))
     dtypes = [draw(st.sampled_from(["F32", "BF16", "U8"])) for _ in shapes]
     specs = [TensorSpec(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True))]

@@ -1,4 +1,4 @@
-"""The canary: what differs by more than the limit, or is no number, fails."""
+"""The canary fails for differences above the limit and for values that are not numbers."""
 
 import math
 

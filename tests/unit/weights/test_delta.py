@@ -1,4 +1,4 @@
-"""Deltas of parts: applied, chained or compacted, they lead to the digests of the whole version, or are refused."""
+"""Deltas of parts: applied, chained or compacted, they give the digests of the whole version, or are refused."""
 
 import numpy as np
 import pytest

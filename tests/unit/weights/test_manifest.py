@@ -1,4 +1,4 @@
-"""Layouts are consistent by construction, survive the wire, and their views alias the buffer."""
+"""Layouts are consistent by construction, survive encoding and decoding, and their views alias the buffer."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The codec of changed elements: bit-exact for every element size, and no damaged frame gets through."""
+"""The codec of changed elements is bit-exact for every element size, and detects damaged frames."""
 
 import numpy as np
 import pytest

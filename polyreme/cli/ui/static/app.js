@@ -1,4 +1,4 @@
-// The page: the list of runs, the views, keyboard, theme and address. The address (after #) says what is shown.
+// The page: the list of runs, the views, keyboard, theme and address. The address (after #) selects the view.
 
 import {html, render, useEffect, useLayoutEffect, useState} from "./vendor/preact.js";
 import {Curves} from "./curves.js";
@@ -26,8 +26,8 @@ const PAGES = {
 };
 const POLL_SECONDS = 2;
 const VIEWS = [["curves", "Curves"], ["samples", "Samples"], ["timeline", "Timeline"], ["servers", "Servers"], ["events", "Events"], ["setup", "Configuration"]];
-const KEYS = [["1 – 6", "change the view"], ["/", "search"], ["j, k", "next, previous sample"], ["Enter", "open a sample"], ["x", "choose a sample to compare"],
-  ["c", "compare the two chosen samples"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
+const KEYS = [["1 – 6", "change the view"], ["/", "search"], ["j, k", "next, previous sample"], ["Enter", "open a sample"], ["x", "select a sample to compare"],
+  ["c", "compare the two selected samples"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
 
 // "#/samples?text=x" -> {view: "samples", words: [], query: {text: "x"}}
 function address() {
@@ -55,7 +55,7 @@ function useTheme() {
 
 function useRuns() {
   const [state, setState] = useState({runs: null, error: null});
-  useLayoutEffect(() => { // does not wait for the first, empty frame
+  useLayoutEffect(() => { // runs before the first, empty frame
     let timer = null;
     async function poll() {
       if (document.visibilityState === "visible") {

@@ -99,7 +99,7 @@ function draw(place, runs, curves, options, height) {
   return () => { resize.disconnect(); plot.destroy(); };
 }
 
-// Draws one chart per frame, so that the first is seen before the last is drawn. Returns a function that cancels.
+// Draws one chart per frame, so that the first ones are visible early. Returns a function that cancels.
 const waiting = [];
 function drawLater(draw) {
   waiting.push(draw);
@@ -126,7 +126,7 @@ export function Chart({title, runs, curves, options, height = 180}) {
   return html`<div class="plot" ref=${place} role="img" aria-label=${`${title}; newest values: ${last}`}></div>`;
 }
 
-// A range with some room, also around a constant.
+// A range with a margin, also around a constant.
 function padded(_, low, high) {
   if (low === null) return [0, 1];
   const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;

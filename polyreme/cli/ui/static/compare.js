@@ -1,10 +1,10 @@
-// Two samples side by side, with what differs marked.
+// Two samples side by side, with marked differences.
 
 import {html} from "./vendor/preact.js";
 import {Empty, Failure, number, useAnswer} from "./parts.js";
 import {source} from "./source.js";
 
-// The library that finds differences. A report has it in its file; the page loads it when it first compares.
+// The diff library. A report contains it; the page loads it at the first comparison.
 function differ() {
   if (globalThis.Diff) return Promise.resolve(globalThis.Diff);
   return new Promise((resolve, reject) => {

@@ -1,13 +1,13 @@
-// The curves that the page has. It asks for the newer points of all curves that are wanted at one moment in one question. Whole curves are
-// asked for in small questions, so that the first are seen early.
+// The page's curves. One request fetches the newer points of all curves that are needed at one moment. Small requests fetch whole curves, so
+// that the first ones are visible early.
 
-const LONGEST = 1600; // points; a longer curve is asked for anew, which shortens it
+const LONGEST = 1600; // points; a longer curve is fetched again, which shortens it
 const PIECE = 4; // metrics
 
 export function curveStore(ask) {
   const known = new Map(); // "RUN\nMETRIC" -> {steps, mean, low, high}, never changed in place
-  const kept = new Map(); // the runs' curves of a metric as they were last given, so that an unchanged answer is the same object
-  const batches = new Map(); // "newer", or the number of a piece -> the question that is being put together
+  const kept = new Map(); // the runs' curves of a metric at the last call, so that an unchanged result is the same object
+  const batches = new Map(); // "newer", or the number of a piece -> the request that is being collected
   const place = (run, metric) => `${run}\n${metric}`;
 
   async function send(name) {
@@ -27,7 +27,7 @@ export function curveStore(ask) {
     return batches.get(name);
   }
 
-  // Adds a metric of some runs to the questions that are put together. Returns the promises of their answers.
+  // Adds a metric of some runs to the collected requests. Returns the promises of their responses.
   function want(runs, metric) {
     const steps = Object.fromEntries(runs.map((run) => [run, known.get(place(run, metric))?.steps ?? []]));
     const isNewer = (run) => steps[run].length > 0 && steps[run].length < LONGEST;
@@ -62,7 +62,7 @@ export function curveStore(ask) {
   return {curves, forget};
 }
 
-// A curve and the points after it. Points that both have count once.
+// Appends later points to a curve. Points that both have count once.
 export function joined(curve, more) {
   if (!curve) return more;
   const start = more.steps.findIndex((step) => step > curve.steps.at(-1));

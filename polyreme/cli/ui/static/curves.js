@@ -1,4 +1,4 @@
-// The curves: every metric of the selected runs, the most watched ones first, the others in groups by their prefix.
+// The curves: every metric of the selected runs, the most important ones first, the others in groups by their prefix.
 
 import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {Chart} from "./chart.js";
@@ -9,9 +9,9 @@ const WATCHED = ["reward/mean", "accuracy", "score", "response_length/mean", "en
   "time/iteration", "tokens_per_second", "staleness/mean", "stop/length_fraction", "train/loss", "eval/loss", "train/accuracy", "eval/accuracy",
   "train/grad_norm", "train/lr", "train/tokens_per_second"];
 
-const EARLY = 6; // cards at the top of the page, which ask for their curves before the browser says that they are visible
+const EARLY = 6; // cards at the top of the page, which fetch their curves before the browser reports them as visible
 
-// Metrics in groups: [title, names]. The watched ones are in their own group and in that of their prefix.
+// Metrics in groups: [title, names]. The important ones are in their own group and in that of their prefix.
 export function grouped(metrics, text) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   const wanted = metrics.filter((name) => name !== "time" && words.every((word) => name.toLowerCase().includes(word)));

@@ -1,4 +1,4 @@
-// Alarms first, then everything that was worth a record, newest first.
+// Alarms first, then all other events, newest first.
 
 import {html, useState} from "./vendor/preact.js";
 import {Empty, clock, number, seconds, useAnswer} from "./parts.js";

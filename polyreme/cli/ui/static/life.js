@@ -16,7 +16,7 @@ function Facts({of}) {
 
 function Spans({sample}) {
   const total = sample.tokens || 1;
-  return html`<div class="spans" role="img" aria-label=${`written by ${sample.spans.map(([version, start, end]) => `version ${version}: tokens ${start} to ${end}`).join("; ")}`}>
+  return html`<div class="spans" role="img" aria-label=${`sampled by ${sample.spans.map(([version, start, end]) => `version ${version}: tokens ${start} to ${end}`).join("; ")}`}>
     ${sample.spans.map(([version, start, end], place) => html`<span style=${`flex: ${Math.max((end - start) / total, 0.02)}; --mark: var(--run-${place % 8})`} title=${`tokens ${start} to ${end}`}>version ${version}</span>`)}</div>`;
 }
 
@@ -47,7 +47,7 @@ export function Life({run, at}) {
   const {value: sample, error, asked} = useAnswer(() => source.sample(run.name, id), [run.name, id]);
   if (error) return html`<${Failure} error=${error} />`;
   if (sample === undefined || asked?.[1] !== id) return null;
-  if (sample === null) return html`<${Empty} title=${`No sample ${id}`}>A sample's id is GROUP.SAMPLE, an answer's in an evaluation vVERSION.ROW.<//>`;
+  if (sample === null) return html`<${Empty} title=${`No sample ${id}`}>The id of a sample is GROUP.SAMPLE; that of an evaluation answer is vVERSION.ROW.<//>`;
   const trained = sample.kind === "train";
   const began = sample.began, generated = began && began + sample.generate_seconds, scored = generated && generated + sample.score_seconds;
   const staleness = trained && sample.oldest !== null ? sample.step - 1 - sample.oldest : null;

@@ -36,7 +36,7 @@ export function State({run}) {
   return html`<span class="state state-${run.state}" title=${run.reason || run.state}>${run.state}</span>`;
 }
 
-// The answer of a question to the source, asked again when `keys` change. Keeps the old answer meanwhile.
+// The response to a request, which is repeated when `keys` change. Keeps the old response until then.
 export function useAnswer(ask, keys) {
   const [answer, setAnswer] = useState({value: undefined, error: null, asked: null});
   useEffect(() => {

@@ -1,4 +1,4 @@
-// The samples browser: filters, a list that the keyboard walks through, and two chosen samples to compare.
+// The samples browser: filters, a list with keyboard navigation, and two selected samples to compare.
 
 import {html, useEffect, useLayoutEffect, useState} from "./vendor/preact.js";
 import {Empty, Failure, number, useAnswer} from "./parts.js";
@@ -17,7 +17,7 @@ function Choice({label, name, options, filter, change}) {
     ${options.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></label>`;
 }
 
-// A text that waits until typing pauses.
+// A text that is applied when typing pauses.
 function useSettled(value, milliseconds) {
   const [settled, setSettled] = useState(value);
   useEffect(() => {
@@ -57,7 +57,7 @@ export function Samples({run, at, go, stamp}) {
   const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id].slice(-2));
   const compare = () => chosen.length === 2 && go("compare", [run.name, ...chosen]);
   useEffect(() => { history.replaceState(null, "", `#/samples?${new URLSearchParams(Object.entries({...filter, run: run.name}).filter(([, text]) => text !== ""))}`); }, [settled, run.name]);
-  useLayoutEffect(() => { // before the list is seen, so that no key meets the one before
+  useLayoutEffect(() => { // before the list is shown, so that no key applies to the previous list
     const pressed = (event) => {
       if (/^(input|select)$/i.test(event.target.tagName) && event.target.type !== "checkbox") return;
       if (event.key === "j") setMarked((place) => Math.min(place + 1, found.length - 1));

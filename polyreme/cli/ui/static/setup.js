@@ -1,4 +1,4 @@
-// A run's configuration and summary, and what differs from the other chosen runs.
+// A run's configuration and summary, and the differences from the other selected runs.
 
 import {html, useState} from "./vendor/preact.js";
 import {useAnswer} from "./parts.js";
@@ -15,7 +15,7 @@ export function Setup({run, runs, stamp}) {
   const {value} = useAnswer(() => Promise.all(names.map((name) => source.details(name))), [names.join(), stamp]);
   if (!value || value.length !== names.length) return null;
   const tables = ["summary", "config"].map((part) => [part, value.map((details) => flat(details?.[part] ?? {}))]);
-  return html`<div class="toolbar"><label><input type="checkbox" checked=${differing && names.length > 1} disabled=${names.length < 2} onChange=${(event) => setDiffering(event.target.checked)} /> only what differs between the chosen runs</label></div>
+  return html`<div class="toolbar"><label><input type="checkbox" checked=${differing && names.length > 1} disabled=${names.length < 2} onChange=${(event) => setDiffering(event.target.checked)} /> only differences between the selected runs</label></div>
     ${tables.map(([title, columns]) => {
       const keys = [...new Set(columns.flatMap(Object.keys))].filter((key) => !differing || names.length < 2 || new Set(columns.map((column) => column[key])).size > 1);
       return html`<section class="card"><header><h3>${title === "config" ? "Configuration" : "Summary"}</h3></header><div class="scroll" tabindex="0" role="region" aria-label=${title}><table class="plain keys">

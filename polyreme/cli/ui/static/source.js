@@ -1,4 +1,4 @@
-// Where the page's data comes from: the server, or the values that an offline report embeds. Both answer the same questions.
+// The source of the page's data: the server, or the values embedded in an offline report. Both answer the same requests.
 
 import {curveStore} from "./curve_store.js";
 
@@ -26,10 +26,10 @@ const run = encodeURIComponent;
 const store = curveStore((wanted) => get("curves", [], {method: "POST", body: JSON.stringify(wanted)}));
 const ids = new Map();
 
-let first = offline ? null : get("runs"); // asked for while the rest of the page is loading
-first?.catch(() => {}); // `listed` awaits it and its caller shows the failure; until then it must not count as unhandled
+let first = offline ? null : get("runs"); // requested while the rest of the page is loading
+first?.catch(() => {}); // `listed` awaits it, and its caller shows a failure; until then it must not count as unhandled
 
-// The list of runs. A directory may hold another run than before: its curves begin anew.
+// The list of runs. A directory may contain a new run, whose curves then start again.
 async function listed() {
   const asked = first ?? get("runs");
   first = null;

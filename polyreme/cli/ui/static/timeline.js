@@ -1,4 +1,4 @@
-// The pipeline over time: what the learner, each replica and the rewards did in some iterations.
+// The pipeline over time: the activity of the learner, each replica and the rewards in some iterations.
 
 import {html, useEffect, useRef, useState} from "./vendor/preact.js";
 import {Empty, Failure, clock, number, seconds, useAnswer} from "./parts.js";
@@ -7,7 +7,7 @@ import {offline, source} from "./source.js";
 const LANE = 34, HEAD = 26, LABEL = 132;
 const KINDS = [["wait", "waits for samples"], ["train", "trains"], ["write", "writes the version"], ["generate", "generates"], ["score", "scores"], ["swap", "swaps weights"], ["mark", "evaluation, checkpoint, alarm"]];
 
-// The lanes: [label, bars], a bar being {kind, begin, end, title}.
+// The lanes: [label, bars], where a bar is {kind, begin, end, title}.
 export function lanes({iterations, groups, events}) {
   const learner = iterations.flatMap((each) => {
     const begin = each.end - each.iteration_seconds;
@@ -70,7 +70,7 @@ function Drawing({answer, width}) {
     </g>`)}</svg>`;
 }
 
-// Shares of the learner's time, as text for everybody and as a bar for the eye.
+// Shares of the learner's time, as text and as a bar.
 function Shares({iterations}) {
   const total = iterations.reduce((sum, each) => sum + each.iteration_seconds, 0) || 1;
   const parts = [["wait", "waits", "learner_wait"], ["train", "trains", "train"], ["write", "writes", "write"]].map(([kind, text, key]) => [kind, text, iterations.reduce((sum, each) => sum + each[key], 0) / total]);

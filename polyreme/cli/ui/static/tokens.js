@@ -1,9 +1,9 @@
-// A response's tokens, coloured by a number or by the version that wrote them.
+// A response's tokens, coloured by a number or by the version that sampled them.
 
 import {html, useState} from "./vendor/preact.js";
 import {number} from "./parts.js";
 
-// The number of each token in a sample, by what it is; null where the run did not record it.
+// The numbers per token of a sample, by kind; null if the run did not record them.
 function columns(sample) {
   const count = sample.token_ids.length;
   const advantage = Array.isArray(sample.advantages) ? sample.advantages : Array.isArray(sample.advantage) ? sample.advantage
@@ -19,7 +19,7 @@ function columns(sample) {
   };
 }
 
-// The background of a token: strong where the value is far from what is usual.
+// The background of a token: strong if the value is unusual.
 function background(kind, value, values) {
   if (value === null || value === undefined) return "";
   if (kind === "version") {

@@ -52,14 +52,14 @@ _TOKEN_NAMES = frozenset({"token_ids", "token_texts", "item", "completion_ids"})
 
 
 def _tokens(item: Item) -> Item:
-    """The item. Raises RewardError where it came without its tokens."""
+    """Returns the item. Raises RewardError when it has no tokens."""
     if not item.token_ids:
         raise RewardError(NO_TOKENS)
     return item
 
 
 def _with_texts(item: Item) -> Item:
-    """The item. Raises RewardError where it came without the texts of its tokens."""
+    """Returns the item. Raises RewardError when it has no texts of its tokens."""
     if len(_tokens(item).token_texts) != len(item.token_ids):
         raise RewardError(f"expected {len(item.token_ids)} token_texts, one per token; found {len(item.token_texts)}")
     return item

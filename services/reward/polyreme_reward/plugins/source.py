@@ -1,6 +1,6 @@
 """Reads the parameters of a reward function from its source text.
 
-Invariant: the text is parsed and never run. When only running it could tell the parameters, the answer is None.
+Invariant: the text is parsed and never run. When only running it would show the parameters, the answer is None.
 """
 
 import ast

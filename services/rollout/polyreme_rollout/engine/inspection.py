@@ -1,4 +1,4 @@
-"""Reads the weights that a vLLM worker computes with, even where only a packed copy exists.
+"""Reads the weights that a vLLM worker uses, even if only a packed copy exists.
 
 Invariant: the values are exact. On CPU vLLM packs weights for its kernels and discards the plain ones. A linear layer applied to the
 identity matrix returns its weights: each product multiplies by one, and each sum adds zeros. Experts are only reordered: packing a matrix
@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 EXPERT_WEIGHTS = (".w13_weight", ".w2_weight")
-"""Ends of the names of vLLM's stacked experts: gate above up, and down."""
+"""Suffixes of the names of vLLM's stacked experts: gate above up, and down."""
 
 
 def expert_layers(model: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def effective_weights(model: Any) -> dict[str, torch.Tensor]:
     """This rank's parameters by vLLM's (fused) names, without vocabulary padding. A tied head appears as `lm_head.weight`."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.numel()}
     for path, layer in model.named_modules():
-        method, width = getattr(layer, "quant_method", None), _width(layer)
+        method, width = getattr(layer, "quant_method", None), input_width(layer)
         if method is None or width is None:
             continue
         rows = getattr(getattr(layer, "shard_indices", None), "num_org_elements", None)
@@ -76,7 +76,7 @@ def model_dtype(model: Any) -> torch.dtype:
     return dtype
 
 
-def _width(layer: Any) -> int | None:
+def input_width(layer: Any) -> int | None:
     """A layer's input size on this rank; None unless it is linear or an embedding."""
     for attribute in ("input_size_per_partition", "input_size", "embedding_dim"):
         if isinstance(size := getattr(layer, attribute, None), int):

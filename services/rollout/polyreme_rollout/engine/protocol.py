@@ -16,7 +16,7 @@ from polyreme.config.run import RunConfig
 from polyreme.weights.manifest import Manifest
 
 CHUNK_TOKENS = 16
-"""Engines deliver tokens in chunks of this many where they can: one wake-up per chunk instead of one per token."""
+"""Tokens per chunk, if the engine supports it. A chunk costs one wake-up, as a single token would."""
 
 
 class EngineDeadError(RuntimeError):
@@ -45,7 +45,7 @@ class EngineRequest:
         request_id: unique among running requests.
         prompt_ids: the tokens to continue: prompt and prefix.
         max_new: upper bound of tokens to sample.
-        seed: of this request's own sampler, 63 bits.
+        seed: seed of this request's sampler, 63 bits.
         salt: requests share cached prefixes only under the same salt.
     """
 
@@ -59,7 +59,7 @@ class EngineRequest:
 
 class NewTokens(NamedTuple):
     """New tokens of a request. `finish`: None, "stop" (by a stop id) or "length". `routes`: the experts of the tokens, as in
-    `experience.proto`; empty where the engine does not report them."""
+    `experience.proto`; empty if the engine does not report them."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -144,7 +144,7 @@ class InferenceEngine(Protocol):
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
         """The log-probability of each of ids[1:] given the tokens before it, at temperature 1, in nats.
 
-        It may wait until a running request ends, but not until somebody takes that request's tokens.
+        It may wait until a running request ends, but not until the consumer of that request reads its tokens.
 
         Raises:
             EngineDeadError: the engine has died.
@@ -181,7 +181,8 @@ class InferenceEngine(Protocol):
         ...
 
     async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:
-        """What each worker computes with, by the engine's own tensor names, one mapping per worker. Raises LoadError, EngineDeadError."""
+        """Digests of the weights that each worker uses, by the engine's tensor names, one mapping per worker. Raises LoadError,
+        EngineDeadError."""
         ...
 
     def close(self) -> None:
@@ -195,7 +196,7 @@ class EngineFactory(Protocol):
     def __call__(self, config: RunConfig, model_dir: Path, random_weights: bool = True) -> InferenceEngine:
         """
         Args:
-            config: the run's configuration; `device`, `seed`, `model.dtype` and `rollout` count.
+            config: the run's configuration, of which `device`, `seed`, `model.dtype` and `rollout` are used.
             model_dir: a directory with the model's config and tokenizer files.
             random_weights: start with arbitrary weights, which a later `load` replaces, instead of those in `model_dir`.
         """

@@ -1,4 +1,4 @@
-"""What vLLM's sleep mode does not support, found before an engine starts.
+"""Checks, before an engine starts, for settings that vLLM's sleep mode does not support.
 
 Invariant: a setting under which sleep would fail, or damage weights, is refused by its name.
 """

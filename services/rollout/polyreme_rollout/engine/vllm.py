@@ -1,6 +1,6 @@
 """The vLLM engine: AsyncLLM in this process, its engine core and workers in child processes.
 
-Invariant: the child processes have a process group of their own and die with this process, however it ends; each token comes with
+Invariant: the child processes have their own process group and die with this process, however it ends; each token comes with
 its log-probability under the distribution it was sampled from; only `load` changes weights; no request, of Generate or of /v1,
 shares cached prefixes with requests of other weights.
 
@@ -37,11 +37,11 @@ from polyreme_rollout.engine.protocol import (
     TensorDigest,
 )
 from polyreme_rollout.engine.sleep import check_sleep
+from polyreme_rollout.engine.vllm_arguments import engine_arguments
 from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 LOAD_TIMEOUT = 600.0
 SHUTDOWN_TIMEOUT = 10.0
-BATCHED_TOKENS = 8192  # of one step, prompts included
 
 _WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # shared by the tensor-parallel group on CPU
 
@@ -58,47 +58,19 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    rollout, on_cpu = config.rollout, config.device == "cpu"
-    arguments: dict[str, Any] = {
-        "model": str(model_dir),
-        "load_format": "dummy" if random_weights else "safetensors",
-        "dtype": config.model.dtype,
-        "max_model_len": rollout.max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(BATCHED_TOKENS, rollout.max_model_len),
-        "tensor_parallel_size": rollout.tensor_parallel,
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "generation_config": "vllm",
-        "seed": config.seed,
-        "scheduling_policy": "priority",  # all requests are equal, but for `logprobs`, which precedes those that wait
-        "disable_log_stats": True,
-        "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",
-    }
-    if on_cpu:
-        arguments |= {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": rollout.vllm.kv_cache_mib << 20,
-            # Chunked prompts discard a draw of the sampler; on CPU a seeded sampler cannot rewind, and the engine crashes.
-            "enable_chunked_prefill": False,
-        }
-        if rollout.tensor_parallel == 1:
-            # The worker runs in the core's process: no shared-memory hop per step, and no process that spins on it.
-            arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    else:
-        arguments["gpu_memory_utilization"] = rollout.vllm.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = sleeps
+    on_cpu = config.device == "cpu"
+    arguments = engine_arguments(config, model_dir, random_weights)
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would spend seconds on imports
-        torch.set_num_threads(rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before
+        torch.set_num_threads(config.rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before
     with _children_die_with_parent():
         llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
-    return VllmEngine(llm, SamplingParams, rollout.vllm.sleep_level if sleeps else None)
+    return VllmEngine(llm, SamplingParams, config.rollout.vllm.sleep_level if sleeps else None)
 
 
 class VllmEngine:
-    """vLLM behind `InferenceEngine`. `start` makes it. `sleep_level`: vLLM's; None: it keeps its memory."""
+    """vLLM behind `InferenceEngine`, created by `start`. `sleep_level`: vLLM's level; None: it keeps its memory."""
 
     reports_routes = False  # on CPU, vLLM itself does not report them
 
@@ -178,7 +150,7 @@ class VllmEngine:
         await self._call(self.llm.resume_generation())
 
     async def sleep(self) -> Slept:
-        if self._sleep_level is None:  # on CPU, vLLM frees nothing, although it says that it sleeps
+        if self._sleep_level is None:  # on CPU, vLLM frees nothing, although it reports that it sleeps
             return Slept(0, weights=True, cache=True)
         before = await self._free_bytes()
         self._asleep = True
@@ -190,7 +162,7 @@ class VllmEngine:
             await self._call(self.llm.wake_up(tags=["weights"]))
 
     async def _free_bytes(self) -> int:
-        """Free memory of all devices of this replica."""
+        """Free memory of all devices of this replica, in bytes."""
         return sum(await self._call(self.llm.collective_rpc("polyreme_free_bytes")))
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:

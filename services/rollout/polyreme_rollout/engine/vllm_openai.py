@@ -1,7 +1,7 @@
 """The OpenAI-compatible /v1 of the vLLM engine: vLLM's own HTTP application on the engine of this process.
 
-Invariant: every request carries the salt of the weights that are served; what a request cannot be answered for is that request's
-error (400), never a failure of the server (500).
+Invariant: every request carries the salt of the served weights. A request that cannot be answered gets an error of its own (400), and is
+never a failure of the server (500).
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class _Client:
         return getattr(self._llm, name)
 
     async def generate(self, prompt: Any, sampling_params: Any, *arguments: Any, **keywords: Any) -> AsyncIterator[Any]:
-        """Raises ValueError, which vLLM answers with 400: no token of the vocabulary fits the format that was asked for."""
+        """Raises ValueError, which vLLM answers with 400: no token of the vocabulary fits the requested format."""
         salt = await self._salt()
         if isinstance(prompt, dict):
             prompt = {**prompt, "cache_salt": f"{salt} {prompt.get('cache_salt') or ''}"}

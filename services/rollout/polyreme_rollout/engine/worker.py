@@ -3,8 +3,9 @@
 Invariant: no method raises, because one worker's exception would leave the answers of its peers unread; the answer carries the error
 instead. After a failed load the next load starts from a clean state.
 
-vLLM builds fused and packed tensors from Hugging Face tensors while it loads, and on CPU it keeps only the packed ones. A swap
-therefore runs vLLM's own loading, which alone knows every packing.
+vLLM builds fused and packed tensors from Hugging Face tensors while it loads, and on CPU it keeps only the packed ones. The first load
+therefore runs vLLM's own loading, since only vLLM knows every packing. On CPU it is recorded, and later loads repeat its copies
+(`learned_copies`) if these have given the same result.
 """
 
 import logging
@@ -24,9 +25,12 @@ from polyreme.api.v1 import weights_pb2
 from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.inspection import EXPERT_WEIGHTS, digests, expert_layers
+from polyreme_rollout.engine.learned_copies import CopyRecorder, LearnedCopies, Tensors, fingerprint, learn, may_learn, same
 
-# At every swap it warns about layers without weights of their own (rotary tables, a tied head). We check coverage by names.
+# At every swap it warns about layers without separate weights (rotary tables, a tied head). We check coverage by names.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+logger = logging.getLogger(__name__)
 
 TORCH_DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -44,13 +48,15 @@ class PolicyWorker:
     device: torch.device
     polyreme_arenas: ArenaCache | None = None
     polyreme_half_loaded: bool = False
+    polyreme_copies: LearnedCopies | None = None
+    polyreme_has_learned: bool = False
 
     def polyreme_weight_names(self) -> list[str]:
         """Hugging Face names of the tensors of this worker's model, without aliases."""
         return sorted(_hf_names(self.model_runner.model))
 
     def polyreme_digests(self) -> dict[str, Any]:
-        """{"weights": {vLLM's name: (shape, xxh3_64) of what this rank computes with}} or {"error"}."""
+        """Returns {"weights": {vLLM's name: (shape, xxh3_64) of this rank's weights}} or {"error"}."""
         try:
             with set_current_vllm_config(self.vllm_config):
                 return {"weights": digests(self.model_runner.model)}
@@ -88,21 +94,52 @@ class PolicyWorker:
         for arena, slot, generation in slots:
             arena.check(slot, generation)
         manifests = [Manifest.from_proto(weights_pb2.Manifest.FromString(part[4])) for part in parts]
-        tensors = [
+        tensors = dict(
             item
             for (arena, slot, _), manifest in zip(slots, manifests, strict=True)
             for item in _tensors(manifest, arena.slot_view(slot))
-        ]
+        )
         with set_current_vllm_config(self.vllm_config), _default(self.device), torch.no_grad():
-            _forget_expert_kernels(model)
-            initialize_layerwise_reload(model)
-            model.load_weights(iter(tensors))
-            self._polyreme_finalize()
-            _pack_tied_head(model)
-            _check_expert_kernels(model)
+            if self.polyreme_copies is not None and self.polyreme_copies.fit(tensors):
+                self.polyreme_copies.load(tensors)
+                _pack_tied_head(model)
+            elif self.polyreme_has_learned:
+                self._polyreme_load_layers(tensors)
+            else:
+                self._polyreme_learn(tensors)
         torch.accelerator.synchronize()
         for arena, slot, generation in slots:
             arena.check(slot, generation)  # the bytes that were read are the bytes that were verified
+
+    def _polyreme_load_layers(self, tensors: Tensors) -> None:
+        """vLLM's own reload."""
+        model = self.model_runner.model
+        _forget_expert_kernels(model)
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(tensors.items()))
+        self._polyreme_finalize()
+        _pack_tied_head(model)
+        _check_expert_kernels(model)
+
+    def _polyreme_learn(self, tensors: Tensors) -> None:
+        """Runs vLLM's own reload, and records it for later loads if possible: on CPU, on one rank."""
+        model, one_rank = self.model_runner.model, self.vllm_config.parallel_config.world_size == 1
+        can_record = self.device.type == "cpu" and one_rank and may_learn(model)
+        recorder = CopyRecorder(model, tensors)
+        with recorder if can_record else nullcontext():
+            self._polyreme_load_layers(tensors)
+        self.polyreme_has_learned = True
+        copies = learn(recorder, tensors) if can_record else None
+        if copies is None:
+            return
+        expected = fingerprint(model)
+        copies.load(tensors)
+        _pack_tied_head(model)
+        if same(fingerprint(model), expected):
+            self.polyreme_copies = copies
+        else:
+            logger.warning("recorded copies do not repeat vLLM's reload of this model; each swap uses vLLM's reload")
+            self._polyreme_load_layers(tensors)
 
     def _polyreme_finalize(self) -> None:
         with set_current_vllm_config(self.vllm_config), _default(self.device), torch.no_grad():
@@ -125,7 +162,7 @@ def _tensors(manifest: Manifest, buffer: memoryview) -> Iterator[tuple[str, torc
 
 
 def _clear_load_buffers(model: Any) -> None:
-    """Drops what a failed load buffered for incomplete layers. Finalizing would load it again, and fail again."""
+    """Drops the tensors that a failed load buffered for incomplete layers. Finalizing would load them again, and fail again."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -134,7 +171,7 @@ def _clear_load_buffers(model: Any) -> None:
 
 
 def _forget_expert_kernels(model: Any) -> None:
-    """Makes a reload pack the experts again. To vLLM a layer with a kernel is packed already, and it would leave plain weights in it."""
+    """Makes a reload pack the experts again. vLLM considers a layer with a kernel packed, and would leave plain weights in it."""
     for layer in expert_layers(model).values():
         layer.quant_method.moe_kernel = None
 

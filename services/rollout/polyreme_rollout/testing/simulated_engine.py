@@ -2,7 +2,7 @@
 
 Invariant: tokens are a function of (weights, seed, previous tokens), at temperature 0 of (weights, previous tokens) alone. A sequence
 that continues from a prefix, here or on another engine with the same weights, can therefore be checked token by token, and so can
-a swap in mid-sequence. Time and failures follow a schedule; nothing is random.
+a swap within a sequence. Time and failures follow a schedule; nothing is random.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ _U64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Lengths:
-    """The distribution of the end token: geometric, so the rest of an answer does not depend on where it was cut.
+    """The distribution of the end token. It is geometric, so the rest of an answer does not depend on the point where it was cut.
 
     Args:
         mean: tokens up to the end token, at temperature 0 and for the median seed.
         spread: standard deviation over seeds of the mean's logarithm; 0: none; 1: a long tail.
-        end_id: the end token. It ends an answer only where it is a stop id, as with any model.
+        end_id: the end token. It ends an answer only if it is a stop id, as with any model.
     """
 
     mean: float = 32.0
@@ -60,8 +60,8 @@ class Failures:
     """A schedule of failures. Tokens are counted over all requests since the start.
 
     Args:
-        die_after: tokens after which the engine is dead.
-        silent_after: tokens after which no further token arrives.
+        die_after: number of tokens after which the engine is dead.
+        silent_after: number of tokens after which no further token arrives.
         broken_loads: the loads that fail, counted from 1.
     """
 
@@ -86,7 +86,7 @@ def for_run(
 
 
 def end_id(model_files: Mapping[str, bytes]) -> int:
-    """The token that ends answers, by the model's files; 1 when they name none."""
+    """The token that ends answers, from the model's files; 1 when they name none."""
     for name in ("generation_config.json", "config.json"):
         stop = json.loads(model_files.get(name, b"{}")).get("eos_token_id")
         if stop is not None:
@@ -132,7 +132,7 @@ class SimulatedInferenceEngine:
         self._sampled: dict[str, int] = {}
         self.tokens = self._loads = 0
         self.policy = 0
-        """A digest of the loaded weights, as `sample` takes it."""
+        """A digest of the loaded weights, as an argument of `sample`."""
         self._digests: dict[str, TensorDigest] = {}
 
     @property
@@ -168,7 +168,7 @@ class SimulatedInferenceEngine:
             del self._sampled[request.request_id]
 
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
-        """A function of the weights and of all tokens up to each."""
+        """Each value is a function of the weights and of all tokens up to it."""
         await self._spend(1)
         states = itertools.accumulate(ids, lambda state, token: _mix(state ^ token), initial=_mix(self.policy))
         return [-2.0 / (1 << 32) * (state & 0xFFFFFFFF) for state in list(states)[2:]]
@@ -225,7 +225,7 @@ class SimulatedInferenceEngine:
         self._arenas.close()
 
     async def _spend(self, tokens: int) -> None:
-        """Takes the time of `tokens` steps and of any pause. Raises EngineDeadError."""
+        """Sleeps for the time of `tokens` steps and of any pause. Raises EngineDeadError."""
         if self.tokens >= self._failures.die_after:
             self._dead.set()
         if self.tokens >= self._failures.silent_after:

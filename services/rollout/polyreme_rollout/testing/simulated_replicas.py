@@ -1,7 +1,7 @@
 """`python -m polyreme_rollout.testing.simulated_replicas`: simulated replicas of a run, several in one process.
 
-Invariant: only the engine is simulated. Each replica has its own service, weight swapper, lease, gRPC and HTTP server,
-those of `polyreme rollout`.
+Invariant: only the engine is simulated. Each replica has its own service, weight swapper, lease, gRPC and HTTP server, as
+in `polyreme rollout`.
 """
 
 import asyncio

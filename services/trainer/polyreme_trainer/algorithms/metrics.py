@@ -45,5 +45,5 @@ def combine(parts: Iterable[Mapping[str, tuple[float | Tensor, float | Tensor]]]
 
 
 def finish(metrics: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """The value of every metric. A metric with weight 0 has no value and is left out."""
+    """The value of every metric. Metrics with weight 0 have no value and are omitted."""
     return {name: value / weight for name, (value, weight) in metrics.items() if weight != 0}

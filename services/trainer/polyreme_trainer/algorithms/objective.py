@@ -1,7 +1,7 @@
-"""What the loss of a stage sees of one micro-batch, and what it gives.
+"""The inputs and the result of a stage's loss for one micro-batch.
 
-Invariant: a row is never cut between micro-batches, and what a loss divides by comes from the whole optimizer step; so the sum of its
-values over micro-batches and ranks does not depend on how the step is cut.
+Invariant: a row is never split between micro-batches, and the divisor of a loss comes from the whole optimizer step. So the sum of its
+values over micro-batches and ranks does not depend on how the step is split.
 """
 
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ from torch import Tensor
 from polyreme_trainer.algorithms.metrics import Metrics
 
 Head = Literal["language", "value"]
-"""What the trained model ends in: log-probabilities of tokens, or one score per sequence."""
+"""The output of the trained model: log-probabilities of tokens, or one score per sequence."""
 
 
 @dataclass(frozen=True)
 class StageInputs:
-    """r rows of one or two sequences each, t numbers of the model's in all.
+    """r rows of one or two sequences each, with t output numbers of the model in total.
 
     Attributes:
         output: [t], log-probabilities of the trained tokens, or with a value head the score of each sequence; carries the gradient.
-        sequence: int64 [t], which of the micro-batch's sequences each number is of.
-        sequences: how many there are. Of two sequences in a row the first is the chosen one.
+        sequence: int64 [t], the index of each number's sequence within the micro-batch.
+        sequences: the number of sequences. Of two sequences in a row, the first is the chosen one.
         columns: name -> float32 [r].
-        rows, tokens: of the whole optimizer step; `tokens` counts the trained ones.
+        rows, tokens: number of rows and of trained tokens of the whole optimizer step.
         reference: [t], log-probabilities under the reference.
-        baseline: KTO's estimate of the KL to the reference, of the whole step.
+        baseline: KTO's estimate of the KL to the reference, for the whole step.
     """
 
     output: Tensor
@@ -49,7 +49,7 @@ class StageInputs:
         return self.sums(x) / self.sums(torch.ones_like(x)).clamp(min=1)
 
     def log_ratios(self) -> Tensor:
-        """`log p - log p_ref` of each trained token, [t]. Raises ValueError where there is no reference."""
+        """`log p - log p_ref` of each trained token, [t]. Raises ValueError without a reference."""
         if self.reference is None:
             raise ValueError("the loss needs a reference")
         return self.output - self.reference
@@ -59,8 +59,8 @@ class Objective(Protocol):
     """A stage's loss.
 
     Attributes:
-        head: of the model that it trains.
-        needs_reference: whether `StageInputs.reference` is there.
+        head: head of the trained model.
+        needs_reference: whether it needs `StageInputs.reference`.
         needs_baseline: whether `StageInputs.baseline` is measured before the step.
     """
 
@@ -72,5 +72,5 @@ class Objective(Protocol):
     def needs_baseline(self) -> bool: ...
 
     def loss(self, inputs: StageInputs) -> tuple[Tensor, Metrics]:
-        """A micro-batch's part of the step's loss, to be added up, and its metrics."""
+        """Returns a micro-batch's addend of the step's loss, and its metrics."""
         ...

@@ -1,4 +1,4 @@
-"""The objectives of the stages: the losses of `preference` and cross entropy, with the metrics that the field reports for each.
+"""The objectives of the stages: the losses of `preference` and cross entropy, with the usual metrics of each.
 
 Invariant: `loss` among the metrics is the mean that the step minimises.
 """
@@ -77,7 +77,7 @@ class PairwiseLogprobs:
         return losses.sum() / inputs.rows, metrics
 
     def _losses(self, inputs: StageInputs) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The loss of each pair, and the quantity of either answer that it compares."""
+        """Returns the loss of each pair, and the compared quantities of both answers."""
         match self.config:
             case Dpo(beta=beta, label_smoothing=smoothing):
                 both = pairs(inputs.sums(inputs.log_ratios()))
@@ -121,5 +121,5 @@ def pairs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where the chosen one is above, 0.5 where both are equal, [n]."""
+    """1 where the chosen one is larger, 0.5 where both are equal, [n]."""
     return ((chosen > rejected).float() + (chosen >= rejected).float()) / 2

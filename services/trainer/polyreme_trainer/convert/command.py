@@ -13,7 +13,7 @@ import typer
 from torch import Tensor
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.convert import hf_directory, rank_files, state_dict, torch_dist
+from polyreme_trainer.convert import hf_directory, rank_files, state_dict, torch_dist, torch_dist_writer
 from polyreme_trainer.convert.adapter import with_adapter
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.atomic import new_directory
@@ -25,6 +25,13 @@ from polyreme_trainer.megatron.hf_mapping import Rank
 
 VOCAB_MULTIPLE = 128
 """The default of Megatron's `make-vocab-size-divisible-by`."""
+
+
+class CheckpointFormat(StrEnum):
+    """How a Megatron checkpoint is stored."""
+
+    torch = "torch"
+    torch_dist = "torch_dist"
 
 
 class Layers(StrEnum):
@@ -52,6 +59,12 @@ def convert(
     iteration: Annotated[
         int | None, typer.Option(min=0, help="Of a Megatron checkpoint; none: the newest.", show_default=False)
     ] = None,
+    file_format: Annotated[
+        CheckpointFormat,
+        typer.Option(
+            "--format", help="Of the Megatron checkpoint to write: a file for each rank, or one checkpoint for every layout."
+        ),
+    ] = CheckpointFormat.torch,
     tensor: Annotated[int, typer.Option(min=1, help="Tensor ranks of the Megatron checkpoint to write.")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Its pipeline ranks.")] = 1,
     expert: Annotated[int, typer.Option(min=1, help="Its expert ranks.")] = 1,
@@ -76,15 +89,17 @@ def convert(
     arch = critic_architecture(arch) if orm else arch
     layout = Rank(tp=tensor, pp=pipeline, ep=expert, vocab_multiple=vocab_multiple)
     if to_megatron:
-        check_layout(arch, layout, layers)
+        check_layout(arch, layout, layers, file_format)
     elif adapter is not None:
-        check_no_layout(layout, layers)
+        check_no_layout(layout, layers, file_format)
     with ExitStack() as stack:
         tensors = read(stack, source, arch, iteration)
         if adapter is not None:
             tensors = with_adapter(tensors, adapter, hf_mapping.hf_shapes(arch))
         folder = stack.enter_context(new_directory(target))
-        if to_megatron:
+        if to_megatron and file_format is CheckpointFormat.torch_dist:
+            torch_dist_writer.write(folder, arch, tensors, vocab_multiple, engine=layers is Layers.transformer_engine)
+        elif to_megatron:
             rank_files.write(folder, arch, tensors, layout, engine=layers is Layers.transformer_engine)
         else:
             hf_directory.write(folder, tensors, described, critic=orm)
@@ -107,7 +122,7 @@ def read(stack: ExitStack, source: Path, arch: Architecture, iteration: int | No
     return rank_files.RankFiles(folder, arch)
 
 
-def check_no_layout(layout: Rank, layers: Layers) -> None:
+def check_no_layout(layout: Rank, layers: Layers, file_format: CheckpointFormat) -> None:
     """Raises ConfigError for options of a Megatron checkpoint, which is not written with an adapter."""
     plain = Rank(vocab_multiple=VOCAB_MULTIPLE)
     given = {
@@ -116,6 +131,7 @@ def check_no_layout(layout: Rank, layers: Layers) -> None:
         "--expert": (layout.ep, plain.ep),
         "--vocab-multiple": (layout.vocab_multiple, plain.vocab_multiple),
         "--layers": (layers.value, Layers.local.value),
+        "--format": (file_format.value, CheckpointFormat.torch.value),
     }
     if changed := [f"{option} {value}" for option, (value, default) in given.items() if value != default]:
         raise ConfigError(
@@ -125,8 +141,16 @@ def check_no_layout(layout: Rank, layers: Layers) -> None:
         )
 
 
-def check_layout(arch: Architecture, layout: Rank, layers: Layers) -> None:
-    """Raises ConfigError for a layout that the model does not divide over."""
+def check_layout(arch: Architecture, layout: Rank, layers: Layers, file_format: CheckpointFormat) -> None:
+    """Raises ConfigError for a layout that the model does not divide over, or that the format does not have."""
+    if file_format is CheckpointFormat.torch_dist:
+        if (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+            raise ConfigError(
+                "no --tensor, --pipeline and --expert with --format torch_dist",
+                f"{layout.tp}, {layout.pp} and {layout.ep}",
+                "Leave them out: every layout loads the same checkpoint.",
+            )
+        return
     try:
         hf_mapping.check(arch, layout.tp)
         for rank in rank_files.every_rank(layout):

@@ -34,11 +34,19 @@ def local_name(name: str) -> str:
 
 
 def engine_name(name: str) -> str:
-    """Transformer Engine's name for a parameter of megatron-core's local layers, in a model without experts."""
+    """Transformer Engine's name for a parameter of megatron-core's local layers, in a model without experts.
+
+    In the format torch_dist, megatron-core gives its local layers these names too.
+    """
     for fused, local in _FUSED.items():
         if name.startswith("decoder.layers.") and name.endswith("." + local):
             return name.removesuffix(local) + fused
     return name
+
+
+def experts_engine_name(name: str) -> str:
+    """As `engine_name`, in a model with experts: their norm is a layer of its own."""
+    return name if name.endswith(".pre_mlp_layernorm.weight") else engine_name(name)
 
 
 def local_names(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 
 DAMAGED = (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, TypeError, AttributeError, KeyError)
-"""What reading a damaged file raises."""
+"""The exceptions that reading a damaged file raises."""
 
 
 class _Empty:

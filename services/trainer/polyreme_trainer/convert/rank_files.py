@@ -155,7 +155,7 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], layou
         file = folder / directory_name(rank) / FILE
         file.parent.mkdir(parents=True)
         named = {engine_name(name): value for name, value in state.items()} if engine else state
-        torch.save({"args": _arguments(arch, rank), "checkpoint_version": 3.0, "iteration": ITERATION, "model": named}, file)
+        torch.save({"args": arguments(arch, rank), "checkpoint_version": 3.0, "iteration": ITERATION, "model": named}, file)
     (target / TRACKER).write_text(str(ITERATION))
 
 
@@ -174,7 +174,7 @@ def directory_name(rank: Rank) -> str:
     return name
 
 
-def _arguments(arch: Architecture, rank: Rank) -> argparse.Namespace:
+def arguments(arch: Architecture, rank: Rank) -> argparse.Namespace:
     """What Megatron compares with its own command line."""
     return argparse.Namespace(
         num_layers=arch.layers,

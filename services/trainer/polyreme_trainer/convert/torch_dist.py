@@ -34,14 +34,17 @@ class TorchDist(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._folder, self._index = folder, _load_index(folder)
+        self._chunks = _chunks(self._index)
         self._shapes = hf_mapping.hf_shapes(arch)
         self._keys = {_named(key): key for key in self._index.state_dict_metadata if not _NO_WEIGHTS.search(key)}
         sizes = {name: tuple(self._index.state_dict_metadata[key].size) for name, key in self._keys.items()}
         rank = Rank(vocab_multiple=sizes.get(EMBEDDING_ROW.param, (hf_mapping.VOCAB_MULTIPLE,))[0])
-        stacked = self._check(arch, rank, sizes)
+        places = self._check(arch, rank, sizes)
+        if CRITIC_BIAS in places and self._read(self._keys[CRITIC_BIAS], ()).any():
+            raise ConfigError(f"{CRITIC_BIAS} of zero in {folder}", "another number", "Convert a critic whose head has no bias.")
         self._pieces: dict[str, list[tuple[str, tuple[int, ...], hf_mapping.Slice]]] = {name: [] for name in self._shapes}
         for piece in file_slices(arch, rank):
-            key, place = stacked[piece.param]
+            key, place = places[piece.param]
             self._pieces[piece.hf_name].append((key, place, piece))
 
     def _check(self, arch: Architecture, rank: Rank, sizes: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -51,15 +54,7 @@ class TorchDist(Mapping[str, Tensor]):
         for param, shape in file_shapes(arch, rank).items():
             if param == CRITIC_BIAS and param not in sizes:
                 continue
-            key = param
-            place: tuple[int, ...] = ()
-            counts: tuple[int, ...] = ()
-            if param not in sizes and (layer := _STACKED.match(param)):
-                key = _STACKED.sub("decoder.layers.", param)
-                place, counts = (int(layer[1]),), (arch.layers,)
-                if number := _EXPERT.search(key):
-                    key = _EXPERT.sub("mlp.experts.experts.", key)
-                    place, counts = (*place, int(number[1])), (*counts, arch.experts)
+            key, place, counts = (param, (), ()) if param in sizes else stacked(param, arch)
             places[param], expected[key] = (key, place), (*counts, *shape)
         if arch.head == "value":
             sizes.pop(OUTPUT_LAYER, None)
@@ -88,15 +83,11 @@ class TorchDist(Mapping[str, Tensor]):
         shape = tuple(tensor.size)[len(place) :]
         whole = torch.empty(shape, dtype=tensor.properties.dtype)
         covered = 0
-        for entry, stored in self._index.storage_data.items():
-            if entry.fqn != key:
-                continue
-            starts = tuple(entry.offset or (0,) * len(tensor.size))
-            data = self._chunk(stored, key)
+        for starts, sizes, stored in self._chunks.get(key, ()):
             inside = tuple(at - start for at, start in zip(place, starts, strict=False))
-            if not all(0 <= at < size for at, size in zip(inside, data.shape, strict=False)):
-                continue
-            part = data[inside]
+            if not all(0 <= at < size for at, size in zip(inside, sizes, strict=False)):
+                continue  # another layer's
+            part = self._chunk(stored, key)[inside]
             offsets = starts[len(place) :]
             whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
             covered += part.numel()
@@ -116,9 +107,39 @@ class TorchDist(Mapping[str, Tensor]):
         return tensor
 
 
+def stacked(param: str, arch: Architecture) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """For a parameter of a layer, the name of the tensor of all layers (and experts), its place there, and the numbers of layers (and experts).
+
+    For another parameter, its own name, and no numbers.
+    """
+    layer = _STACKED.match(param)
+    if layer is None:
+        return param, (), ()
+    key = _STACKED.sub("decoder.layers.", param)
+    if number := _EXPERT.search(key):
+        return _EXPERT.sub("mlp.experts.experts.", key), (int(layer[1]), int(number[1])), (arch.layers, arch.experts)
+    return key, (int(layer[1]),), (arch.layers,)
+
+
 def _named(key: str) -> str:
     """The key of a tensor with megatron-core's local names."""
     return local_name(key.removeprefix("model."))
+
+
+def _chunks(index: Any) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]]:
+    """For every tensor, the places of its pieces, their shapes, and where they are stored."""
+    chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]] = {}
+    sizes = {
+        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for key, tensor in index.state_dict_metadata.items()
+        for chunk in getattr(tensor, "chunks", ())
+    }
+    for entry, stored in index.storage_data.items():
+        tensor = index.state_dict_metadata.get(entry.fqn)
+        starts = tuple(entry.offset or (0,) * len(getattr(tensor, "size", ())))
+        if (entry.fqn, starts) in sizes:
+            chunks.setdefault(entry.fqn, []).append((starts, sizes[entry.fqn, starts], stored))
+    return chunks
 
 
 def _load_index(folder: Path) -> Any:

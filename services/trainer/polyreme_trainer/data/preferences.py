@@ -25,7 +25,7 @@ Encode = Callable[[Template, Sequence[PromptSource], Sequence[str]], list[Exampl
 
 @dataclass(frozen=True)
 class Judged:
-    """A prompt with its answers, of a pair the chosen one first, and the row's numbers."""
+    """A prompt with its answers (the chosen one of a pair first) and the row's numbers."""
 
     where: str
     prompt: PromptSource
@@ -36,10 +36,10 @@ class Judged:
 def read_scored_pairs(sources: Sources, config: RewardModelConfig, template: Template, limit: int | None = None) -> StageRows:
     """The pairs of a reward model: whole conversations, `margin` and `tie`.
 
-    A pair of equal answers is a tie. Under `ties: skip` ties are left out.
+    A pair of equal answers is a tie. `ties: skip` omits ties.
 
     Args:
-        limit: how many rows to read; none: all.
+        limit: maximum number of rows to read; None: all.
 
     Raises:
         DataError: the file is missing or empty, or a row is unusable.

@@ -1,4 +1,4 @@
-"""Encoded prompts, of which only those in use are in memory.
+"""A store of encoded prompts that keeps a bounded part in memory.
 
 Invariant: a prompt is read back as it was stored. Beyond `_IN_MEMORY` bytes the prompts are in an unnamed temporary file (TMPDIR) that
 ends with the process.
@@ -44,7 +44,7 @@ class PromptStore(Sequence[Prompt]):
     def __init__(self, in_memory: int = _IN_MEMORY) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=in_memory)  # noqa: SIM115 closed with this object
         weakref.finalize(self, self._file.close)
-        self._starts = np.zeros(1024, dtype=np.int64)  # byte where each prompt begins, and where the last one ends
+        self._starts = np.zeros(1024, dtype=np.int64)  # byte offset of each prompt, and the end of the last one
         self._count = 0
 
     def append(self, prompt: Prompt) -> None:

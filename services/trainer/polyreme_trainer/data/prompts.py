@@ -1,7 +1,7 @@
 """Reads data files into prompts for rollouts and examples for supervised training.
 
-Invariant: prompts and examples depend on the files, the model files and the `data` section alone, so an index names the same prompt after
-a restart. Every token id has an embedding in the model. Every error names the file and the row.
+Invariant: prompts and examples depend only on the files, the model files and the `data` section, so an index names the same prompt after a
+restart. Every token id has an embedding in the model. Every error names the file and the row.
 """
 
 import json
@@ -24,12 +24,12 @@ from polyreme_trainer.data.template import PromptSource, Template
 logger = logging.getLogger(__name__)
 
 _CHUNK = 256
-"""Rows that are encoded together."""
+"""Number of rows that are encoded together."""
 _MISSING = object()
 
 
 class Located(Protocol):
-    """What has been read from a row. `where` names file and row in errors."""
+    """The content of a row. `where` names file and row in errors."""
 
     @property
     def where(self) -> str: ...
@@ -56,9 +56,9 @@ class Dataset:
     """Usable prompts in the order of the data.
 
     Attributes:
-        filtered: prompts that were left out because they are too long.
-        duplicates: prompts that were left out because an earlier one has the same text.
-        sizes: usable prompts of each source.
+        filtered: number of prompts omitted because they are too long.
+        duplicates: number of prompts omitted because an earlier one has the same text.
+        sizes: number of usable prompts of each source.
     """
 
     prompts: Sequence[Prompt]
@@ -89,7 +89,7 @@ def read_rows(sources: Sources, data: DataConfig, *, response_key: str | None = 
 
 
 def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Dataset:
-    """Reads, renders and encodes prompts. Prompts beyond `max_prompt_tokens` are left out and counted.
+    """Reads, renders and encodes prompts. Prompts beyond `max_prompt_tokens` are omitted and counted.
 
     Raises:
         DataError: a row is unusable, a prompt is too long under `overlong: error`, or no prompt of a source is usable.
@@ -120,7 +120,7 @@ def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Data
 
 
 def encode_prompts(rows: Sequence[DatasetRow], data: DataConfig, template: Template) -> Dataset:
-    """The prompts of rows. Raises DataError: a row is unusable, or too long under `overlong: error`."""
+    """The prompts of rows. Raises DataError for an unusable row, or one that is too long under `overlong: error`."""
     texts = each_or_blame(lambda some: template.render([row.prompt for row in some]), rows)
     prompts, filtered = [], 0
     for row, text, encoded in zip(rows, texts, template.encode_prompts(texts), strict=True):
@@ -154,7 +154,7 @@ def none_usable(sources: Sources, data: DataConfig, filtered: int, duplicates: i
 
 
 def chunks(rows: Iterator[Item]) -> Iterator[list[Item]]:
-    """The rows in lists that are encoded together."""
+    """Yields lists of rows that are encoded together."""
     while chunk := list(islice(rows, _CHUNK)):
         yield chunk
 
@@ -224,7 +224,7 @@ def _row(fields: Mapping[str, Any], where: str, data: DataConfig, response_key: 
         if not isinstance(value, str):
             raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Fix the row.")
         response = value
-    roles = {data.label_key, response_key}  # the prompt stays: a reward model renders it with its own template
+    roles = {data.label_key, response_key}  # the prompt is kept, since a reward model renders it with its own template
     metadata = {key: value for key, value in fields.items() if key not in roles and not isinstance(value, TokenIds)}
     return DatasetRow(where, source, label, response, metadata)
 

@@ -1,4 +1,4 @@
-"""What data becomes under a configuration: lengths, what is left out, repetitions, rows shared with other data.
+"""A report on data under a configuration: lengths, omitted rows, repetitions, and rows shared with other data.
 
 Invariant: every row is read, rendered and encoded as in training. Rows themselves are not kept, only their lengths and digests.
 """
@@ -19,10 +19,10 @@ from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
 
 Read = Callable[[Sources, Any, Template, int | None], StageRows]
-"""Reads the rows of a stage, given its configuration and how many rows to read (None: all)."""
+"""Reads the rows of a stage, given its configuration and the number of rows to read (None: all)."""
 
 _ALL = 1 << 30
-"""A limit on tokens that no row reaches, so that overlong rows are measured, too."""
+"""A token limit that no row reaches, so that overlong rows are also measured."""
 
 
 @dataclass
@@ -30,13 +30,13 @@ class Report:
     """Facts about the rows of some data.
 
     Attributes:
-        lengths: tokens of each row; of a pair, of its longer sequence.
-        limit: the most tokens that training takes.
+        lengths: number of tokens of each row; for a pair, of its longer sequence.
+        limit: maximum number of tokens in training.
         digests: the row by the digest of its tokens.
-        prompts: the row by the digest of the tokens before the first that is trained on.
-        repeated: rows whose tokens are those of an earlier row, each with that row.
+        prompts: the row by the digest of the tokens before the first trained one.
+        repeated: rows with the tokens of an earlier row, each with that row.
         unlabelled: rows of a run without a reference answer; None for data without such a column.
-        left_out: rows that a stage leaves out for another reason than their length, by reason.
+        left_out: number of rows that a stage omits for reasons other than their length, by reason.
         example: the first row's sequences.
     """
 
@@ -67,12 +67,12 @@ class Report:
         return sum(length > self.limit for length in self.lengths)
 
     def shared_with(self, other: "Report") -> list[tuple[str, str]]:
-        """The rows whose prompts the other data has as well, each with the other's row."""
+        """The rows whose prompts are also in the other data, each with the other's row."""
         return [(where, other.prompts[digest]) for digest, where in self.prompts.items() if digest in other.prompts]
 
 
 def report_prompts(sources: Sources, config: RunConfig, template: Template) -> Report:
-    """The prompts of a run; or, of rows with a `response`, the examples of its warm start. Raises DataError."""
+    """Reports on the prompts of a run or, for rows with a `response`, on the examples of its warm start. Raises DataError."""
     first = next(read_objects(sources)).fields
     if "response" in first:
         found = Report(config.rollout.max_model_len)
@@ -89,7 +89,7 @@ def report_prompts(sources: Sources, config: RunConfig, template: Template) -> R
 
 
 def report_rows(sources: Sources, config: StageConfig, template: Template, read: Read) -> Report:
-    """The rows of a stage, which `read` reads. Raises DataError."""
+    """Reports on the rows of a stage, which `read` reads. Raises DataError."""
     data = config.data.model_copy(update={"max_tokens": _ALL})
     rows = read(sources, config.model_copy(update={"data": data}), template, None)
     found = Report(config.data.max_tokens, left_out=dict(rows.left_out))

@@ -1,6 +1,6 @@
 """Rows of a stage as token sequences, in the order of their file.
 
-Invariant: a row keeps all of its sequences or is left out, and what is left out is counted. The sequences are on disk, see `token_store`.
+Invariant: a row keeps all of its sequences or is omitted, and omitted rows are counted. The sequences are on disk, see `token_store`.
 """
 
 from array import array
@@ -21,14 +21,14 @@ from polyreme_trainer.data.token_store import TokenStore
 
 @dataclass(frozen=True)
 class StageRows:
-    """n rows of `width` sequences each; those of row i stand at `width * i`, of a pair the chosen one first.
+    """n rows of `width` sequences each. Those of row i start at `width * i`; the chosen one of a pair is first.
 
     Attributes:
         ids: int32 [L] each.
         loss_mask: uint8 [L] each, 1 where the token is trained on. A value head reads whole sequences and ignores it.
-        width: sequences of a row.
+        width: number of sequences of a row.
         columns: further numbers of each row by name, float32 [n].
-        left_out: how many rows of the file are missing here, by reason.
+        left_out: number of omitted rows of the file, by reason.
     """
 
     ids: Sequence[NDArray[np.int32]]
@@ -66,7 +66,7 @@ def assemble(
     """The rows within `data.max_tokens`. Reads `rows` once and keeps none of them in memory.
 
     Args:
-        left_out: rows that were left out before, by reason; complete when `rows` has ended.
+        left_out: number of rows that the reader omitted, by reason; complete when `rows` has ended.
 
     Raises:
         DataError: a row is too long under `overlong: error`, has ids without an embedding, or no row is left.
@@ -100,7 +100,7 @@ def assemble(
 
 
 def examples_of(template: Template, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Example]:
-    """Each prompt with its response as the template writes it; the response and its end token are trained on. Raises DataError."""
+    """Each prompt with its response as the template formats them. The response and its end token are trained on. Raises DataError."""
     examples = []
     for ids, start in template.encode_conversations(template.converse(prompts, responses)):
         mask = np.zeros(len(ids), dtype=np.uint8)

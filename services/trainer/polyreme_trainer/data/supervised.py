@@ -39,7 +39,7 @@ def read_supervised(sources: Sources, data: SftData, template: Template, limit: 
     """The rows of the data.
 
     Args:
-        limit: how many rows to read; none: all.
+        limit: maximum number of rows to read; None: all.
 
     Raises:
         DataError: a file is missing or empty, or a row is unusable.

@@ -22,7 +22,7 @@ from polyreme_trainer.data.tokenizer_files import find_stop_ids, load_tokenizer,
 
 PromptSource = str | TokenIds | tuple[dict[str, Any], ...]
 """A text, its tokens, or chat messages."""
-_SENTINEL = "a7"  # stands for the assistant's answer when a template is probed; any plain text would do
+_SENTINEL = "a7"  # stands for the assistant's answer when a template is probed; any plain text would work
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class Template:
         return examples
 
     def encode_turns(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Each conversation as int32 ids [length], and which of them an assistant's turns are made of, uint8 [length].
+        """Each conversation as int32 ids [length], and a mask uint8 [length] that is 1 for tokens of the assistant's turns.
 
         A turn's tokens are those that follow the prompt before it, up to its end token. The ids end with the last turn's end token.
 
         Raises:
-            DataError: there is no chat template, it refuses the messages, or it writes an earlier answer in another way than the last.
+            DataError: there is no chat template, it refuses the messages, or it formats an earlier answer differently from the last.
         """
         if not self._chat:
             raise DataError("data.template: chat for rows of messages", "none", "Use the chat template, or columns with texts.")
@@ -149,7 +149,7 @@ class Template:
         return [self._mark_turns(*each) for each in zip(messages, wholes, self._encodings(wholes), strict=True)]
 
     def encode_whole(self, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[np.ndarray]:
-        """Each conversation as int32 ids [length], as a reward model reads it: all that the chat template writes, also after the end token.
+        """Each conversation as int32 ids [length] for a reward model: everything that the chat template writes, also after the end token.
 
         Under `template: none` it ends with the end token. Raises DataError as `converse`.
         """
@@ -178,10 +178,11 @@ class Template:
         return list(self._tokenizer.backend_tokenizer.decode_batch([list(i) for i in ids], skip_special_tokens=not special))
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id, special tokens included; together they are the text of `ids`.
+        """The text of each id, including special tokens; concatenated, they are the text of `ids`.
 
-        A token that ends inside a character has an empty text, and the token that completes the character has the whole character. Where
-        bytes in the middle of `ids` are no text, what they are decoded to depends on all that follows: then the last token has all text.
+        A token that ends inside a character has an empty text, and the token that completes the character has the whole character. If
+        bytes in the middle of `ids` are not valid text, their decoding depends on all following bytes. Then the last token has the whole
+        text.
         """
         whole, stream = self.decode([ids], special=True)[0], DecodeStream(skip_special_tokens=False)
         try:
@@ -284,8 +285,8 @@ class Template:
         return np.array(whole.ids[: whole.special_tokens_mask.index(0)], dtype=np.int32)
 
     def _find_end(self) -> tuple[int, tuple[str, ...]]:
-        """The stop token that the template writes after an answer, or else the tokenizer's end token. When the template writes no stop
-        token there, also the special tokens that it does write."""
+        """The stop token that the template writes after an answer, otherwise the tokenizer's end token. When the template writes no stop
+        token there, also returns the special tokens that it writes."""
         eos = self._tokenizer.eos_token_id
         default = int(eos) if eos is not None else self.stop_ids[0]
         if not self._chat:

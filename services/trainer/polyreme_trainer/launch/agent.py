@@ -40,7 +40,7 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
     """
     os.environ[AGENT_PID] = str(os.getpid())
     interface = interface_towards(address)
-    for variable in _INTERFACES:  # the default is the host name's address, which can be on another network
+    for variable in _INTERFACES:  # the default is the address of the host name, which may be on another network
         os.environ.setdefault(variable, interface)
     config = LaunchConfig(
         min_nodes=nodes,
@@ -53,7 +53,7 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
         rdzv_configs={"rank": node, "timeout": _JOIN_SECONDS},
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write where the agent does
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write to the agent's outputs
     )
     try:
         elastic_launch(config, sys.executable)(*program)

@@ -27,9 +27,9 @@ from polyreme_trainer.launch.trainer_process import LEARNER
 logger = logging.getLogger(__name__)
 
 _NOTICE_SECONDS = 2.0
-"""A notice names the missing machines after this wait."""
+"""Seconds of waiting after which a notice names the missing machines."""
 _REPORT_SECONDS = 5.0
-"""Time for the other machines to report their ranks' end after this machine's ranks have ended, and the other way round."""
+"""Seconds for the other machines to report the end of their ranks after this machine's ranks have ended, and vice versa."""
 
 
 async def lead(
@@ -44,7 +44,7 @@ async def lead(
     """Leads one launch to its end.
 
     Args:
-        endpoint: host:port of the rendezvous, on this machine, as the other machines reach it.
+        endpoint: host:port of the rendezvous on this machine, at which the other machines reach it.
         ranks: Python's arguments for a rank.
 
     Returns:
@@ -52,13 +52,14 @@ async def lead(
 
     Raises:
         UnavailableError: a machine did not answer. MachineError: a machine was lost, or its ranks failed.
-        StaleTermError: another process leads now. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was killed.
+        StaleTermError: another process is the leader now. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was
+        killed.
     """
     machines = Machines(run)
     launch = f"learner-0-{uuid.uuid4().hex[:8]}"
     facts: dict[str, Any] = {"node": 0, "at": time.time(), "log_dir": str(log_dir), "members": []}
     proof = proof_of(config, launch)
-    for old in proof.parent.glob(proof_of(config, "*").name):  # left by leaders that were killed
+    for old in proof.parent.glob(proof_of(config, "*").name):  # left behind by killed leaders
         old.unlink(missing_ok=True)
     proof.touch()
     try:
@@ -128,7 +129,7 @@ async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) 
 async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[Lease], child: Child) -> int:
     """Waits for the end of the launch. Returns the exit status of this machine's agent, or raises another machine's error.
 
-    Where both have ended, an exit code that forbids a restart decides.
+    If both have ended, an exit code that forbids a restart decides.
     """
 
     async def look() -> PolyremeError | None:

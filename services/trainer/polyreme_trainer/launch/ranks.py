@@ -1,6 +1,6 @@
 """The ranks of a learner on this machine, as programs under torchrun's environment contract.
 
-Invariant: all ranks of one start meet at one port, which is chosen for that start.
+Invariant: all ranks of one start use one rendezvous port, which is chosen for that start.
 """
 
 import sys
@@ -12,7 +12,7 @@ from polyreme.process.supervisor import ProcessSpec
 
 
 def compute_environment(parallel: ParallelConfig) -> dict[str, str]:
-    """Threads of one rank."""
+    """The environment variables that set the threads of one rank."""
     return {
         "OMP_NUM_THREADS": str(parallel.threads),
         "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core that another process needs
@@ -20,7 +20,7 @@ def compute_environment(parallel: ParallelConfig) -> dict[str, str]:
 
 
 def rank_programs(parallel: ParallelConfig, arguments: Sequence[str], environment: Mapping[str, str]) -> list[ProcessSpec]:
-    """One program per rank: Python with `arguments`, `environment` and a rank's place."""
+    """One program per rank: Python with `arguments`, `environment` and the rank's numbers."""
     world, port = parallel.world_size, free_port()
     return [
         ProcessSpec(

@@ -24,11 +24,11 @@ AGENT = ("-m", "polyreme_trainer.launch.agent")
 _BACK_SECONDS = 6.0
 """A lease that is missing for longer is lost. It exceeds the renewal interval, since a lease can expire while Redis is paused."""
 _FILES_SECONDS = 10.0
-"""Deadline for the other machines to see a file of the trainer's."""
+"""Seconds within which the other machines must see the trainer's file."""
 
 
 class MachineError(PolyremeError):
-    """Another machine's part of a launch has failed. `exit_code` is that of its ranks where a restart would fail the same way."""
+    """Another machine's part of a launch has failed. `exit_code` is that of its ranks if a restart would fail in the same way."""
 
     def __init__(self, lease: Lease, found: str, do: str, status: int = 1) -> None:
         super().__init__(f"the learner's machine {lease.facts['node']} ({lease.address}) to keep running", found, do)
@@ -36,7 +36,7 @@ class MachineError(PolyremeError):
 
 
 class Machines:
-    """The leases of a run's learner machines by id, and how long each has been missing."""
+    """The leases of a run's learner machines by id, and the time for which each has been missing."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._registry = run, Registry(run)
@@ -56,7 +56,7 @@ class Machines:
         return {lease.facts["node"]: lease for lease in found if lease.facts.get("launch") == launch}
 
     def is_lost(self, lease: str, present: bool) -> bool:
-        """Whether a lease was missing at every call for `_BACK_SECONDS`. `present`: whether it is there now."""
+        """Whether a lease was missing at every call for `_BACK_SECONDS`. `present`: whether it exists now."""
         now = time.monotonic()
         if present:
             self._missed.pop(lease, None)
@@ -91,8 +91,8 @@ async def check_files(run: Run, config: RunConfig, launch: str) -> None:
 
 
 def proof_of(config: RunConfig, launch: str) -> Path:
-    """The file that the trainer's machine creates for each launch. A machine that sees it has the run directory; the name is new for each
-    launch, so no cache can answer for it."""
+    """The file that the trainer's machine creates for each launch. A machine that sees it shares the run directory. Each launch has a new
+    name, so that no cache can contain it."""
     return config.run_dir / f".launch-{launch}"
 
 
@@ -110,7 +110,7 @@ def start_agent(
     agent: Sequence[str],
     log_path: Path | None,
 ) -> Child:
-    """Starts a machine's agent, which starts the machine's ranks. Without `log_path` they write where this process writes."""
+    """Starts a machine's agent, which starts the machine's ranks. Without `log_path` they write to this process's outputs."""
     parallel = config.trainer.parallel
     position = (call.address, call.id, str(node), str(parallel.nodes), str(parallel.ranks_per_node))
     if log_path is not None:

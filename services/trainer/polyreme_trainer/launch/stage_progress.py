@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme.cli.report import duration
+from polyreme.cli.report import duration, loading_progress
 
 Record = dict[str, Any]
 
@@ -74,6 +74,8 @@ def line_of(record: Record) -> str:
             numbers = _numbers(record, ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "tokens_per_second"))
             left = (record["steps"] - record["step"]) * record["time/step"]
             return f"step {record['step']}/{record['steps']}  {numbers}" + (f"  remaining about {duration(left)}" if left else "")
+        case "loading":
+            return loading_progress(record)
         case "eval":
             return f"held out after step {record['step']}  {_numbers(record, metrics_of(record))}"
         case "saved":

@@ -156,7 +156,7 @@ class TrackerProcesses:
 
 
 async def _all(work: Iterable[Awaitable[None]]) -> None:
-    """Waits for all; what one raises is logged, since a tracker's failure is not the run's."""
+    """Waits for all. Logs their errors, since a failure of a tracker is not a failure of the run."""
     for error in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(error, Exception):
             logger.error("a tracker failed: %s", error)

@@ -14,9 +14,10 @@ from polyreme.experience.run import Run
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import die_with_parent, exit_on_error
+from polyreme.process.machine import memory_limit
 from polyreme_trainer.learner.device_turns import LearnerTurns
 from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
-from polyreme_trainer.learner.loading import reporter
+from polyreme_trainer.learner.loading import reports_to_run, unreported
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
@@ -49,14 +50,14 @@ def main(kind: type[Learner] = Learner) -> None:
         config, files = asyncio.run(read_run(redis_url, run_id))
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
         device.seed(config.seed)
-        announce(config, device.memory(), leads=rank == 0)
+        announce(config, device.memory(), memory_limit(), leads=rank == 0)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         turns = LearnerTurns(config, redis_url, run_id, ranks)
         try:
             turns.take()  # before anything is allocated on them
-            loaded = reporter(redis_url, run_id) if ranks.leads else None
-            with closing(MegatronEngine(config, files, run_id, ranks, device, loaded)) as engine:
+            loads = reports_to_run(redis_url, run_id) if ranks.leads else unreported
+            with closing(MegatronEngine(config, files, run_id, ranks, device, loads)) as engine:
                 kind(config, files, engine, redis_url, run_id, ranks, turns).run()
         except DrainError as stopped:
             logger.info("%s", stopped)

@@ -67,14 +67,18 @@ class Saved:
     """A checkpoint on disk.
 
     Attributes:
+        version: its version.
         path: the checkpoint's directory.
         hf_path: the Hugging Face directory of the same version.
-        oldest: the oldest version that still has a checkpoint.
+        oldest: the oldest version that still has a checkpoint; right on rank 0.
+        seconds: the time that writing took on rank 0.
     """
 
+    version: int
     path: Path
     hf_path: Path
     oldest: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -167,11 +171,25 @@ class TrainEngine(Protocol):
         """Writes the actor's weights into a free arena slot as `version`."""
         ...
 
-    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
-        """Writes a checkpoint and a Hugging Face directory of `version`, the newest version that was written.
+    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
+        """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written.
+
+        Requires that no other save is being written. Training may continue at once: what is written has been copied.
 
         Args:
             facts: JSON values for the checkpoint; rank 0's are stored.
+        """
+        ...
+
+    def finish_save(self, wait: bool) -> Saved | None:
+        """The checkpoint that was being written, once it is complete on all ranks; each is returned once. None while it is not, or when
+        there is none.
+
+        Args:
+            wait: return only when nothing is being written.
+
+        Raises:
+            The error of the writing.
         """
         ...
 
@@ -201,5 +219,5 @@ class TrainEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Removes the arena."""
+        """Ends what is being written and removes the arena."""
         ...

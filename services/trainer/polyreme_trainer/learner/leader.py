@@ -1,8 +1,8 @@
-"""Keeps the learner's ranks in step: every rank runs the same code, and rank 0 broadcasts what it alone knows.
+"""Keeps the learner's ranks in step: every rank runs the same code, and rank 0 broadcasts the data that only it has.
 
 Invariant: no collective times out while rank 0 waits, because rank 0 sends a heartbeat every few seconds. When rank 0 fails, every other
-rank raises LeaderError instead of waiting. Only rank 0 talks to Redis and to replicas. This module imports no torch: the engine provides
-the channel between the ranks.
+rank raises LeaderError instead of waiting. Only rank 0 communicates with Redis and replicas. This module imports no torch: the engine
+provides the channel between the ranks.
 """
 
 import asyncio

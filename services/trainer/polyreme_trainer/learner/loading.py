@@ -1,7 +1,6 @@
-"""How far rank 0 has loaded a model's weights, as records of the run.
+"""How far rank 0 has loaded the weights of each role, as records.
 
-Invariant: at most one record every REPORT_SECONDS, and none about weights that are loaded sooner. The learner's client of the run opens after
-its models exist, so each record has a connection of its own.
+Invariant: of each load at most one record every REPORT_SECONDS, and none about weights that are loaded sooner.
 """
 
 import asyncio
@@ -15,6 +14,11 @@ from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS
 
 REPORT_SECONDS = 5.0
+
+Loaded = Callable[[float], None]
+"""Takes the fraction of a role's weights that is loaded, up to 1."""
+LoadReports = Callable[[str], Loaded | None]
+"""For a role that begins to load, what takes its fraction; None: it is not reported."""
 
 
 @dataclass
@@ -35,16 +39,30 @@ class LoadingPace:
         return {"kind": "loading", "fraction": round(fraction, 3), "seconds_left": round(left, 1)}
 
 
-def reporter(redis_url: str, run_id: str) -> Callable[[float], None]:
-    """A function that takes the loaded fraction of the weights and records it in the run."""
-    now = time.monotonic()
-    pace = LoadingPace(now, now)
+def unreported(role: str) -> None:
+    """`LoadReports` of ranks other than 0."""
 
-    def loaded(fraction: float) -> None:
-        if record := pace.at(fraction, time.monotonic()):
-            asyncio.run(_emit(redis_url, run_id, record))
 
-    return loaded
+def reports_to(emit: Callable[[dict[str, Any]], None]) -> LoadReports:
+    """`LoadReports` whose records go to `emit`."""
+
+    def begin(role: str) -> Loaded:
+        now = time.monotonic()
+        pace = LoadingPace(now, now)
+
+        def loaded(fraction: float) -> None:
+            if record := pace.at(fraction, time.monotonic()):
+                emit({**record, "role": role})
+
+        return loaded
+
+    return begin
+
+
+def reports_to_run(redis_url: str, run_id: str) -> LoadReports:
+    """`LoadReports` whose records go to a run. The learner's client of the run opens after its models exist, so each record has a connection
+    of its own."""
+    return reports_to(lambda record: asyncio.run(_emit(redis_url, run_id, record)))
 
 
 async def _emit(redis_url: str, run_id: str, record: dict[str, Any]) -> None:

@@ -15,8 +15,9 @@ from polyreme.config.run import RunConfig
 from polyreme.process.lifecycle import settle
 from polyreme.weights.manifest import Manifest, changed_tensors
 from polyreme_trainer.learner import gates
+from polyreme_trainer.learner.clock import Clock
 from polyreme_trainer.learner.device_turns import LearnerTurns
-from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, TrainEngine, Written
+from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, TrainEngine, Written
 from polyreme_trainer.learner.leader import Ranks, join, split
 from polyreme_trainer.learner.run_client import RunClient
 from polyreme_trainer.observe import alarms
@@ -59,6 +60,8 @@ class Learner:
         self.run_id = run_id
         self.version = 0
         """The policy's version."""
+        self.save_stall = 0.0
+        """Seconds that training stood still for the newest save."""
         self.published: Manifest | None = None
         """The newest published version; on rank 0."""
         self.history: list[alarms.Observation] = []
@@ -92,16 +95,19 @@ class Learner:
         settle()
         first = self.version + 1
         for iteration in range(first, self.config.iterations + 1):
+            self.finish_save(wait=False)
             trained = self.iterate(iteration)
             if trained is None:
                 break
             self.version, written = iteration, trained
             if self.save_is_due():
                 self.save(written)
+        self.finish_save(wait=True)
         if self.version != self.engine.newest_save:
             self.take_devices()
             self.save(written)
         self.lend_devices()
+        self.finish_save(wait=True)
         if self.version == self.config.iterations:
             self.ranks.on_leader(self.finish)
 
@@ -124,6 +130,7 @@ class Learner:
         self.ranks.on_leader(lambda: self.client.begin(self.version, self.engine.facts))
         if loaded is None:
             self.save(written)
+            self.finish_save(wait=True)
         self.check_gates(self.engine.compare_hf(self.engine.hf_path(self.version)))
         self.ranks.on_leader(partial(self.publish, written))
         self.compare_replicas()
@@ -204,7 +211,7 @@ class Learner:
         slot = await self.publisher.acquire_slot(SLOT_SECONDS)
         return f"{slot} {self.client.term.counter}".encode()
 
-    async def hand_over(self, batch: PlannedBatch, metrics: IterationMetrics, written: Written, clock: "Clock") -> None:
+    async def hand_over(self, batch: PlannedBatch, metrics: IterationMetrics, written: Written, clock: Clock) -> None:
         """Sets the run's version to the iteration's, publishes it and reports. On rank 0."""
         before = self.published
         await self.turns.check()
@@ -243,18 +250,25 @@ class Learner:
         return interval > 0 and self.version % interval == 0
 
     def save(self, written: Written) -> None:
-        """Saves the current version, which `written` holds. The log then releases the groups that no checkpoint needs."""
+        """Starts to save the current version, which `written` holds, once the save before it is complete."""
         began = time.perf_counter()
+        self.finish_save(wait=True)
         facts: dict[str, Any] = {"run_id": self.run_id, "version": self.version, "fingerprint": self.config.fingerprint()}
         self.ranks.on_leader(lambda: self.client.add_facts(facts))
-        saved = self.engine.save(written, self.version, facts)
-        record = {"kind": "saved", "iteration": self.version, "path": str(saved.path), "hf_path": str(saved.hf_path)}
-        self.ranks.on_leader(partial(self.release, saved.oldest, record, began))
+        self.engine.save(written, self.version, facts)
+        self.save_stall = time.perf_counter() - began
 
-    async def release(self, oldest: int, record: dict[str, Any], began: float) -> None:
+    def finish_save(self, wait: bool) -> None:
+        """Reports the save that was being written if it is complete. With `wait`, nothing is being written any more afterwards."""
+        if (saved := self.engine.finish_save(wait)) is not None:
+            self.ranks.on_leader(partial(self.release, saved))
+
+    async def release(self, saved: Saved) -> None:
         """Deletes from the log the groups that no checkpoint needs and whose samples are on disk, and records the save. On rank 0."""
-        await self.client.experience.release(min(oldest, await self.client.run.recorded()))
-        await self.client.run.emit({**record, "seconds": time.perf_counter() - began})
+        await self.client.experience.release(min(saved.oldest, await self.client.run.recorded()))
+        seconds = {"seconds": saved.seconds, "stall_seconds": self.save_stall}
+        record = {"kind": "saved", "iteration": saved.version, "path": str(saved.path), "hf_path": str(saved.hf_path)}
+        await self.client.run.emit({**record, **seconds})
 
     def compare_replicas(self) -> None:
         """Waits for replicas that serve the current version and compares their answers with the learner's models."""
@@ -286,20 +300,3 @@ class Learner:
     def report_progress(self, record: dict[str, Any]) -> bool:
         """Emits a record of the warm start. Returns whether the run drains, the same on every rank."""
         return self.ranks.broadcast_from_leader(lambda: self.client.progress(record)) == b"\x01"
-
-
-class Clock:
-    """Measures the seconds of an iteration's parts."""
-
-    def __init__(self) -> None:
-        self._began = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """Ends the part `name`, which began when the previous part ended."""
-        now = time.perf_counter()
-        self._laps[name], self._last = now - self._last, now
-
-    def total(self) -> dict[str, float]:
-        """The seconds of every part, and of all of them as `iteration`."""
-        return {**self._laps, "iteration": time.perf_counter() - self._began}

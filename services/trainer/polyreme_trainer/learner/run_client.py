@@ -25,7 +25,7 @@ from polyreme_trainer.weight_sync.replica_state import Commit
 
 ATTACH_SECONDS = 60.0
 STATE_SECONDS = 0.5
-AGAIN_SECONDS = 1.0  # pause before replicas are asked again after all were lost: a dead one's lease lives a few seconds longer
+AGAIN_SECONDS = 1.0  # pause after all replicas were lost, since a dead one's lease expires a few seconds later
 
 Answers = list[gates.Answer]
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class RunClient:
         return await self.run.check() in (RunState.DRAINING, RunState.DONE)
 
     async def watch(self, work: Awaitable[T], what: str) -> T:
-        """Awaits `work`, which has its own deadline, and checks the run's state meanwhile.
+        """Awaits `work`, which has its own deadline, while it checks the run's state.
 
         Raises:
             DrainError: the run drains. RunFailedError: the run has failed.
@@ -126,8 +126,8 @@ class RunClient:
     async def replica_answers(self, publisher: Publisher, version: int, config: RunConfig) -> tuple[Answers, Answers]:
         """Greedy and sampled answers to a few training prompts from the replicas that serve `version`. Waits for them as `committed`.
 
-        Replicas that are lost meanwhile, or join later, are left out. When all are lost, their successors are asked. The deadline for all of
-        this is that of `committed`.
+        Replicas that are lost during the call, or join later, are skipped. When all are lost, their successors are queried. The deadline of
+        the whole call is that of `committed`.
 
         Raises:
             UnavailableError, DrainError, RunFailedError
@@ -165,8 +165,8 @@ class RunClient:
     async def _answers(
         self, lease: Lease, questions: gates.Questions, temperature: float, lost: dict[str, str]
     ) -> tuple[Answers, Answers] | None:
-        """One replica's answers; None when it is lost first, with the reason in `lost`. Its lease is checked meanwhile, since the lease of a
-        dead replica expires before a call times out."""
+        """One replica's answers; None when it is lost first, with the reason in `lost`. Its lease is checked during the call, since the
+        lease of a dead replica expires before the call times out."""
 
         async def check() -> None:
             if lease.id not in {other.id for other in await self.registry.leases("rollout")}:

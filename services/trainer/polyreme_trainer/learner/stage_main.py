@@ -4,6 +4,7 @@ POLYREME_RUN_DIR names the run directory; all else is in its config.yaml. Invari
 between two steps, so none leaves alone.
 """
 
+import asyncio
 import logging
 import os
 import signal
@@ -19,8 +20,10 @@ from polyreme.cli.run_directory import read_run_file, read_stage_config
 from polyreme.errors import ConfigError
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
+from polyreme.process.machine import memory_limit
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.leader import LeaderError, Ranks
+from polyreme_trainer.learner.loading import reports_to, unreported
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
@@ -61,10 +64,11 @@ def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], 
     template, stage = Template(files, config.data), TABLE[config.stage]
     device.seed(config.seed)
     objective, reference = stage.objective(config), stage.reference(config)
-    engine = MegatronStageEngine(config, objective, reference, files, template.stop_ids, ranks, device)
     recorder: Any = closing(StageRecorder(run_dir, run.run_id)) if ranks.leads else nullcontext()
     with recorder as records:
         emit = records.emit if ranks.leads else no_records
+        loads = reports_to(lambda record: asyncio.run(emit(record))) if ranks.leads else unreported
+        engine = MegatronStageEngine(config, objective, reference, files, template.stop_ids, ranks, device, loads)
         return StageLoop(config, template, stage.read, engine, ranks, emit, drains).run()
 
 
@@ -80,7 +84,7 @@ def main() -> None:
     with exit_on_error("learner"):
         config = read_stage_config(run_dir)
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
-        announce(config, device.memory(), leads=rank == 0)
+        announce(config, device.memory(), memory_limit(), leads=rank == 0)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         try:

@@ -37,11 +37,20 @@ def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: fl
         return in_blocks(query, key, value, packing, scale, window)
     from torch.nn.attention.varlen import varlen_attn  # torch_npu's torch has it with other parameters
 
-    starts, longest = packing.cu_seqlens_q, packing.max_seqlen_q
     earlier = -1 if window is None else window - 1  # tokens before its own to which a query attends; -1: all
     grouped = query.shape[1] != key.shape[1]
+    # Its last query is that of the last key, also where there are fewer queries than keys.
     output = varlen_attn(
-        query, key, value, starts, starts, longest, longest, scale=scale, window_size=(earlier, 0), enable_gqa=grouped
+        query,
+        key,
+        value,
+        packing.cu_seqlens_q,
+        packing.cu_seqlens_kv,
+        packing.max_seqlen_q,
+        packing.max_seqlen_kv,
+        scale=scale,
+        window_size=(earlier, 0),
+        enable_gqa=grouped,
     )
     assert isinstance(output, Tensor)  # the log-sum-exp was not asked for
     return output
@@ -61,9 +70,11 @@ def npu_fused(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale
         scale=query.shape[2] ** -0.5 if scale is None else scale,
         pre_tockens=2**31 - 1 if window is None else window - 1,
         next_tockens=0,
-        sparse_mode=3 if window is None else 4,  # causal, or a band below the diagonal
+        sparse_mode=3
+        if window is None
+        else 4,  # causal, or a band below the diagonal, which ends at the last query and the last key
         actual_seq_qlen=packing.ends,
-        actual_seq_kvlen=packing.ends,
+        actual_seq_kvlen=packing.key_ends,
     )[0]
 
 

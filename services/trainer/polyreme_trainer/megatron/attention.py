@@ -4,15 +4,20 @@ Invariant: a token attends to tokens of its own sequence only, up to its own and
 sequence is longer than the window.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from polyreme_trainer.megatron.context import gather_tokens
 from polyreme_trainer.megatron.mcore import MegatronModule, TransformerConfig, is_layer_window_attention
 from polyreme_trainer.megatron.packing import Packing
 from polyreme_trainer.megatron.rotary import rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor, Packing], Tensor]
+"""The attention of rotated queries and keys, see `Attention.attend`."""
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
@@ -25,29 +30,38 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 def in_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
     """Attention by torch's `scaled_dot_product_attention`, for any device and dtype: sequences of similar length are padded and run together.
 
-    query [t, heads, dim], key and value [t, groups, dim] -> [t, heads, dim]; heads of a group are adjacent.
+    query [t, heads, dim], key and value [keys, groups, dim] -> [t, heads, dim]; heads of a group are adjacent.
     """
     blocks = packing.blocks
     parts: list[tuple[Tensor, ...]] = []
-    sizes = [rows * width for rows, width in blocks.shapes]
-    for each in (query, key, value):
-        padded = each if blocks.gather is None else _Pad.apply(each, blocks.gather, blocks.scatter)
-        parts.append((padded,) if len(sizes) == 1 else padded.split(sizes))
+    for each, cut in ((query, blocks), (key, packing.key_blocks), (value, packing.key_blocks)):
+        sizes = [rows * width for rows, width in cut.shapes]
+        padded = each if cut.gather is None else _Pad.apply(each, cut.gather, cut.scatter)
+        split = (padded,) if len(sizes) == 1 else padded.split(sizes)
+        parts.append(tuple(part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(split, cut.shapes, strict=True)))
     outputs = []
-    for shape, *block in zip(blocks.shapes, *parts, strict=True):
-        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in block)
-        width = shape[1]
-        mask = None if window is None or width <= window else packing.band(window, query.dtype)[:width, :width]
+    for number, (q, k, v) in enumerate(zip(*parts, strict=True)):
+        mask = packing.mask(number, window, query.dtype)
         outputs.append(causal_attention(q, k, v, scale, mask).transpose(1, 2).flatten(0, 1))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output if blocks.gather is None else _Unpad.apply(output, blocks.scatter)
 
 
+def in_halves(attend: Attend, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+    """Attention of one context rank's queries [t, heads, dim] to the keys that the ranks have gathered, [all tokens, groups, dim]."""
+    outputs = []
+    for half, queries in zip(packing.halves, query.split([sum(half.lengths) for half in packing.halves]), strict=True):
+        assert half.keys is not None
+        outputs.append(attend(queries, key.index_select(0, half.keys), value.index_select(0, half.keys), half))
+    return torch.cat(outputs)
+
+
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
-    """query [b, heads, s, dim], key and value [b, groups, s, dim] -> [b, heads, s, dim]; heads of a group are adjacent.
+    """query [b, heads, s, dim], key and value [b, groups, k, dim] -> [b, heads, s, dim]; heads of a group are adjacent.
 
     Args:
-        mask: [s, s], added to the scores; None: causal. It has the dtype of the query, because torch saves a converted copy in every layer.
+        mask: [s, k] or [b, 1, s, k], added to the scores; None: causal. It has the dtype of the query, because torch saves a converted copy
+            in every layer.
     """
     return torch.nn.functional.scaled_dot_product_attention(
         query,
@@ -112,7 +126,11 @@ class Attention(MegatronModule):
     ) -> Tensor:
         """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]; heads of a group are adjacent."""
         cos, sin = packed_seq_params.full if self.window is None else packed_seq_params.sliding
-        return self.attend(rotate(query, cos, sin), rotate(key, cos, sin), value, packed_seq_params).flatten(1)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if not packed_seq_params.halves:
+            return self.attend(query, key, value, packed_seq_params).flatten(1)
+        key, value = gather_tokens(torch.cat([key, value], dim=-1)).chunk(2, dim=-1)
+        return in_halves(self.attend, query, key, value, packed_seq_params).flatten(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
         """The attention of rotated queries and keys: [t, heads, dim]."""

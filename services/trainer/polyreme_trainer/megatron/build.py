@@ -7,6 +7,7 @@ Invariant: dropout is off everywhere, so forward passes in training and in evalu
 
 import math
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,11 +29,11 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def init_parallel(parallel: ParallelConfig, device: Device) -> None:
-    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, stages,
-    data ranks and expert ranks.
+    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, context
+    ranks, stages, data ranks and expert ranks.
 
-    Tensor ranks are adjacent, and a stage's ranks too. The data ranks that share experts are adjacent data ranks. Every collective has a deadline. Raises ConfigError when the world size is another
-    than the configuration's.
+    Tensor ranks are adjacent, the context ranks of a data rank too, and a stage's ranks. The ranks that share experts are adjacent data and
+    context ranks. Every collective has a deadline. Raises ConfigError when the world size is another than the configuration's.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
@@ -48,8 +49,10 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
-            expert_tensor_parallel_size=parallel.tensor,
+            expert_tensor_parallel_size=parallel.expert_tensor or parallel.tensor,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         )
@@ -63,13 +66,17 @@ def close_parallel() -> None:
 
 def rank() -> hf_mapping.Rank:
     """This process's coordinates in the model-parallel mesh."""
+    tensor, cut = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_expert_tensor_parallel_world_size()
+    own = {} if cut == tensor else {"etp_rank": parallel_state.get_expert_tensor_parallel_rank(), "etp": cut}
     return hf_mapping.Rank(
         parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
+        tensor,
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_world_size(),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        **own,
     )
 
 
@@ -90,33 +97,60 @@ def pick_spec(device: Device) -> ModelSpec:
     return {"cpu": CPU, "cuda": CUDA, "npu": NPU}[device.kind]
 
 
-def build_module(
+def build_chunks(
     arch: Architecture, dtype: torch.dtype, device: Device, spec: ModelSpec, recompute: Recompute | None = None
-) -> GPTModel:
-    """This rank's shard as a GPTModel with uninitialised weights. Raises ConfigError when the sizes do not divide over the ranks."""
+) -> list[GPTModel]:
+    """This rank's shard with uninitialised weights: a GPTModel for each virtual stage. Raises ConfigError when the sizes do not divide over the
+    ranks."""
     here = rank()
     try:
         hf_mapping.rank_slices(arch, here)
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
     config = transformer_config(arch, dtype, here, spec, recompute)
-    last = here.pp_rank == here.pp - 1
-    with device.megatron():
-        module = GPTModel(
-            config=config,
-            transformer_layer_spec=spec.block(config, arch.family, arch.layers // here.pp),
-            vocab_size=hf_mapping.padded_vocab(arch, here.tp),
-            max_sequence_length=arch.max_position,
-            pre_process=here.pp_rank == 0,
-            post_process=last,
-            share_embeddings_and_output_weights=arch.head == "tied",
-            position_embedding_type="none",  # attention applies the angles of `packing`
-        )
-    if arch.embedding_scale != 1 and here.pp_rank == 0:
-        module.embedding.register_forward_hook(partial(_scale, arch.embedding_scale))
-    if arch.head == "value" and last:
-        module.output_layer = ValueHead(arch.hidden, dtype)
-    return module.to(device.torch)
+    chunks = []
+    for number in range(here.vpp):
+        first = here.pp_rank == 0 and number == 0
+        last = here.pp_rank == here.pp - 1 and number == here.vpp - 1
+        with device.megatron():
+            chunk = GPTModel(
+                config=config,
+                transformer_layer_spec=spec.block(config, arch.family, arch.layers // (here.pp * here.vpp)),
+                vocab_size=hf_mapping.padded_vocab(arch, here.tp),
+                max_sequence_length=arch.max_position,
+                pre_process=first,
+                post_process=last,
+                share_embeddings_and_output_weights=arch.head == "tied",
+                position_embedding_type="none",  # attention applies the angles of `packing`
+                vp_stage=number if here.vpp > 1 else None,
+            )
+        if arch.embedding_scale != 1 and first:
+            chunk.embedding.register_forward_hook(partial(_scale, arch.embedding_scale))
+        if arch.head == "value" and last:
+            chunk.output_layer = ValueHead(arch.hidden, dtype)
+        if here.ep > 1 or here.etp:
+            for name, param in chunk.named_parameters():
+                if hf_mapping.is_expert(name):
+                    param.allreduce = (
+                        False  # over data ranks. megatron-core sums it over them where all ranks have the same experts
+                    )
+        chunks.append(chunk.to(device.torch))
+    return chunks
+
+
+def join_chunks(chunks: Sequence[GPTModel]) -> Any:
+    """A module with those of all chunks under the names of `hf_mapping`, which numbers a rank's layers on from chunk to chunk."""
+    if len(chunks) == 1:
+        return chunks[0]
+    whole, decoder = torch.nn.Module(), torch.nn.Module()
+    whole.config, whole.decoder = chunks[0].config, decoder
+    decoder.layers = torch.nn.ModuleList(layer for chunk in chunks for layer in chunk.decoder.layers)
+    for chunk in chunks:
+        parts = [(whole, chunk, "embedding"), (decoder, chunk.decoder, "final_layernorm"), (whole, chunk, "output_layer")]
+        for parent, owner, name in parts:
+            if isinstance(part := getattr(owner, name, None), torch.nn.Module):
+                parent.add_module(name, part)
+    return whole
 
 
 def _scale(factor: float, _module: Any, _arguments: Any, embedded: Tensor) -> Tensor:
@@ -158,6 +192,10 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=here.tp,
         pipeline_model_parallel_size=here.pp,
+        virtual_pipeline_model_parallel_size=here.vpp if here.vpp > 1 else None,
+        # Of two messages between two ranks in one exchange, the interleaved schedule would take one for the other: wrong, without an error.
+        overlap_p2p_comm=here.vpp > 1,
+        batch_p2p_comm=here.vpp == 1,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -5,14 +5,18 @@ A checkpoint is a directory. `state-R.pt` has what rank R saves of every role th
 the weights of its shard that training changes (of a model with adapters, these alone). `rng-R.pt` has its random generators.
 `checkpoint.json` has the format, the iteration, the layout, the learner's facts, the xxh3_64 of every file, and its own digest.
 
+`save` writes one at once. `begin`, `rank_contents`, `write` and `complete` are its parts; `write` and `complete` use no collective, so a thread
+can run them while training continues, on copied `RankContents`. Ranks report to rank 0 by receipts in the directory, which all of them share.
+
 Invariant: a checkpoint directory is complete, because it is built under another name, synced and renamed. A damaged checkpoint, whatever
 the damage, never prevents finding, pruning or saving others; the log has the reason. Loading unpickles only tensors and plain containers.
 """
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +26,24 @@ import xxhash
 from torch import Tensor
 
 from polyreme.cli.checkpoint_manifest import MANIFEST, digest_of, is_intact, number_of, read_manifest, write_manifest
-from polyreme.errors import ConfigError
+from polyreme.errors import ConfigError, UnavailableError
+from polyreme_trainer.learner.loading import Loaded, LoadReports, unreported
 from polyreme_trainer.megatron import atomic
+from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.host_copy import copied_to_host, tensors_in
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.reshard import RankMesh, SavedShard, reshard
 from polyreme_trainer.megatron.roles import Role
 
 logger = logging.getLogger(__name__)
+
+Read = Callable[[str, Iterable[str]], dict[str, Tensor]]
+"""Kind of state, names of parameters -> this rank's whole parameters."""
+
+_RECEIPT_POLL = 0.05
+_RECEIPT_SECONDS = 60.0  # after a barrier that follows the writing, so only a shared file system is waited for
 
 
 @dataclass(frozen=True)
@@ -56,42 +69,117 @@ class Checkpoint:
         return is_intact(self.path, self.files)
 
 
+@dataclass(frozen=True)
+class RankContents:
+    """What one rank contributes to a checkpoint.
+
+    Attributes:
+        contents: file name -> tensors and plain containers.
+        models: layout, dtype, roles and adapters, for the manifest.
+        rank, ranks: this rank's number, and how many there are.
+    """
+
+    contents: Mapping[str, Any]
+    models: Mapping[str, Any]
+    rank: int
+    ranks: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in tensors_in(self.contents))
+
+    def copied(self, device: Device) -> "RankContents":
+        """The same in new host memory, which training does not change."""
+        contents = copied_to_host(self.contents)
+        device.synchronize()
+        return replace(self, contents=contents)
+
+
+def rank_contents(roles: Sequence[Role[Any]]) -> RankContents:
+    """This rank's files (not copies). `roles`: the roles that change during training."""
+    number = torch.distributed.get_rank()
+    contents = {
+        _random_file(number): roles[0].model.device.rng_state(),
+        _state_file(number): {role.name: role.rank_state() for role in roles},
+    }
+    return RankContents(contents, asdict(_layout(roles)) | _models(roles), number, torch.distributed.get_world_size())
+
+
+def begin(path: Path) -> None:
+    """Creates the directory in which the ranks build the checkpoint `path`. Collective."""
+    temporary = atomic.staging(path)
+    if torch.distributed.get_rank() == 0:
+        atomic.discard(temporary)
+        temporary.mkdir(parents=True)
+    torch.distributed.barrier()
+
+
+def write(path: Path, own: RankContents) -> None:
+    """Writes this rank's files of the checkpoint `path`, and last a receipt with their digests."""
+    temporary, digests = atomic.staging(path), {}
+    for name, content in own.contents.items():
+        torch.save(content, temporary / name)
+        atomic.sync(temporary / name)  # on a file system of several machines, only the writer can sync a file
+        digests[name] = digest_of(temporary / name)
+    receipt = _receipt(temporary, own.rank)
+    unfinished = receipt.with_suffix(".part")
+    unfinished.write_text(json.dumps(digests))
+    unfinished.rename(receipt)
+
+
+def complete(path: Path, own: RankContents, facts: Mapping[str, Any], seconds: float) -> None:
+    """Publishes the checkpoint `path`, and replaces an existing one, once every rank has written its files. On rank 0, after `write`.
+
+    Args:
+        facts: JSON values for the manifest, such as `algorithm`.
+        seconds: how long the other ranks may still write.
+
+    Raises:
+        UnavailableError: a rank's files are not there in time.
+    """
+    temporary, deadline = atomic.staging(path), time.monotonic() + seconds
+    digests: dict[str, str] = {}
+    for rank in range(own.ranks):
+        receipt = _receipt(temporary, rank)
+        while not receipt.exists():
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"the files of rank {rank} in {temporary} within {seconds:.0f} s",
+                    "no receipt",
+                    "See the rank's log, and check that all machines share the run directory.",
+                )
+            time.sleep(_RECEIPT_POLL)
+        digests |= json.loads(receipt.read_text())
+        receipt.unlink()
+    write_manifest(temporary, number_of(path), own.models, facts, dict(sorted(digests.items())))
+    atomic.publish(temporary, path)
+
+
 def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
     """Writes the checkpoint `path` and replaces an existing one. Collective; returns on every rank once it is on disk.
 
     Args:
         path: a path that ends in a number, see `iteration_path`.
         roles: the roles that change during training.
-        facts: JSON values for the manifest, such as `algorithm`; rank 0's are stored.
+        facts: JSON values for the manifest; rank 0's are stored.
     """
-    temporary = atomic.staging(path)
-    first = torch.distributed.get_rank() == 0
-    if first:
-        atomic.discard(temporary)
-        temporary.mkdir(parents=True)
+    begin(path)
+    own = rank_contents(roles)
+    write(path, own)
     torch.distributed.barrier()
-    device, number = roles[0].model.device, torch.distributed.get_rank()
-    contents = {
-        _random_file(number): device.rng_state(),
-        _state_file(number): {role.name: role.rank_state() for role in roles},
-    }
-    for name, content in contents.items():
-        torch.save(content, temporary / name)
-        atomic.sync(temporary / name)  # on a file system of several machines, only the writer can sync a file
-    torch.distributed.barrier()
-    if first:
-        ranks = range(torch.distributed.get_world_size())
-        names = sorted(name for rank in ranks for name in (_random_file(rank), _state_file(rank)))
-        files = {name: digest_of(temporary / name) for name in names}
-        write_manifest(temporary, number_of(path), asdict(_layout(roles)) | _models(roles), facts, files)
-        atomic.publish(temporary, path)
+    if own.rank == 0:
+        complete(path, own, facts, _RECEIPT_SECONDS)
     torch.distributed.barrier()
 
 
-def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
+def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> None:
     """Restores weights, moments and random generators. Called on every rank, with an `intact` checkpoint.
 
     On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
+
+    Args:
+        loads: for each role, what takes the fraction of its kinds of state (weights, moments) that this rank has restored.
 
     Raises:
         ConfigError: the checkpoint has another dtype, other roles or other adapters.
@@ -105,12 +193,20 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
             "Set model.dtype, trainer.lora and the algorithm as they were, or start from the checkpoint's Hugging Face export.",
         )
     device, here = roles[0].model.device, roles[0].model.rank
-    sources = [(rank, [_read(checkpoint.path / _state_file(each)) for each in numbers]) for rank, numbers in layout.files(here)]
+    sources = layout.files(here)
+    numbers = sorted({number for source in sources for number in (*source.numbers, *source.expert_numbers)})
+    states = {number: _read(checkpoint.path / _state_file(number)) for number in numbers}
     for role in roles:
         arch = role.model.trained_arch
-        shards = [SavedShard(arch, rank, [states[role.name] for states in parts]) for rank, parts in sources]
-        steps = sources[0][1][0][role.name]["steps"]
-        role.restore(steps, partial(_reshard, arch, here, shards))
+        saved_role = {number: state[role.name] for number, state in states.items()}
+        shards = [SavedShard(arch, source, saved_role) for source in sources]
+        state, loaded = saved_role[numbers[0]], loads(role.name)
+        read: Read = partial(_reshard, arch, here, shards)
+        if loaded is not None:
+            read = _reporting(read, sum(bool(values) for kind, values in state.items() if kind != "steps"), loaded)
+        role.restore(state["steps"], read)
+        if loaded is not None:
+            loaded(1.0)
     generators = checkpoint.path / _random_file(torch.distributed.get_rank())
     if generators.name in checkpoint.files:
         device.set_rng_state(_read(generators))
@@ -118,6 +214,21 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
 
 def _reshard(arch: Architecture, here: Rank, shards: Sequence[SavedShard], kind: str, names: Iterable[str]) -> dict[str, Tensor]:
     return reshard(arch, kind, names, here, shards)
+
+
+def _reporting(read: Read, kinds: int, loaded: Loaded) -> Read:
+    """The same function, which also tells `loaded` after each of so many kinds of state but the last."""
+    done = 0
+
+    def reading(kind: str, names: Iterable[str]) -> dict[str, Tensor]:
+        nonlocal done
+        result = read(kind, names)
+        done += 1
+        if done < kinds:
+            loaded(done / kinds)
+        return result
+
+    return reading
 
 
 def _read(file: Path) -> Any:
@@ -163,9 +274,11 @@ def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> N
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a directory; None when its manifest is unusable, with the reason in the log."""
+    """The checkpoint in a directory; None when its manifest is damaged, with the reason in the log. Raises ConfigError for another format."""
     try:
         fields = read_manifest(path)
+    except ConfigError:  # of another format; it is a ValueError, too
+        raise
     except (OSError, ValueError) as error:
         logger.warning("checkpoint %s is damaged: %s: %s: %s", path, MANIFEST, type(error).__name__, error)
         return None
@@ -178,6 +291,10 @@ def weights_digest(directory: Path) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(files).encode())
 
 
+def _receipt(temporary: Path, rank: int) -> Path:
+    return temporary / f"written-{rank}.json"
+
+
 def _random_file(rank: int) -> str:
     return f"rng-{rank}.pt"
 
@@ -188,7 +305,8 @@ def _state_file(rank: int) -> str:
 
 def _layout(roles: Sequence[Role[Any]]) -> RankMesh:
     rank = roles[0].model.rank
-    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size(), rank.ep)
+    copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return RankMesh(rank.tp, rank.pp, copies, rank.ep, rank.vpp, rank.etp)
 
 
 def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:

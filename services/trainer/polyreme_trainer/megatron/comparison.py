@@ -1,6 +1,6 @@
 """Computes the numbers of the start gates: it compares the learner, the Hugging Face model and the replicas' answers.
 
-Invariant: for answers, the logits of one answer exist at a time, because logits of many answers over a real vocabulary take gigabytes.
+Invariant: only one answer's logits exist at a time, because logits of many answers over a real vocabulary take gigabytes.
 """
 
 from collections.abc import Sequence

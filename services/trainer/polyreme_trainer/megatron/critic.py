@@ -29,11 +29,13 @@ class Critic(ShardedModel):
         Args:
             ids: packed sequences, or int64 [b, s], padded on the right with any token of the vocabulary; values at padding are meaningless.
         """
-        return self.module.output_layer(self.hidden(ids)).float().view(ids.shape)
+        values = self.chunks[-1].output_layer(self.hidden(ids)).float()
+        return self.context.join(PackedIds.of(ids), values).view(ids.shape)
 
     @torch.no_grad()
     def copy_backbone(self, model: ShardedModel) -> None:
         """Copies the weights of a model of the same sizes, except its head. The values become 0."""
+        self.use(model)
         theirs = model.weights()
         for name, param in self._params.items():
             if name == "output_layer.weight":
@@ -49,10 +51,12 @@ class Critic(ShardedModel):
             tensors.check({name: shape for name, shape in shapes.items() if name not in fresh}, {})
             self.load_slices(ChainMap(fresh, tensors), loaded)  # type: ignore[arg-type]  # it is only read
 
-    def load_base(self, path: Path) -> None:
-        """Loads the frozen weights beside the adapters from a language model. Adapters and head keep their values. Raises ConfigError."""
+    def load_base(self, path: Path, loaded: Callable[[float], None] | None = None) -> None:
+        """Loads the frozen weights beside the adapters from a language model. Adapters and head keep their values. `loaded`: see `load_hf`.
+        Raises ConfigError."""
+        self.use()
         trained = {name: param.clone() for name, param in self.state_dict().items()}
-        self.load_hf(path)
+        self.load_hf(path, loaded)
         self.load_state_dict(trained)
 
 
@@ -71,9 +75,10 @@ def build_critic(
     lora: LoraConfig | None = None,
     moe: MoeConfig | None = None,
     seed: int = 0,
+    loaded: Callable[[float], None] | None = None,
 ) -> Critic:
-    """The critic of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
+    """The critic of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError. `loaded`: see `load_hf`."""
     arch = critic_architecture(load_architecture(path))
     critic = Critic(arch, dtype, device, trainable=trainable, recompute=recompute, lora=lora, moe=moe, seed=seed)
-    critic.load_hf(path)
+    critic.load_hf(path, loaded)
     return critic

@@ -1,6 +1,6 @@
 """The differences between cpu, cuda and npu, except for the kernels, which are in the two model specs.
 
-Invariant: only this module, `build`, which picks the spec, and `optimizer` ask which kind of device it is. On CPU, megatron-core needs
+Invariant: only this module, `build`, which picks the spec, and `optimizer` depend on the kind of device. On CPU, megatron-core needs
 `Device.megatron()` while objects are built, because it requests CUDA tensors by name. Training steps run without it, because it slows every
 call of torch.
 """
@@ -70,6 +70,11 @@ class Device:
         torch.set_rng_state(state["torch"])
         if self.kind != "cpu":
             getattr(torch, self.kind).set_rng_state(state["device"])
+
+    @property
+    def pins(self) -> bool:
+        """Whether memory of the host from which the device copies is page-locked."""
+        return self.kind != "cpu"
 
     def synchronize(self) -> None:
         """Waits for the device's queued work. Does nothing on CPU."""

@@ -22,12 +22,14 @@ from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.megatron import checkpoint
-from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, collect, split_steps, supervised
+from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import CRITIC, EMA, Export
 from polyreme_trainer.megatron.followers import Followers
+from polyreme_trainer.megatron.host_memory import HostMemory
 from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.model_probes import ModelProbes
@@ -37,6 +39,7 @@ from polyreme_trainer.megatron.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.replay import decode_routes
 from polyreme_trainer.megatron.roles import BaseRole, Forward, Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.shard import data_shard
 from polyreme_trainer.megatron.step import train_iteration
@@ -53,7 +56,7 @@ class MegatronEngine:
         config, files: the run's configuration and the model's small files.
         run_id: names the arena.
         ranks, device: the learner's ranks and this rank's device. Requires `init_parallel`.
-        loaded: called with the fraction of the policy's weights that this rank has loaded.
+        loads: for each role that loads, what takes the fraction of its weights that this rank has loaded.
     """
 
     def __init__(
@@ -63,12 +66,13 @@ class MegatronEngine:
         run_id: str,
         ranks: Ranks,
         device: Device,
-        loaded: Callable[[float], None] | None = None,
+        loads: LoadReports = unreported,
     ) -> None:
-        self.config, self.files, self.ranks, self.device = config, files, ranks, device
+        self.config, self.files, self.ranks, self.device, self.loads = config, files, ranks, device, loads
         self.algorithm = load_algorithm(config)
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
-        self.policy = policy = build_policy(config.model.path, config, device, loaded=loaded)
+        self.host = HostMemory(config.trainer.offload, device.pins)
+        self.policy = policy = self.host.admit(lambda: build_policy(config.model.path, config, device, loaded=loads("actor")))
         """The actor's model."""
         if config.trainer.parallel.nodes > 1:
             check_same_weights(policy)
@@ -85,8 +89,8 @@ class MegatronEngine:
         """The algorithm's state between iterations."""
         self.trained_samples: TrainedSamples | None = None
         """What the last iteration trained on."""
-        self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank < policy.rank.ep)
-        self.saves = Saves(config, files, ranks)
+        self.writer = VersionWriter(policy, ranks, run_id, writes=policy.writes)
+        self.saves = Saves(config, ranks)
         self.facts: Mapping[str, Any] = {}
         self.rows: Sequences | None = None
         """The supervised rows that iterations mix into their steps."""
@@ -106,7 +110,7 @@ class MegatronEngine:
 
     def frozen_role(self, name: str, dtype: str) -> Role[Policy]:
         """Creates a role with a policy of the actor's shapes and without an optimizer."""
-        policy = Policy(self.policy.arch, dtype, self.device, trainable=False)
+        policy = self.host.admit(lambda: Policy(self.policy.arch, dtype, self.device, trainable=False))
         return Role(name, policy, self.logprobs_of(policy), self.shard)
 
     @property
@@ -130,7 +134,7 @@ class MegatronEngine:
         return torch.stack(self.policy.logprobs(batch.ids, batch.targets, temperature, with_entropy=True))
 
     def load(self) -> int | None:
-        loaded = self.saves.load(self.saved)
+        loaded = self.saves.load(self.saved, self.loads)
         if loaded is None:
             return None
         version, self.facts = loaded
@@ -139,7 +143,8 @@ class MegatronEngine:
             self.make_reference(self.saves.check_reference(self.facts))
         settings = self.config.trainer
         if self.critic is not None and self.critic.model.adapters is not None and settings.critic.path is None and settings.sft:
-            self.critic.model.load_base(self.saves.check_reference(self.facts))  # it started from the actor after the warm start
+            base = self.saves.check_reference(self.facts)
+            self.critic.model.load_base(base, self.loads("critic"))  # it started from the actor after the warm start
         return version
 
     def begin_phase(self, phase: SftPhase) -> None:
@@ -187,7 +192,7 @@ class MegatronEngine:
             return None
         if found.facts["step"]:  # between two steps of a phase
             self.begin_phase(self.config.trainer.sft[found.facts["phase"]])
-        checkpoint.load(found, self.trained)
+        checkpoint.load(found, self.trained, self.loads)
         return found.facts
 
     @property
@@ -199,7 +204,8 @@ class MegatronEngine:
         """Creates the critic role with the weights of its Hugging Face directory."""
         path = self.config.trainer.critic.path or self.config.model.path
         settings = self.config.trainer
-        critic = build_critic(
+        build = partial(
+            build_critic,
             path,
             self.config.model.dtype,
             self.device,
@@ -207,7 +213,9 @@ class MegatronEngine:
             lora=settings.lora,
             moe=settings.moe,
             seed=self.config.seed,
+            loaded=self.loads("critic"),
         )
+        critic = self.host.admit(build)
         role = Role("critic", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
         role.make_optimizer(adam_of(self.critic_optimizer))
         return role
@@ -219,7 +227,7 @@ class MegatronEngine:
             self.reference = BaseRole("reference", self.policy, self.actor.forward, self.shard)
             return
         self.reference = self.frozen_role("reference", self.policy.dtype)
-        self.reference.model.load_hf(path)
+        self.reference.model.load_hf(path, self.loads("reference"))
 
     def train(self, batch: PlannedBatch) -> IterationMetrics:
         config = self.config
@@ -243,6 +251,9 @@ class MegatronEngine:
         self.state, self.trained_samples = trained.state, trained.samples
         metrics = {**trained.metrics, **self.followers.follow(batch.iteration)}
         self.device.synchronize()
+        if config.trainer.offload.is_set:
+            moves = self.host.take_moves()
+            metrics |= {"offload/moved_bytes": moves.nbytes, "timing/offload": moves.seconds}
         return metrics | {f"timing/{part}": seconds for part, seconds in trained.seconds.items()}
 
     def part_weights(self) -> dict[str, float] | None:
@@ -253,14 +264,19 @@ class MegatronEngine:
     def write(self, slot: int, version: int, term: int) -> Written:
         return replace(self.writer.write(slot, version, term), canary=self.probes.canary())
 
-    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
-        tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
-        facts = {**facts, "algorithm": self.state.to_json()}
+    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
+        adapter = self.policy.adapter(self.config.model.path)
         others = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
-        further = {name: model for name, model in others.items() if model}
-        saved = self.saves.save(version, self.saved, facts, tensors, further, self.policy.adapter(self.config.model.path))
-        if version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
-            self.make_reference(self.saves.hf_path(0))
+        exports = {name: model for name, model in others.items() if model}
+        if self.ranks.leads:  # copies, because later versions overwrite the slot
+            tensors = {name: tensor.clone() for name, tensor in self.writer.tensors(written.slot).items()}
+            exports[""] = Export(tensors, self.files, adapter)
+        self.saves.save(version, self.saved, {**facts, "algorithm": self.state.to_json()}, exports)
+
+    def finish_save(self, wait: bool) -> Saved | None:
+        saved = self.saves.finish(wait)
+        if saved and saved.version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
+            self.make_reference(saved.hf_path)
         return saved
 
     def critic_export(self) -> Export | None:
@@ -298,4 +314,5 @@ class MegatronEngine:
             self.offload = None
 
     def close(self) -> None:
+        self.saves.close()
         self.writer.close()

@@ -20,9 +20,9 @@ from polyreme_trainer.megatron.peft_files import PeftAdapter
 CRITIC = "critic"
 """The critic's directory within the policy's."""
 EMA = "ema"
-"""Likewise of the moving average."""
+"""The moving average's directory within the policy's."""
 ADAPTER = "adapter"
-"""Likewise of the adapters in PEFT's format. Beside the merged weights, transformers would add them a second time."""
+"""The directory of the adapters in PEFT's format. In the policy's directory itself, transformers would add them to the merged weights."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Export:
     """A model to export.
 
     Attributes:
-        tensors: every Hugging Face tensor, whole and of one dtype, without aliases (a tied lm_head follows from the config). They may be
+        tensors: every whole Hugging Face tensor, all of one dtype, without aliases (a tied lm_head follows from the config). They may be
             views into an arena slot.
-        model_files: config.json and the tokenizer's files by name, as at the run's start.
+        model_files: config.json and the tokenizer's files by name, from the run's start.
         adapter: the adapters, which `tensors` already contains.
     """
 

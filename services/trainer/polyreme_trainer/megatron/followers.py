@@ -38,7 +38,7 @@ class Followers:
     def begin(self) -> None:
         """Copies the actor's weights into every follower, before the first iteration."""
         for role in self.roles:
-            role.model.load_state_dict(self._actor.weights())
+            self._copy_actor(role)
 
     def follow(self, iteration: int) -> dict[str, float]:
         """Updates the followers after `iteration`. Returns metrics: the version of the reference that the iteration used."""
@@ -48,8 +48,12 @@ class Followers:
         if self.reference is not None:
             metrics["reference/version"] = (iteration - 1) // self._interval * self._interval
             if iteration % self._interval == 0:
-                self.reference.model.load_state_dict(self._actor.weights())
+                self._copy_actor(self.reference)
         return metrics
+
+    def _copy_actor(self, role: Role[Policy]) -> None:
+        role.model.use(self._actor)
+        role.model.load_state_dict(self._actor.weights())
 
     def export(self, files: Mapping[str, bytes]) -> Export | None:
         """The moving average in the actor's dtype; None without one and on tensor ranks other than the first. Collective."""
@@ -62,6 +66,7 @@ class Followers:
 @torch.no_grad()
 def move_average(average: ShardedModel, actor: ShardedModel, decay: float) -> None:
     """`average = decay average + (1 - decay) actor`, in float32, so that small steps are not rounded away."""
+    average.use(actor)
     newest = actor.weights()
     for name, param in average.state_dict().items():
         param.lerp_(newest[name].to(param.dtype), 1 - decay)

@@ -29,11 +29,14 @@ class FrozenWeights:
         found: dict[str, str] = {}
 
         async def read() -> None:
-            for use, directory in directories.items():
-                found[use] = await self._digest(directory)
+            found.update(await asyncio.to_thread(self.read, directories))
 
         self._ranks.on_leader(read)
         return found
+
+    def read(self, directories: Mapping[str, Path]) -> dict[str, str]:
+        """As `record`, without a collective, by the calling thread. On rank 0; one thread at a time."""
+        return {use: self._digest(directory) for use, directory in directories.items()}
 
     def check(self, directories: Mapping[str, Path], recorded: Mapping[str, str]) -> None:
         """Compares directories with what `record` has returned for a checkpoint. Collective.
@@ -50,7 +53,7 @@ class FrozenWeights:
                     "Set trainer.lora, trainer.critic and the reference as they were, or start from the checkpoint's Hugging Face export.",
                 )
             for use, directory in directories.items():
-                if (found := await self._digest(directory)) != recorded[use]:
+                if (found := await asyncio.to_thread(self._digest, directory)) != recorded[use]:
                     raise ConfigError(
                         f"digest {recorded[use]} of the weights in {directory} ({use}), as in the checkpoint",
                         found,
@@ -59,9 +62,9 @@ class FrozenWeights:
 
         self._ranks.on_leader(compare)
 
-    async def _digest(self, directory: Path) -> str:
+    def _digest(self, directory: Path) -> str:
         if directory not in self._digests:
-            self._digests[directory] = await asyncio.to_thread(weights_digest, directory)
+            self._digests[directory] = weights_digest(directory)
         return self._digests[directory]
 
 

@@ -52,6 +52,10 @@ class Rank:
     """A rank's coordinates in the mesh of tensor, pipeline and expert ranks.
 
     vocab_multiple: rows of the embedding on each tensor rank are a multiple of this.
+    etp_rank, etp: the coordinate among the ranks that cut each expert, and their number, where it is not `tp`; 0: experts are cut over the
+        tensor ranks, as everything else.
+    vpp: the virtual stages of each pipeline stage. The first of all stages have the model's first layers, then the second of all stages have
+        the next. A rank numbers its layers on from one virtual stage to the next.
     """
 
     tp_rank: int = 0
@@ -61,37 +65,80 @@ class Rank:
     ep_rank: int = 0
     ep: int = 1
     vocab_multiple: int = VOCAB_MULTIPLE
+    vpp: int = 1
+    etp_rank: int = 0
+    etp: int = 0
+
+    @property
+    def expert_cut(self) -> "Rank":
+        """The rank whose tensor coordinates are those among the ranks that cut each expert."""
+        return replace(self, tp_rank=self.etp_rank, tp=self.etp) if self.etp else self
+
+    @property
+    def expert_places(self) -> int:
+        """The number of ranks that together have all experts of a stage."""
+        return self.ep * self.expert_cut.tp
+
+    @property
+    def places(self) -> int:
+        """The number of ranks that together have all of a stage: the first of its ranks. All further ranks have the same as one of them."""
+        return max(self.tp, self.expert_places)
+
+    @property
+    def place(self) -> int:
+        """The number of the rank among them. Tensor ranks are adjacent, so are the ranks that cut an expert, and next to each other are those
+        with different experts."""
+        if self.expert_places < self.tp:
+            return self.tp_rank
+        return self.expert_cut.tp_rank + self.expert_cut.tp * self.ep_rank
+
+    def at(self, place: int) -> "Rank":
+        """The rank of the same stage at a place, or at the place of a further rank."""
+        etp_rank = place % self.etp if self.etp else 0
+        return replace(self, tp_rank=place % self.tp, ep_rank=place // self.expert_cut.tp % self.ep, etp_rank=etp_rank)
+
+    @property
+    def micro_batch_group(self) -> int:
+        """The number of micro-batches of a pass through the stages is a multiple of this: a rank with several virtual stages takes
+        one micro-batch for each pipeline stage through one of them, then through the next."""
+        return self.pp if self.vpp > 1 else 1
 
 
 def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
-    """The table's rows of this pipeline stage and expert rank, each with whether this rank writes it."""
+    """The table's rows of this pipeline stage and expert rank, each with whether this rank, or with it other tensor ranks, write it."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
-    leads = rank.ep_rank == 0
+    leads, experts_lead = rank.place < rank.tp, rank.place < rank.expert_places
+    if rank.etp and not arch.experts:
+        raise ValueError(f"{arch.family.name} has no experts that {rank.etp} ranks could cut")
     if rank.ep > 1 and not arch.experts:
         raise ValueError(f"{arch.family.name} has no experts that {rank.ep} expert ranks could share")
     if arch.experts % rank.ep:
         raise ValueError(f"{arch.experts} experts do not divide over {rank.ep} expert ranks")
     if first and not arch.adapter:
         yield EMBEDDING_ROW, leads
-    per_stage, rest = divmod(arch.layers, rank.pp)
-    if rest:
-        raise ValueError(f"{arch.layers} layers do not divide into {rank.pp} pipeline stages")
-    for local in range(per_stage):
+    for local, layer in enumerate(layers_of(arch, rank)):
         for row, same in arch.layer_rows(rank.ep_rank, rank.ep):
-            yield row.in_layer(local, rank.pp_rank * per_stage + local), leads or not same
+            yield row.in_layer(local, layer), leads if same else experts_lead
     if last and not arch.adapter:
         yield FINAL_NORM_ROW, leads
     if last and (arch.head == "value" if arch.adapter else not (first and arch.head == "tied")):
         yield arch.head_row(), leads and arch.head != "tied"
 
 
+def layers_of(arch: Architecture, rank: Rank) -> list[int]:
+    """The numbers of the rank's layers in the whole model. Raises ValueError when the layers do not divide evenly."""
+    each, rest = divmod(arch.layers, rank.pp * rank.vpp)
+    if rest:
+        virtual = f" of {rank.vpp} virtual stages each" if rank.vpp > 1 else ""
+        raise ValueError(f"{arch.layers} layers do not divide into {rank.pp} pipeline stages{virtual}")
+    starts = range(rank.pp_rank * each, arch.layers, rank.pp * each)
+    return [layer for start in starts for layer in range(start, start + each)]
+
+
 def stage_of_tensors(arch: Architecture, rank: Rank) -> dict[str, int]:
     """The pipeline stage that writes each Hugging Face tensor."""
     # Of more tensor ranks than key heads, some have no key; and expert ranks have different experts.
-    ranks = [
-        replace(rank, tp_rank=tensor, pp_rank=stage, ep_rank=expert)
-        for stage, tensor, expert in product(range(rank.pp), range(rank.tp), range(rank.ep))
-    ]
+    ranks = [replace(rank, pp_rank=stage).at(place) for stage, place in product(range(rank.pp), range(rank.places))]
     return {piece.hf_name: each.pp_rank for each in ranks for piece in rank_slices(arch, each) if piece.primary}
 
 
@@ -102,22 +149,25 @@ def is_expert(param: str) -> bool:
 
 def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
     """Every slice of one rank's parameters, in model order. Raises ValueError when the sizes do not divide evenly."""
-    check(arch, rank.tp)
+    check(arch, rank.tp, rank.expert_cut.tp)
     slices = []
     for row, writes in stage_rows(arch, rank):
-        for name, param_index, hf_index in _SHARES[row.share](arch, rank, list(arch.shapes(row).items())):
+        cut = rank.expert_cut if is_expert(row.param) else rank
+        for name, param_index, hf_index in _SHARES[row.share](arch, cut, list(arch.shapes(row).items())):
             primary = writes and (row.share != "all" or rank.tp_rank == 0)
             if name not in row.absent:
                 slices.append(Slice(row.param, name, param_index, hf_index, primary))
     return slices
 
 
-def check(arch: Architecture, tp: int) -> None:
-    """Raises ValueError unless the architecture's sizes divide over `tp` ranks as megatron-core requires."""
+def check(arch: Architecture, tp: int, etp: int | None = None) -> None:
+    """Raises ValueError unless the architecture's sizes divide over `tp` ranks as megatron-core requires, and those of experts over `etp`."""
+    if etp is not None and arch.experts and arch.expert_ffn % etp:
+        raise ValueError(f"expert ffn = {arch.expert_ffn} does not divide over {etp} ranks that cut each expert")
     if arch.family.projection_norms and arch.kv_heads % tp:  # ranks that share a key head would count it twice
         raise ValueError(f"key-value heads = {arch.kv_heads}, with a norm over all of them, do not divide over {tp} tensor ranks")
     packed = arch.queries + 2 * arch.keys
-    widths = [arch.expert_ffn, arch.shared_ffn] if arch.experts else [arch.ffn]
+    widths = [*([arch.expert_ffn] if etp is None else []), arch.shared_ffn] if arch.experts else [arch.ffn]
     if arch.heads % tp or any(width % tp for width in widths) or packed % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
         raise ValueError(
             f"heads = {arch.heads}, key-value heads = {arch.kv_heads} and ffn = {', '.join(map(str, widths))} do not divide over {tp} tensor ranks"
@@ -145,14 +195,15 @@ def param_shapes(arch: Architecture, rank: Rank) -> dict[str, Shape]:
     for row, _ in stage_rows(arch, rank):
         parts = list(arch.shapes(row).values())
         first, *rest = parts[0]
+        tp = rank.expert_cut.tp if is_expert(row.param) else rank.tp
         if row.share in ("rows", "gate_up", "qkv"):
-            first = sum(part[0] for part in parts) // rank.tp
+            first = sum(part[0] for part in parts) // tp
         elif row.share == "all":
             first = sum(part[0] for part in parts)
         elif row.share == "vocab":
             first = padded_vocab(arch, rank.tp, rank.vocab_multiple) // rank.tp
         elif row.share == "columns":
-            rest = [rest[0] // rank.tp]
+            rest = [rest[0] // tp]
         shapes[row.param] = (first, *rest)
     return shapes
 

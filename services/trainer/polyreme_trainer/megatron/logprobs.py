@@ -1,7 +1,7 @@
 """Token log-probabilities and entropies from hidden states and a vocabulary-parallel output layer, block by block of the vocabulary.
 
 A block of columns is reduced to two or three numbers per token: its log-sum-exp, the target's logit and, for the entropy, its mean logit.
-Blocks combine like tensor ranks do, so the ranks exchange these numbers only, in one collective. With several blocks the backward pass
+Blocks are combined like tensor ranks, so the ranks exchange only these numbers, in one collective. With several blocks the backward pass
 computes each block's logits again.
 
 Invariant: at most `BLOCK_LOGITS` logits exist at a time on a rank, except for the smallest block. Padded columns are removed before any
@@ -24,7 +24,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class Head:
-    """How one rank turns hidden states into log-probabilities.
+    """One rank's output layer, for computing log-probabilities from hidden states.
 
     Attributes:
         product: (x [n, k], weight [m, k]) -> x @ weight.T, outside autograd.
@@ -43,7 +43,7 @@ class Head:
     with_entropy: bool = False
 
     def blocks(self, tokens: int, columns: int) -> Iterator[tuple[slice, int]]:
-        """Each block's columns, and how many of them are not padding. One block where it is small enough."""
+        """Yields each block's columns, and how many of them are not padding. There is one block if it is small enough."""
         width = columns
         if tokens * columns > BLOCK_LOGITS:
             width = max(_ALIGNED, BLOCK_LOGITS // tokens // _ALIGNED * _ALIGNED)
@@ -56,7 +56,7 @@ class Head:
         return scaled if self.temperature == 1.0 else scaled.div_(self.temperature)
 
     def targets(self, targets: Tensor, block: slice, valid: int) -> tuple[Tensor, Tensor]:
-        """The targets' columns in a block, int64 [tokens, 1], and whether they are there, bool [tokens]."""
+        """The targets' columns in a block, int64 [tokens, 1], and whether the block has them, bool [tokens]."""
         column = targets - (self.start + block.start)
         here = (column >= 0) & (column < valid)
         return column.clamp_(0, max(valid - 1, 0)).unsqueeze(1), here
@@ -91,7 +91,7 @@ class _TokenLogprobs(Function):
         scaled_grads = [(grad / head.temperature).unsqueeze(1) for grad in grads]
         for_hidden, for_weight, _, _ = ctx.needs_input_grad
         grad_hidden = grad_weight = reduced = None
-        if for_weight and blocks[0][0].stop < len(weight):  # several blocks, or columns of padding alone after the only one
+        if for_weight and blocks[0][0].stop < len(weight):  # several blocks, or only padding columns after the single one
             grad_weight = torch.zeros_like(weight)
         for block, valid in blocks:
             scaled = head.logits(hidden, weight[block], valid) if kept is None else kept

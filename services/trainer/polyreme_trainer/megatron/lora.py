@@ -24,7 +24,6 @@ from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, param_shapes, rank_slices, stage_rows
 from polyreme_trainer.megatron.lora_mapping import LORA_A, A, B, adapter_architecture, projection_of
 from polyreme_trainer.megatron.mcore import (
-    GPTModel,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     parallel_state,
@@ -98,7 +97,7 @@ class Adapters:
     """The adapters of this rank's shard of a model. All other parameters are frozen, except for a value head.
 
     Args:
-        module: megatron-core's model.
+        module: the rank's part of the model, see `join_chunks`.
         arch: the model's architecture.
         here: this rank.
         lora: of the configuration. Raises ConfigError for targets that the model cannot have.
@@ -109,7 +108,7 @@ class Adapters:
         params: the trained parameters by name.
     """
 
-    def __init__(self, module: GPTModel, arch: Architecture, here: Rank, lora: LoraConfig, seed: int) -> None:
+    def __init__(self, module: Any, arch: Architecture, here: Rank, lora: LoraConfig, seed: int) -> None:
         self.lora, self.arch = lora, adapter_architecture(arch, lora)
         self._layers: dict[str, Adapter] = {}
         self._partial: list[torch.nn.Parameter] = []
@@ -129,7 +128,7 @@ class Adapters:
                 self._layers[f"{where}.weight"] = Adapter(layer, self._owner(where, layer, here), lora.scale)
         self.params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         self._start(here, seed)
-        if module.pre_process and module.config.recompute_granularity is not None:
+        if here.pp_rank == 0 and module.config.recompute_granularity is not None:
             module.embedding.register_forward_hook(_differentiable)
 
     def _owner(self, where: str, layer: Any, here: Rank) -> Tensor | None:

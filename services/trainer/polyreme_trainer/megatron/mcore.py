@@ -46,7 +46,10 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
+    from megatron.core.pipeline_parallel.schedules import (
+        forward_backward_pipelining_with_interleaving,
+        forward_backward_pipelining_without_interleaving,
+    )
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
@@ -110,6 +113,7 @@ __all__ = [
     "TransformerLayerSubmodules",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "gather_from_sequence_parallel_region",
     "get_gpt_layer_local_spec",

@@ -5,7 +5,6 @@ leaves has the adapters added to it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,10 +15,12 @@ from polyreme.config.trainer import LoraConfig, MoeConfig, Recompute
 from polyreme.errors import ConfigError
 from polyreme.weights.manifest import TensorSpec
 from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.build import build_module, pick_spec, rank
+from polyreme_trainer.megatron.build import build_chunks, join_chunks, pick_spec, rank
+from polyreme_trainer.megatron.context import context_ranks
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_files import open_tensors
+from polyreme_trainer.megatron.host_memory import HostMemory
 from polyreme_trainer.megatron.lora import Adapters
 from polyreme_trainer.megatron.mcore import (
     DistributedDataParallel,
@@ -49,10 +50,13 @@ class ShardedModel:
         seed: of new adapters.
 
     Attributes:
-        module: megatron-core's GPTModel.
+        chunks: megatron-core's GPTModels, one for each of the rank's virtual stages.
+        module: all of them under the names of `hf_mapping`.
         adapters: None without LoRA.
-        ddp: the same wrapped for data parallelism, with its gradient buffers; None when frozen.
+        ddp: the chunks wrapped for data parallelism, with their gradient buffers; none when frozen.
         routing: the state of its routers; None for a dense model.
+        host: moves the weights between device and host memory; None: they stay on the device.
+        context: the ranks that share the tokens of its micro-batches.
     """
 
     def __init__(
@@ -69,9 +73,12 @@ class ShardedModel:
         seed: int = 0,
     ) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
+        self.host: HostMemory | None = None
         self.spec = spec or pick_spec(device)
-        self.module: GPTModel = build_module(arch, DTYPES[dtype][0], device, self.spec, recompute)
+        self.chunks: list[GPTModel] = build_chunks(arch, DTYPES[dtype][0], device, self.spec, recompute)
+        self.module = join_chunks(self.chunks)
         self.rank = rank()
+        self.context = context_ranks(self.rank.tp if self.module.config.sequence_parallel else 1)
         self.slices = hf_mapping.rank_slices(arch, self.rank)
         self.routing = Routing(arch, self.rank, recompute is not None, device.torch) if arch.experts else None
         if self.routing is not None:
@@ -81,14 +88,25 @@ class ShardedModel:
         self._params = dict(self.module.named_parameters())
         self.adapters = None if lora is None else Adapters(self.module, arch, self.rank, lora, seed)
         self._trained = self._params if self.adapters is None else self.adapters.params
-        self.ddp: DistributedDataParallel | None = None
+        self.ddp: list[DistributedDataParallel] = []
         if trainable:
-            several = parallel_state.get_data_parallel_world_size() > 1
+            copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            several = max(copies, parallel_state.get_expert_data_parallel_world_size()) > 1
             config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
             with device.megatron():
-                self.ddp = DistributedDataParallel(self.module.config, config, self.module)
+                self.ddp = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
         else:
             self.module.requires_grad_(False)
+
+    def use(self, *others: "ShardedModel") -> None:
+        """Brings the weights to the device, and those of `others`. With `trainer.offload.idle_models`, all other models leave it."""
+        if self.host is not None:
+            self.host.use(self, *others)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What the model holds for longer than a step, but for its gradients."""
+        yield from self.module.parameters()
+        yield from self.module.buffers()
 
     @property
     def trained_arch(self) -> Architecture:
@@ -123,6 +141,12 @@ class ShardedModel:
             if loaded is not None:
                 loaded(number / len(self.slices))
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its slices: it is one of the first that together have the whole model."""
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return self.rank.tp_rank + self.rank.tp * copy < self.rank.places
+
     @torch.no_grad()
     def write_slices(self, views: Mapping[str, Tensor]) -> None:
         """Copies this rank's primary slices into whole Hugging Face tensors. The ranks that have `writes` together fill them."""
@@ -134,10 +158,12 @@ class ShardedModel:
     def full_tensors(self) -> dict[str, Tensor] | None:
         """Whole Hugging Face tensors, on the CPU of the first stage's first tensor and expert rank; None on the others. Collective over all
         of these."""
+        self.use()
         return self._full(self.arch, self.weights())
 
     def adapter(self, base: Path) -> PeftAdapter | None:
         """The adapters for PEFT, likewise; also None without adapters. `base`: the directory of the frozen weights."""
+        self.use()
         tensors = None if self.adapters is None else self._full(self.adapters.arch, self.adapters.params)
         return None if self.adapters is None or tensors is None else PeftAdapter(tensors, self.adapters.lora, base)
 
@@ -145,7 +171,7 @@ class ShardedModel:
     def _full(self, arch: Architecture, mine: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """The whole tensors of a table, of which this rank has the parameters `mine`. Collective as `full_tensors`."""
         here = self.rank
-        ranks = [replace(here, tp_rank=tensor, ep_rank=expert) for expert in range(here.ep) for tensor in range(here.tp)]
+        ranks = [here.at(place) for place in range(here.places)]
         if here != ranks[0]:
             for _ in self._gather(mine, len(ranks)):
                 pass
@@ -182,6 +208,7 @@ class ShardedModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters of this rank that training changes, by name (not copies)."""
+        self._check_on_device()
         return {name: param.detach() for name, param in self._trained.items()}
 
     @torch.no_grad()
@@ -193,48 +220,62 @@ class ShardedModel:
             param.copy_(state[name])
 
     def own_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` without the parameters of which an earlier data rank has a copy."""
-        first = parallel_state.get_data_parallel_rank() == 0, parallel_state.get_expert_data_parallel_rank() == 0
-        return {name: param for name, param in self.state_dict().items() if first[hf_mapping.is_expert(name)]}
+        """`state_dict` without the parameters of which an earlier data or context rank has a copy. Of a model that has left the device, views
+        of its copy in the host's memory; not to be changed."""
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        first = copy == 0, parallel_state.get_expert_data_parallel_rank() == 0
+        mine = {name: param.detach() for name, param in self._trained.items() if first[hf_mapping.is_expert(name)]}
+        return mine if self.host is None else {name: self.host.now(self, param) for name, param in mine.items()}
+
+    def _check_on_device(self) -> None:
+        assert self.host is None or self.host.has_on_device(self), "a model leaves the device when another is used"
 
     @property
     def alignment(self) -> int:
-        """The number of tokens of a forward pass is a multiple of this: with sequence parallelism, tensor ranks have equal shares of them."""
-        return self.rank.tp if self.module.config.sequence_parallel else 1
+        """The number of tokens of a forward pass is a multiple of this: context ranks have equal shares of them and, with sequence
+        parallelism, tensor ranks too."""
+        return self.context.ranks * self.context.multiple
 
-    def hidden(self, ids: Tensor | PackedIds) -> Tensor:
-        """Final hidden states of t tokens, [t, hidden]; of a stage before the last, what the next stage takes.
+    def hidden(self, ids: Tensor | PackedIds, chunk: GPTModel | None = None) -> Tensor:
+        """Final hidden states of t tokens, [t, hidden]; of a chunk before the model's last, what the next chunk takes. With context ranks, those of
+        this rank's tokens, see `ContextRanks.cut`.
 
-        A stage after the first takes the input that the schedule has set instead of the ids.
+        A chunk after the model's first takes the input that the schedule has set instead of the ids.
 
         Args:
             ids: packed sequences; or int64 [b, s], b sequences of s tokens each, then t = b * s.
+            chunk: one of `chunks`; None for the last.
 
         Raises ValueError for more positions than the model has.
         """
-        tokens = ids if isinstance(ids, PackedIds) else PackedIds.of_rows(ids)
+        self._check_on_device()
+        tokens = PackedIds.of(ids)
         if (longest := max(tokens.lengths)) > self.arch.max_position:
             raise ValueError(f"expected at most {self.arch.max_position} positions; found {longest}")
-        inputs, module = tokens.aligned(self.alignment), self.module
+        inputs, module = tokens.aligned(self.alignment), self.chunks[-1] if chunk is None else chunk
+        cut = self.context.cut(tokens) if self.context.ranks > 1 else None
         full, sliding = (
             angles(rope, self.arch.head_dim, self.arch.max_position, self.device.torch) if rope else None
             for rope in (self.arch.rope, self.arch.sliding_rope)
         )
         assert full is not None
         if self.routing is not None:
-            self.routing.place()
-        params = packing(inputs, self.arch.queries // self.rank.tp, full, sliding, module.config.params_dtype)
-        embedded = module.embedding(input_ids=inputs.ids.unsqueeze(0), position_ids=None) if module.pre_process else None
+            self.routing.place(cut)
+        params = packing(inputs, self.arch.queries // self.rank.tp, full, sliding, module.config.params_dtype, cut)
+        mine = inputs.ids if cut is None else inputs.ids.index_select(0, cut.tokens)
+        embedded = module.embedding(input_ids=mine.unsqueeze(0), position_ids=None) if module.pre_process else None
         hidden = module.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=params)
         if not module.post_process:
             return hidden
         if module.config.sequence_parallel:  # each tensor rank has computed an equal run of them, and has the whole gradient
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return hidden.squeeze(1)[: len(tokens.ids)]
+        return hidden.squeeze(1)[: len(tokens.ids)] if cut is None else hidden.squeeze(1)
 
     def _gather(self, mine: Mapping[str, Tensor], count: int) -> Iterator[tuple[str, list[Tensor]]]:
         """Every parameter's name, and on the first of the `count` tensor and expert ranks that of each of them; else an empty list."""
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        if self.rank.expert_places < self.rank.places:
+            group = parallel_state.get_tensor_model_parallel_group()
         leads = torch.distributed.get_rank(group) == 0
         for name, param in mine.items():
             if count == 1:

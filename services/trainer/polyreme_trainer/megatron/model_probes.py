@@ -54,6 +54,7 @@ class ModelProbes:
         """See `TrainEngine`. Collective."""
         length = min(32, self._policy.arch.max_position)
         ids = comparison.probe_ids(self._policy.arch.vocab, length, self._config.seed)
+        self._policy.use()
         logits = self._policy.logits(ids.to(self._device.torch))
         values = None if self._critic is None else self._probe_values(self._critic, ids.to(self._device.torch))
         outcomes: list[Gate] = []
@@ -70,6 +71,7 @@ class ModelProbes:
 
     def _probe_values(self, critic: Critic, ids: torch.Tensor) -> torch.Tensor:
         """The critic's values of int64 ids [b, s], fp32 [b, s]. Collective."""
+        critic.use()
         return on_every_stage(critic, ids, lambda: critic.values(ids), tuple(ids.shape))
 
     def compare_answers(self, greedy: Sequence[Answer], sampled: Sequence[Answer]) -> Sequence[Gate]:
@@ -93,6 +95,7 @@ class ModelProbes:
         Args:
             temperature: None: the sampling temperature.
         """
+        self._policy.use()
         ids, targets = (torch.from_numpy(part).to(self._device.torch) for part in stack(answers))
         rows = max(1, self._config.trainer.micro_batch_tokens // ids.shape[1])
         forward = partial(self._policy.logprobs, temperature=temperature or self._config.rollout.temperature)

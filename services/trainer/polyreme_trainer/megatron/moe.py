@@ -84,8 +84,8 @@ def options(arch: Architecture, here: Rank) -> dict[str, Any]:
         "moe_router_pre_softmax": not arch.renormalizes,  # softmax over the chosen experts alone is softmax, then renormalization
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall" if here.ep > 1 else "allgather",
+        "moe_token_dispatcher_type": "alltoall" if here.ep > 1 or here.etp > 1 else "allgather",
         "expert_model_parallel_size": here.ep,
-        "expert_tensor_parallel_size": here.tp,
+        "expert_tensor_parallel_size": here.expert_cut.tp,
         "sequence_parallel": here.tp > 1,
     }

@@ -1,11 +1,11 @@
-"""Moves tensors between a device and the host's memory, and leaves every view of them as it is.
+"""Moves tensors between a device and the host's memory without changing their views.
 
-Invariant: what is moved is a tensor's storage, whose memory on the device ends and begins again in place. So parameters, their views in
-gradient buffers, moments and full-precision copies, which share storages in many ways, need no knowledge of one another. After `restore`
-every kept byte is what it was, and every dropped one is zero.
+Invariant: it moves a tensor's storage, whose device memory is freed and allocated again in place. So parameters, their views in gradient
+buffers, moments and full-precision copies, which share storages in many ways, stay valid. After `restore`, every kept byte has its old
+value, and every dropped one is zero.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,33 +16,78 @@ class Offload:
 
     Args:
         kept: tensors whose bytes are kept in host memory.
-        dropped: tensors whose bytes are not needed any more.
-        pin: page-locked host memory, from which an accelerator copies faster.
+        dropped: tensors whose bytes are no longer needed.
+        pin: whether to use page-locked host memory, from which an accelerator copies faster.
     """
 
     def __init__(self, kept: Iterable[Tensor], dropped: Iterable[Tensor], pin: bool) -> None:
         drop = {_address(tensor): tensor.untyped_storage() for tensor in dropped if tensor.untyped_storage().nbytes()}
         keep = {_address(tensor): tensor.untyped_storage() for tensor in kept if tensor.untyped_storage().nbytes()}
         self._dropped = [(storage, storage.nbytes()) for address, storage in drop.items() if address not in keep]
-        self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         for storage in keep.values():
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
             copy.copy_(_bytes(storage))
-            self._kept.append((storage, copy))
-        self.nbytes = sum(size for _, size in self._dropped) + sum(copy.numel() for _, copy in self._kept)
-        """Bytes that have left the device."""
-        for storage in (*(storage for storage, _ in self._dropped), *keep.values()):
+            self._kept[storage._cdata] = storage, copy
             storage.resize_(0)
+        for storage, _ in self._dropped:
+            storage.resize_(0)
+        self.nbytes = sum(size for _, size in self._dropped) + sum(copy.numel() for _, copy in self._kept.values())
+        """Bytes that have left the device."""
 
     def restore(self) -> None:
-        """Brings all of them back."""
-        for storage, copy in self._kept:
+        """Restores all storages on the device."""
+        while self._kept:
+            _, (storage, copy) = self._kept.popitem()
             storage.resize_(copy.numel())
             _bytes(storage).copy_(copy)
         for storage, size in self._dropped:
             storage.resize_(size)
             _bytes(storage).zero_()
-        self._kept, self._dropped = [], []
+        self._dropped = []
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """A kept tensor as a view of its copy in host memory. Raises KeyError when it was not kept."""
+        _, copy = self._kept[tensor.untyped_storage()._cdata]
+        view = torch.empty(0, dtype=tensor.dtype)
+        return view.set_(copy.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class Movable:
+    """Tensors that move between a device and the host's memory together.
+
+    Args:
+        tensors: lists them. More of them may exist each time they leave.
+        pin: as of `Offload`.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], pin: bool) -> None:
+        self._tensors, self._pin = tensors, pin
+        self._away: Offload | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the tensors are in the host's memory."""
+        return self._away is not None
+
+    def leave(self) -> int:
+        """Moves the tensors to the host's memory. Returns the bytes moved: 0 where they are there already."""
+        if self._away is not None:
+            return 0
+        self._away = Offload(self._tensors(), (), self._pin)
+        return self._away.nbytes
+
+    def come_back(self) -> int:
+        """Moves the tensors to the device. Returns the bytes moved: 0 where they are there already."""
+        if self._away is None:
+            return 0
+        moved, self._away = self._away, None
+        moved.restore()
+        return moved.nbytes
+
+    def now(self, tensor: Tensor) -> Tensor:
+        """One of the tensors, wherever its bytes are now: itself, or a view of its copy in host memory."""
+        return tensor if self._away is None else self._away.copy_of(tensor)
 
 
 def _address(tensor: Tensor) -> tuple[torch.device, int]:

@@ -10,8 +10,8 @@ Invariant: a step whose gradient is not finite changes nothing, and a step that 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from torch import Tensor
 from polyreme.config.trainer import OptimizerConfig
 from polyreme.errors import RunFailedError
 from polyreme_trainer.megatron import mcore
-from polyreme_trainer.megatron.hf_mapping import rank_slices
+from polyreme_trainer.megatron.fragments import MASTER, MOMENTS, Fragment, find_fragments
+from polyreme_trainer.megatron.hf_mapping import is_expert, rank_slices
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
+from polyreme_trainer.megatron.optimizer_parts import OptimizerParts
 
 
 @dataclass(frozen=True)
@@ -36,64 +38,17 @@ class Adam:
     clip_grad: float = 1.0
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of AdamW's moments in torch."""
-MASTER = "master"
-"""Kind of state: the full-precision copies of weights that are not float32."""
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """The elements `start:stop` of a flat parameter, which this rank's optimizer updates.
-
-    Attributes:
-        name, param: the parameter of this rank's model.
-        main: the fp32 tensor that AdamW steps: a part of the parameter, or a copy.
-        copied: whether it is a copy.
-        adam: the optimizer that steps `main`.
-    """
-
-    name: str
-    param: Tensor
-    start: int
-    stop: int
-    main: Tensor
-    copied: bool
-    adam: torch.optim.Optimizer
-
-    @property
-    def gradient(self) -> Tensor:
-        """The fragment's elements of the parameter's gradient: flat, in the gradient buffer's memory."""
-        return self.cut(self.param.main_grad)  # type: ignore[attr-defined]
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """The fragment's elements of a tensor of the parameter's shape: flat, in the same memory."""
-        return tensor.view(-1)[self.start : self.stop]
-
-
-def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list[Fragment]:
-    """The fragments of a rank in the order of the model's `parameters`. `inner` is megatron-core's optimizer."""
-    fragments = []
-    for name, param in parameters:
-        if isinstance(inner, mcore.DistributedOptimizer):
-            if param not in inner.model_param_group_index_map:
-                continue  # other data ranks update it
-            group, place = inner.model_param_group_index_map[param]
-            part = inner._get_model_param_range_map(param)["param"]
-            main = inner.optimizer.param_groups[group]["params"][place]
-            fragments.append(Fragment(name, param, part.start, part.end, main, main.dtype != param.dtype, inner.optimizer))
-        elif param.requires_grad:
-            main = param if param.dtype == torch.float32 else param.main_param  # type: ignore[attr-defined]
-            fragments.append(Fragment(name, param, 0, param.numel(), main, main is not param, inner.optimizer))
-    return fragments
-
-
 class Optimizer:
     """Owns a trainable model's gradients and AdamW moments. One-dimensional parameters have no weight decay."""
 
     def __init__(self, model: ShardedModel, adam: Adam) -> None:
-        assert model.ddp is not None, "a frozen model has no optimizer"
+        assert model.ddp, "a frozen model has no optimizer"
         self.model, self.adam, self._ddp = model, adam, model.ddp
+        self._distributed = self._ddp[0].ddp_config.use_distributed_optimizer
+        host = model.host
+        self._frees_gradients = host is not None and host.config.is_set
+        if self._frees_gradients:
+            self._free_gradients()  # before there are full-precision copies
         config = mcore.OptimizerConfig(
             optimizer="adam",
             lr=0.0,
@@ -104,24 +59,31 @@ class Optimizer:
             clip_grad=0.0,
             bf16=model.dtype == "bfloat16",
             params_dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
-            use_distributed_optimizer=self._ddp.ddp_config.use_distributed_optimizer,
+            use_distributed_optimizer=self._distributed,
         )
         overrides = mcore.get_standard_config_overrides(config)
         with model.device.megatron(), torch.no_grad():  # without no_grad, a data rank's part of a parameter would have a graph
-            chained = mcore.get_megatron_optimizer(config, [self._ddp], overrides, use_gloo_process_groups=False)
+            chained = mcore.get_megatron_optimizer(config, self._ddp, overrides, use_gloo_process_groups=False)
         self._inner = chained.chained_optimizers
         """One for the experts that expert ranks share, which are divided over other ranks, and one for all other parameters."""
         self._set_hyper_parameters()
         parameters = list(model.module.named_parameters())
         self.fragments = [fragment for inner in self._inner for fragment in find_fragments(parameters, inner)]
-        # Of a parameter that all expert ranks have, each counts its own fragments.
-        mine = {piece.param for piece in rank_slices(model.trained_arch, replace(model.rank, ep_rank=0)) if piece.primary}
-        self._counted = [fragment for fragment in self.fragments if fragment.name in mine]
-        self.zero_grad()
+        # Of a parameter that several ranks have, each counts its own fragments, but tensor ranks have the same of what they do not cut.
+        mine = {piece.param for piece in rank_slices(model.trained_arch, model.rank.at(model.rank.tp_rank)) if piece.primary}
+        self._counted = [each for each in self.fragments if each.name in mine or is_expert(each.name)]
+        self._parts = OptimizerParts(self.fragments, host) if host is not None and host.config.optimizer else None
+        """The state in parts that rest in the host's memory; None: on the device."""
+        if not self._frees_gradients:
+            self.zero_grad()
 
     def zero_grad(self) -> None:
         """Starts a step: gradients of the following backward passes accumulate from zero."""
-        self._ddp.zero_grad_buffer()
+        for gradients in self.gradients():
+            if not gradients.untyped_storage().nbytes():
+                gradients.untyped_storage().resize_(gradients.nbytes)
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
         for inner in self._inner:
             inner.zero_grad()  # after a step, the parameters' grads still point into the buffer
 
@@ -140,17 +102,23 @@ class Optimizer:
             RunFailedError: the gradient is not finite; weights and moments are unchanged on every rank. Or the new weights, or their
                 norm, are not finite; the model is unusable then.
         """
-        mcore.finalize_model_grads([self._ddp])
+        mcore.finalize_model_grads(self._ddp)
         if self.model.adapters is not None:
             self.model.adapters.sum_gradients()
         norm = self._norm(fragment.gradient for fragment in self._counted)
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
         if 0 < self.adam.clip_grad < norm:
-            self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
+            for chunk in self._ddp:
+                chunk.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
         for inner in self._inner:
             inner.prepare_grads()
-            inner.step_with_ready_grads()
+            if self._parts is None:
+                inner.step_with_ready_grads()
+        if self._parts is not None:
+            self._parts.step(self._inner)
+        if self._frees_gradients:
+            self._free_gradients()
         if not math.isfinite(weights := self._norm(fragment.cut(fragment.param) for fragment in self._counted)):
             lr = self._groups[0]["lr"]
             raise RunFailedError(
@@ -163,58 +131,61 @@ class Optimizer:
     @property
     def state_bytes(self) -> int:
         """Bytes of this rank's moments and full-precision copies of weights, after the first step."""
-        moments = sum(tensor.nbytes for fragment in self.fragments for tensor in self.moments(fragment).values())
-        return moments + sum(fragment.main.nbytes for fragment in self.fragments if fragment.copied)
+        return sum(tensor.nbytes for fragment in self.fragments for tensor in fragment.state_tensors().values())
 
     def tensors(self) -> Iterator[Tensor]:
         """The moments and the fp32 tensors that AdamW steps, of which some are parts of the model's weights."""
         for fragment in self.fragments:
             yield fragment.main
-            yield from self.moments(fragment).values()
+            yield from fragment.moments.values()
 
     def gradients(self) -> Iterator[Tensor]:
-        """The gradient buffers, which `zero_grad` overwrites at the next step."""
-        for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
-            yield buffer.grad_data
+        """The gradient buffers, which `zero_grad` overwrites at the next step. With offload, they have memory during steps only."""
+        for chunk in self._ddp:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
 
     @property
     def steps(self) -> int:
         """The number of steps since the moments were zero."""
-        return max((int(each.adam.state[each.main]["step"]) for each in self.fragments if self.moments(each)), default=0)
-
-    def moments(self, fragment: Fragment) -> dict[str, Tensor]:
-        """AdamW's moments of a fragment by name, each of the shape of `fragment.main`; empty before the first step."""
-        state = fragment.adam.state.get(fragment.main, {})
-        return {name: state[name] for name in MOMENTS if name in state}
+        return max((int(each.adam.state[each.main]["step"]) for each in self.fragments if each.moments), default=0)
 
     def rank_state(self) -> dict[str, dict[str, tuple[int, Tensor]]]:
         """This rank's moments and full-precision copies, as in `RankState` (not copies)."""
         state: dict[str, dict[str, tuple[int, Tensor]]] = {kind: {} for kind in (*MOMENTS, MASTER)}
         for fragment in self.fragments:
-            copied = {MASTER: fragment.main.detach()} if fragment.copied else {}
-            for kind, tensor in (self.moments(fragment) | copied).items():
-                state[kind][fragment.name] = fragment.start, tensor.flatten()
+            for kind, tensor in fragment.state_tensors().items():
+                now = tensor if self._parts is None else self._parts.now(fragment, tensor)
+                state[kind][fragment.name] = fragment.start, now.flatten()
         return state
 
     @torch.no_grad()
     def restore(self, steps: int, read: Callable[[str, Iterable[str]], dict[str, Tensor]]) -> None:
         """Sets moments and full-precision copies to saved ones, after the model's weights. See `Role.restore`."""
-        names = [fragment.name for fragment in self.fragments]
-        for inner in self._inner:
-            inner.optimizer.state.clear()
+        for part in [self.fragments] if self._parts is None else self._parts.visits():
+            for fragment in part:
+                fragment.adam.state.pop(fragment.main, None)
+            self._restore(part, steps, read)
+        self._set_hyper_parameters()  # a fork may have other hyper-parameters
+
+    def _restore(self, part: Sequence[Fragment], steps: int, read: Callable[[str, Iterable[str]], dict[str, Tensor]]) -> None:
+        names = [fragment.name for fragment in part]
         fused = self.model.device.kind != "npu"
         for kind in MOMENTS if steps else ():
             whole = read(kind, names)
-            for fragment in self.fragments:
+            for fragment in part:
                 main, state = fragment.main, fragment.adam.state
                 if main not in state:  # each has its own count of steps, because AdamW increments it in place
                     state[main] = {"step": torch.tensor(float(steps), device=main.device if fused else "cpu")}
                 state[main][kind] = torch.empty_like(main).copy_(fragment.cut(whole[fragment.name]).view_as(main))
-        if any(fragment.copied for fragment in self.fragments):
+        if any(fragment.copied for fragment in part):
             whole = read(MASTER, names)
-            for fragment in self.fragments:
+            for fragment in part:
                 fragment.main.copy_(fragment.cut(whole[fragment.name]).view_as(fragment.main))
-        self._set_hyper_parameters()  # a fork may have other hyper-parameters
+
+    def _free_gradients(self) -> None:
+        for gradients in self.gradients():
+            gradients.untyped_storage().resize_(0)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -230,8 +201,8 @@ class Optimizer:
     def _norm(self, tensors: Iterable[Tensor]) -> float:
         """The norm over the whole model. `tensors` has one tensor for each fragment that this rank counts. Collective."""
         squared = sum_of_squares(list(tensors), self.model.device.torch)
-        distributed = self._ddp.ddp_config.use_distributed_optimizer  # then all data ranks have parts, otherwise each has all
-        torch.distributed.all_reduce(squared, group=None if distributed else parallel_state.get_model_parallel_group())
+        # Of the distributed optimizer, all data ranks have parts; otherwise each has all.
+        torch.distributed.all_reduce(squared, group=None if self._distributed else parallel_state.get_model_parallel_group())
         return math.sqrt(squared.item())
 
 

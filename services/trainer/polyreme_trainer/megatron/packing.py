@@ -1,10 +1,10 @@
 """Sequences in one row of tokens, one after the other, and what attention must know about them.
 
 Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment adds tokens
-at the end only, as a sequence of their own.
+at the end only, as a sequence of their own. The queries of a sequence are the last of the tokens whose keys they see.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -13,13 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyreme_trainer.megatron.attention_blocks import plan_blocks
+from polyreme_trainer.megatron.context_cut import Cut, runs
 from polyreme_trainer.megatron.mcore import PackedSeqParams
 
 IntArray = NDArray[np.int64]
-
-CALL_FLOPS = 1e7
-"""Fixed cost of one call of an attention kernel, forwards and backwards, in floating-point operations of the same duration on CPU. It is a
-choice of speed only: on a faster device more calls are made than would be best."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,11 @@ class PackedIds:
     def of_rows(cls, ids: Tensor) -> Self:
         """The rows of int64 ids [b, s], each a sequence of s tokens. Its results have the rows' padding, if there is any, at the same places."""
         return cls(ids.reshape(-1), (ids.shape[1],) * ids.shape[0])
+
+    @classmethod
+    def of(cls, ids: "Tensor | PackedIds") -> "PackedIds":
+        """`ids`, which are packed or the rows of `of_rows`."""
+        return ids if isinstance(ids, PackedIds) else cls.of_rows(ids)
 
     @property
     def shape(self) -> torch.Size:
@@ -77,17 +80,24 @@ class Packing(PackedSeqParams):
     """megatron-core's parameters of packed sequences, with the rotary angles of all tokens.
 
     Attributes:
-        lengths: as in PackedIds.
+        lengths: the number of queries of each sequence.
+        key_lengths: the number of keys of each sequence.
         features: the width of all queries of this rank.
         full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, head_dim / 2] in the compute
             dtype.
+        halves: of a rank that has a part of each sequence, the packings of its queries, one half after the other; else empty.
+        keys: of a half, where its keys are among those that the ranks gather.
     """
 
     lengths: tuple[int, ...] = ()
+    key_lengths: tuple[int, ...] = ()
     features: int = 1
     full: tuple[Tensor, ...] = field(default=(), repr=False)
     sliding: tuple[Tensor, ...] = field(default=(), repr=False)
+    halves: "tuple[Packing, ...]" = field(default=(), repr=False)
+    keys: Tensor | None = field(default=None, repr=False)
     _bands: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def band(self, window: int, dtype: torch.dtype) -> Tensor:
         """[s, s] for the longest sequence: 0 where the row's position attends to the column's, else minus infinity.
@@ -101,77 +111,103 @@ class Packing(PackedSeqParams):
             self._bands[window, dtype] = scores.masked_fill_(~is_seen, float("-inf"))
         return self._bands[window, dtype]
 
+    def mask(self, number: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores of block `number`, [queries, keys] or [rows, 1, queries, keys]; None: it is causal. All layers share it."""
+        width = self.blocks.shapes[number][1]
+        if self.blocks is self.key_blocks:
+            return None if window is None or width <= window else self.band(window, dtype)[:width, :width]
+        if (number, window, dtype) not in self._masks:
+            lengths, seen = (np.array(each, dtype=np.int64) for each in (self.lengths, self.key_lengths))
+            sizes = [rows * width for rows, width in self.blocks.shapes]
+            places = torch.from_numpy(runs(seen - lengths, lengths)).to(self.cu_seqlens_q.device)
+            places = places if self.blocks.gather is None else places.index_select(0, self.blocks.gather)
+            row = places.split(sizes)[number].view(-1, 1, width, 1)
+            column = torch.arange(self.key_blocks.shapes[number][1], device=places.device)
+            is_seen = (column <= row) if window is None else (column <= row) & (column > row - window)
+            scores = torch.zeros(is_seen.shape, dtype=dtype, device=places.device)
+            self._masks[number, window, dtype] = scores.masked_fill_(~is_seen, float("-inf"))
+        return self._masks[number, window, dtype]
+
+    @cached_property
+    def _plan(self) -> list[IntArray]:
+        return plan_blocks(np.array(self.key_lengths, dtype=np.int64), self.features)
+
+    @cached_property
+    def key_blocks(self) -> Blocks:
+        """The blocks of the keys."""
+        return cut_blocks(np.array(self.key_lengths, dtype=np.int64), self._plan, self.cu_seqlens_q.device)
+
     @cached_property
     def blocks(self) -> Blocks:
-        """The blocks of these sequences."""
-        return cut_blocks(np.array(self.lengths, dtype=np.int64), self.features, self.cu_seqlens_q.device)
+        """The blocks of the queries: of the same sequences as those of the keys, and the same if all keys have a query."""
+        if self.lengths == self.key_lengths:
+            return self.key_blocks
+        return cut_blocks(np.array(self.lengths, dtype=np.int64), self._plan, self.cu_seqlens_q.device)
 
     @cached_property
     def ends(self) -> list[int]:
-        """The number of tokens up to the end of each sequence."""
+        """The number of queries up to the end of each sequence."""
         return np.cumsum(self.lengths).tolist()
 
+    @cached_property
+    def key_ends(self) -> list[int]:
+        """The number of keys up to the end of each sequence."""
+        return np.cumsum(self.key_lengths).tolist()
 
-def packing(packed: PackedIds, features: int, full: Tensor, sliding: Tensor | None, dtype: torch.dtype) -> Packing:
+
+def packing(
+    packed: PackedIds, features: int, full: Tensor, sliding: Tensor | None, dtype: torch.dtype, cut: Cut | None = None
+) -> Packing:
     """What attention must know of `packed`.
 
     Args:
         features: the width of all queries of this rank.
         full, sliding: the rotary angles of the first positions, fp32 [positions, head_dim / 2]; `sliding` None: as `full`.
         dtype: the compute dtype.
+        cut: the tokens of a context rank; None: all.
     """
     lengths, device, longest = packed.lengths, packed.device, max(packed.lengths)
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
+    if cut is not None:
+        positions = positions.index_select(0, cut.tokens)
 
     def rotation(angles: Tensor) -> tuple[Tensor, ...]:
         return tuple(
             part.to(dtype).index_select(0, positions).unsqueeze(1) for part in (angles[:longest].cos(), angles[:longest].sin())
         )
 
-    starts = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
     rotated = rotation(full)
-    return Packing(
-        qkv_format="thd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        lengths=lengths,
-        features=features,
+    halves = () if cut is None else cut.halves
+    return replace(
+        _of_lengths(lengths, lengths, features, device),
         full=rotated,
         sliding=rotated if sliding is None else rotation(sliding),
+        halves=tuple(replace(_of_lengths(half.lengths, half.key_lengths, features, device), keys=half.keys) for half in halves),
     )
 
 
-def plan_blocks(lengths: IntArray, features: int) -> list[IntArray]:
-    """Splits sequences into blocks of least cost, longest first: the indices of each block's sequences.
-
-    A block of n sequences, padded to the width w, costs 7 n w^2 floating-point operations for each feature of the queries, forwards and
-    backwards, because a causal mask leaves half of the scores; and CALL_FLOPS. An exact dynamic programme over the cuts between different
-    lengths.
-    """
-    different, counts = np.unique(lengths, return_counts=True)
-    widths, before = different[::-1].astype(np.float64), np.concatenate([[0], np.cumsum(counts[::-1])])
-    best, cut = np.zeros(len(widths) + 1), np.zeros(len(widths) + 1, dtype=np.int64)
-    for end in range(1, len(widths) + 1):
-        cost = best[:end] + (before[end] - before[:end]) * widths[:end] ** 2 * 7 * features + CALL_FLOPS
-        cut[end] = cost.argmin()
-        best[end] = cost[cut[end]]
-    order = np.argsort(-lengths, kind="stable")
-    blocks, end = [], len(widths)
-    while end > 0:
-        blocks.append(order[before[cut[end]] : before[end]])
-        end = int(cut[end])
-    return blocks[::-1]
+def _of_lengths(lengths: tuple[int, ...], key_lengths: tuple[int, ...], features: int, device: torch.device) -> Packing:
+    """The packing of sequences of so many queries and keys."""
+    starts, key_starts = (torch.from_numpy(np.cumsum([0, *each], dtype=np.int32)).to(device) for each in (lengths, key_lengths))
+    return Packing(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=key_starts,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(key_lengths),
+        lengths=lengths,
+        key_lengths=key_lengths,
+        features=features,
+    )
 
 
-def cut_blocks(lengths: IntArray, features: int, device: torch.device) -> Blocks:
-    """The planned blocks of sequences that stand one after the other."""
+def cut_blocks(lengths: IntArray, plan: list[IntArray], device: torch.device) -> Blocks:
+    """The planned blocks of sequences that stand one after the other. `plan`: see `plan_blocks`."""
     starts = np.cumsum(lengths) - lengths
     shapes: list[tuple[int, int]] = []
     gathered: list[IntArray] = []
     scatter, base = np.empty(int(lengths.sum()), dtype=np.int64), 0
-    for part in plan_blocks(lengths, features):
+    for part in plan:
         width, columns = int(lengths[part].max()), np.arange(lengths[part].max())
         tokens = starts[part][:, None] + np.minimum(columns, lengths[part][:, None] - 1)
         real = columns < lengths[part][:, None]

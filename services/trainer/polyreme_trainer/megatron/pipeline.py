@@ -1,7 +1,8 @@
 """Micro-batches through a model whose layers may be cut into stages, one per pipeline rank.
 
-With several stages, megatron-core's schedule passes hidden states forwards and gradients backwards between the ranks (one forward, one
-backward). Only the last stage has the model's output, so only there a job's `compute` is called.
+With several stages, megatron-core's schedules pass hidden states forwards and gradients backwards between the ranks (one forward, one
+backward; interleaved where a rank has several chunks of the model). Only the last stage's last chunk has the model's output, so only there a
+job's `compute` is called.
 
 Invariant: a job's `compute` sees the model as if it were whole: `ShardedModel.hidden` of the job's ids returns final hidden states.
 """
@@ -14,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme_trainer.megatron.mcore import forward_backward_pipelining_without_interleaving, parallel_state
+from polyreme_trainer.megatron.mcore import (
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    parallel_state,
+)
 from polyreme_trainer.megatron.model import ShardedModel
 from polyreme_trainer.megatron.packing import PackedIds
 
@@ -44,22 +49,23 @@ def run_whole(jobs: Iterable[Job], backward: bool) -> None:
 
 
 def run_stages(model: ShardedModel, jobs: Iterable[Job], backward: bool) -> None:
-    """Runs jobs through all stages. Collective over them, with the same jobs on each."""
+    """Runs jobs through all stages. Collective over them, with the same jobs on each. Their number is a multiple of `Rank.micro_batch_group`."""
     every = list(jobs)
     if not every:
         return
-    last = model.rank.pp_rank == model.rank.pp - 1
 
-    def forward(queue: Any, _module: Any) -> tuple[Tensor, None]:
+    def forward(queue: Any, chunk: Any) -> tuple[Tensor, None]:
         job = next(queue)
         with job.context():
-            return (job.compute() if last else model.hidden(job.ids)), None
+            return (job.compute() if chunk.post_process else model.hidden(job.ids, chunk)), None
 
+    several = len(model.chunks) > 1
+    schedule = forward_backward_pipelining_with_interleaving if several else forward_backward_pipelining_without_interleaving
     with model.device.megatron():
-        forward_backward_pipelining_without_interleaving(
+        schedule(
             forward_step_func=forward,
-            data_iterator=iter(every),
-            model=model.module,
+            data_iterator=[iter(every) for _ in model.chunks],
+            model=model.chunks,
             num_microbatches=len(every),
             seq_length=1,  # the stages send each other the true shapes (`variable_seq_lengths`)
             micro_batch_size=1,
@@ -78,7 +84,8 @@ def on_every_stage(model: ShardedModel, ids: Tensor, compute: Callable[[], Tenso
         result.copy_(compute())
         return result.new_zeros(())
 
-    run_stages(model, [Job(ids, keep)], backward=False)
+    idle = Job(ids[:1, :1], lambda: result.new_zeros(()))
+    run_stages(model, [Job(ids, keep), *[idle] * (model.rank.micro_batch_group - 1)], backward=False)
     torch.distributed.broadcast(
         result, parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group()
     )

@@ -46,13 +46,17 @@ class Policy(ShardedModel):
             temperature: the divisor of the logits, as in sampling.
             with_entropy: also return the entropy of each target's distribution, fp32 [k], differentiable.
         """
-        flat = targets.reshape(-1)
-        wanted = (flat != IGNORE).nonzero().squeeze(1)
-        hidden = self.hidden(ids).index_select(0, wanted)
+        flat, tokens = targets.reshape(-1), PackedIds.of(ids)
+        mine = self.context.take(tokens, flat, IGNORE)
+        wanted = (mine != IGNORE).nonzero().squeeze(1)
+        hidden = self.hidden(tokens).index_select(0, wanted)
         start, valid = self._columns
         group = parallel_state.get_tensor_model_parallel_group() if self.rank.tp > 1 else None
         head = Head(self._product, start, valid, temperature, group, with_entropy)
-        results = token_logprobs(hidden, self._head_weight, flat[wanted], head)
+        results = token_logprobs(hidden, self._head_weight, mine[wanted], head)
+        if self.context.ranks > 1:
+            columns = [result.new_zeros(len(mine)).index_copy(0, wanted, result) for result in results]
+            results = self.context.join(tokens, torch.stack(columns, dim=1))[flat != IGNORE].unbind(1)
         return (results[0], results[1]) if with_entropy else results[0]
 
     @torch.no_grad()
@@ -62,7 +66,7 @@ class Policy(ShardedModel):
 
     def _all_logits(self, ids: Tensor) -> Tensor:
         """The last stage's logits, gathered over its tensor ranks."""
-        local = self._product(self.hidden(ids), self._head_weight).float()
+        local = self.context.join(PackedIds.of(ids), self._product(self.hidden(ids), self._head_weight).float())
         if self.rank.tp > 1:
             group = parallel_state.get_tensor_model_parallel_group()
             parts = [torch.empty_like(local) for _ in range(self.rank.tp)]
@@ -84,8 +88,8 @@ class Policy(ShardedModel):
     @property
     def _head_weight(self) -> Tensor:
         """This rank's columns of the output layer, with padding: [columns, hidden]."""
-        tied = self.arch.head == "tied"
-        return self.module.shared_embedding_or_output_weight() if tied else self.module.output_layer.weight
+        tied, last = self.arch.head == "tied", self.chunks[-1]
+        return last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T with the kernel of the model's spec."""

@@ -8,8 +8,7 @@ model and moments.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,43 +29,75 @@ RankState = Mapping[str, Any]
 class RankMesh:
     """The numbers of ranks in each direction. Ranks are numbered as in megatron-core: tensor ranks are adjacent, then data ranks.
 
+    data: data ranks x context ranks, which have the same weights alike. Of a data rank, the context ranks are adjacent.
     expert: so many adjacent data ranks share the experts.
+    virtual_pipeline: the virtual stages of each stage.
+    expert_tensor: the ranks that cut each expert; 0: the tensor ranks.
     """
 
     tensor: int
     pipeline: int
     data: int
     expert: int = 1
+    virtual_pipeline: int = 1
+    expert_tensor: int = 0
 
-    def number(self, model: Rank, data: int) -> int:
-        """The number of the rank at these coordinates."""
-        return model.tp_rank + self.tensor * (data + self.data * model.pp_rank)
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
 
-    def files(self, here: Rank) -> list[tuple[Rank, list[int]]]:
-        """What the rank `here` of a perhaps different layout reads: shards of the model, each with the numbers of the ranks that saved it."""
-        places = product(range(self.expert), range(self.pipeline), range(self.tensor))
-        shards = [Rank(t, self.tensor, p, self.pipeline, e, self.expert) for e, p, t in places]
-        mine = [here] if here in shards else shards
-        return [(shard, [self.number(shard, data) for data in range(self.data)]) for shard in mine]
+    @property
+    def shards(self) -> list[Rank]:
+        """The ranks that together have the whole model once."""
+        first = Rank(tp=self.tensor, pp=self.pipeline, ep=self.expert, vpp=self.virtual_pipeline, etp=self.expert_tensor)
+        stages = [replace(first, pp_rank=stage) for stage in range(self.pipeline)]
+        return [stage.at(place) for stage in stages for place in range(stage.places)]
+
+    def files(self, here: Rank) -> list["ShardFiles"]:
+        """What the rank `here` of a perhaps different layout reads."""
+        shards = self.shards
+        return [self._files_of(shard) for shard in ([here] if here in shards else shards)]
+
+    def _files_of(self, shard: Rank) -> "ShardFiles":
+        ranks = self.tensor * self.data
+        others = [shard.at(number) for number in range(ranks)]
+        experts = shard.ep_rank, shard.expert_cut.tp_rank
+        start = ranks * shard.pp_rank
+        return ShardFiles(
+            shard,
+            [start + number for number, other in enumerate(others) if other.tp_rank == shard.tp_rank],
+            [start + number for number, other in enumerate(others) if (other.ep_rank, other.expert_cut.tp_rank) == experts],
+        )
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """A shard of the model, and the numbers of the ranks that saved it: of those with its experts, and of those with the rest of it."""
+
+    rank: Rank
+    numbers: list[int]
+    expert_numbers: list[int]
 
 
 class SavedShard:
     """A model-parallel rank's saved state of one role, put together from its data ranks.
 
     Args:
-        rank: the rank that saved it.
-        states: those of its data ranks, in order. Every `rank.ep`-th of them has the same experts.
+        files: the ranks that saved it.
+        states: those of the ranks, by number.
     """
 
-    def __init__(self, arch: Architecture, rank: Rank, states: Sequence[RankState]) -> None:
-        self.rank, self.slices = rank, rank_slices(arch, rank)
-        self._states, self._shapes = states, param_shapes(arch, rank)
+    def __init__(self, arch: Architecture, files: ShardFiles, states: Mapping[int, RankState]) -> None:
+        self.rank, self.slices = files.rank, rank_slices(arch, files.rank)
+        self._states = [states[number] for number in files.numbers]
+        self._expert_states = [states[number] for number in files.expert_numbers]
+        self._shapes = param_shapes(arch, files.rank)
         self._newest: tuple[str, str, Tensor] | None = None
 
     def param(self, kind: str, name: str) -> Tensor:
         """One kind of state of a whole parameter. Raises RuntimeError when the data ranks' parts do not fill it."""
         if self._newest is None or self._newest[:2] != (kind, name):  # a parameter has several slices
-            states = self._states[self.rank.ep_rank :: self.rank.ep] if is_expert(name) else self._states
+            states = self._expert_states if is_expert(name) else self._states
             parts = sorted((state[kind][name] for state in states if name in state[kind]), key=lambda part: part[0])
             flat = parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
             self._newest = kind, name, flat.view(self._shapes[name])

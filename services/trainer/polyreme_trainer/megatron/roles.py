@@ -64,11 +64,14 @@ class Role(Generic[Model]):
 
     def make_optimizer(self, adam: Adam) -> None:
         """Creates an optimizer with zero moments. With bfloat16 weights it takes a full-precision copy of them now."""
+        self.model.use()
+        self.optimizer = None  # whose memory is free before the new one's is allocated
         self.optimizer = Optimizer(self.model, adam)
 
     @torch.no_grad()
     def infer(self, sequences: Sequences, indices: IntArray) -> FloatArray:
         """The model's numbers for the trained tokens of `indices`, float32 [t], and 0 elsewhere. The same on every data rank."""
+        self.model.use()
         result = torch.zeros(int(sequences.offsets[-1]), dtype=torch.float32, device=self.shard.device)
 
         def keep(batch: MicroBatch, output: Tensor) -> Tensor:
@@ -81,6 +84,7 @@ class Role(Generic[Model]):
     @torch.no_grad()
     def measure(self, term: LossTerm) -> None:
         """Computes a loss and its metrics without a gradient."""
+        self.model.use()
         self._run(term, backward=False)
 
     def update(
@@ -103,6 +107,7 @@ class Role(Generic[Model]):
             The global gradient norm before clipping.
         """
         assert self.optimizer is not None, f"role {self.name} is frozen"
+        self.model.use()
         self.optimizer.zero_grad()
         terms = (LossTerm(sequences, indices, loss, forward), *further)
         with self._routing(terms):
@@ -141,7 +146,8 @@ class Role(Generic[Model]):
                 return Job(batch.ids, lambda: 0 * forward(batch).sum(), context)
             return Job(batch.ids, lambda: term.loss(batch, forward(batch)), context)
 
-        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.cost, self.model.alignment))
+        group = self.model.rank.micro_batch_group
+        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.cost, self.model.alignment, group))
         if self.shard.stages is None:
             run_whole(jobs, backward)
         else:
@@ -149,8 +155,7 @@ class Role(Generic[Model]):
 
     def tensors(self) -> Iterator[Tensor]:
         """All that this rank holds of the role for longer than a step: weights, buffers, moments."""
-        yield from self.model.module.parameters()
-        yield from self.model.module.buffers()
+        yield from self.model.tensors()
         if self.optimizer is not None:
             yield from self.optimizer.tensors()
 
@@ -170,6 +175,7 @@ class Role(Generic[Model]):
             steps: the optimizer's steps.
             read: kind of state, names of parameters -> this rank's whole parameters, see `reshard`.
         """
+        self.model.use()
         self.model.load_state_dict(read(WEIGHTS, self.model.state_dict()))
         if self.optimizer is not None:
             self.optimizer.restore(steps, read)

@@ -22,6 +22,7 @@ from torch.autograd.function import Function, once_differentiable
 from polyreme.config.trainer import MoeConfig
 from polyreme_trainer.algorithms.metrics import Metrics
 from polyreme_trainer.megatron.batch import MicroBatch
+from polyreme_trainer.megatron.context_cut import Cut
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.mcore import parallel_state
@@ -97,17 +98,18 @@ class Routing:
         finally:
             self._batch = self._rows = None
 
-    def place(self) -> None:
-        """Begins a forward pass."""
+    def place(self, cut: Cut | None = None) -> None:
+        """Begins a forward pass. `cut`: the tokens of this context rank; None: all."""
         self._rows, batch = None, self._batch
         if batch is None or (self._phase == "infer" and not self._replays):
             return
-        routes = self._mine(batch.routes) if self._replays and batch.routes is not None else None
-        self._rows = Rows(self._mine(batch.real), routes)
+        routes = self._mine(batch.routes, cut) if self._replays and batch.routes is not None else None
+        self._rows = Rows(self._mine(batch.real, cut), routes)
 
-    def _mine(self, rows: Tensor) -> Tensor:
-        """This tensor rank's part: with sequence parallelism, each has an equal run of the positions."""
-        return rows.chunk(self.here.tp)[self.here.tp_rank]
+    def _mine(self, rows: Tensor, cut: Cut | None) -> Tensor:
+        """This rank's part: with sequence parallelism, each tensor rank has an equal run of the context rank's positions."""
+        mine = rows if cut is None else rows.index_select(0, cut.tokens)
+        return mine.chunk(self.here.tp)[self.here.tp_rank]
 
     @contextmanager
     def step(self, tokens: int, count: Callable[[], None], total: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -138,8 +140,8 @@ class Routing:
     def _sum(self, total: Callable[[Tensor], Tensor]) -> None:
         """Sums what was observed over all ranks. Collective."""
         total(self._observed)
-        if self.here.tp > 1:
-            torch.distributed.all_reduce(self._observed, group=parallel_state.get_tensor_model_parallel_group())
+        if parallel_state.get_tensor_and_context_parallel_world_size() > 1:
+            torch.distributed.all_reduce(self._observed, group=parallel_state.get_tensor_and_context_parallel_group())
 
     def rows(self, layer: int) -> Rows | None:
         """What the router of `layer` computes now. Backward passes compute a layer's micro-batches again in the order of their forward

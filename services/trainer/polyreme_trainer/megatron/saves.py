@@ -1,24 +1,31 @@
 """The learner's files in the run directory: checkpoints for resuming, and a Hugging Face directory for each of them.
 
-Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint has one. Version 0's directory is never
-removed: it is the reference policy, and every checkpoint has its digest.
+`save` copies what it needs to host memory and returns; a thread of each rank writes, while training continues. Rank 0's thread writes the
+export and, once all ranks have written their files, the manifest; then it removes old checkpoints.
+
+Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint has one. At most one save is being
+written, and it counts only after `finish` has returned it on every rank. Version 0's directory is never removed: it is the reference policy,
+and every checkpoint has its digest.
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.megatron import atomic, checkpoint
+from polyreme_trainer.megatron.background import BackgroundWork
 from polyreme_trainer.megatron.export import Export, export_hf
 from polyreme_trainer.megatron.frozen_weights import FrozenWeights
-from polyreme_trainer.megatron.peft_files import PeftAdapter
 from polyreme_trainer.megatron.roles import Role
 
 WARM_START = "warm-start"
@@ -26,6 +33,15 @@ WARM_START = "warm-start"
 
 FROZEN = "frozen"
 """The fact of a checkpoint with the digests of the weights that it was trained beside."""
+
+WRITE_SECONDS = 300.0
+SLOWEST_WRITE = 10e6
+"""Bytes per second. A save's deadline is `WRITE_SECONDS` and the time of its bytes at this speed."""
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 30.0
+"""How long a learner that ends by an error waits for the save that is being written."""
+
+logger = logging.getLogger(__name__)
 
 
 def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoint.Checkpoint | None:
@@ -57,6 +73,14 @@ def read_shared(path: Path) -> checkpoint.Checkpoint:
     return found
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A save that is being written. The work returns the oldest version with a checkpoint, and the seconds that writing took."""
+
+    version: int
+    work: BackgroundWork[tuple[int, float]]
+
+
 class Saves:
     """The run directory's checkpoints and exports.
 
@@ -64,17 +88,18 @@ class Saves:
         newest: the version of the newest checkpoint; None without one.
     """
 
-    def __init__(self, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks) -> None:
-        self._config, self._files, self._ranks = config, files, ranks
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
         self._root = config.run_dir / "checkpoints"
         self._frozen = FrozenWeights(ranks)
+        self._pending: Pending | None = None
         self.newest: int | None = None
 
     def hf_path(self, version: int) -> Path:
         """The path of the Hugging Face directory of `version`."""
         return self._config.run_dir / "hf" / f"iteration-{version:06d}"
 
-    def load(self, roles: Sequence[Role[Any]]) -> tuple[int, Mapping[str, Any]] | None:
+    def load(self, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
         """Restores the newest intact checkpoint. Collective.
 
         Returns:
@@ -89,7 +114,7 @@ class Saves:
         self.newest = found.iteration
         self._frozen.check(self._bases, found.facts[FROZEN])
         self._check_warm_start(found.facts)
-        checkpoint.load(found, roles)
+        checkpoint.load(found, roles, loads)
         return self.newest, found.facts
 
     def save(
@@ -97,35 +122,70 @@ class Saves:
         version: int,
         roles: Sequence[Role[Any]],
         facts: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        further: Mapping[str, Export],
-        adapter: PeftAdapter | None = None,
-    ) -> Saved:
-        """Writes the Hugging Face directory and the checkpoint of `version`, and removes those beyond `keep_checkpoints`. Collective.
+        exports: Mapping[str, Export],
+    ) -> None:
+        """Copies `version` to host memory and starts to write its Hugging Face directory and its checkpoint. Collective.
+
+        Requires that no other save is being written; see `finish`.
 
         Args:
             roles: the roles to save in the checkpoint.
             facts: facts for the checkpoint; rank 0's are stored.
-            tensors: the version's tensors by Hugging Face name, without aliases; used on rank 0.
-            further: more models to export, by the name of their subdirectory; used on rank 0.
-            adapter: the adapters that `tensors` contains; used on rank 0.
+            exports: the models to export, by the name of their subdirectory, the policy's being "". Their tensors do not change until the
+                save is finished. Used on rank 0.
         """
+        assert self._pending is None, "one save at a time"
         path = checkpoint.iteration_path(self._root, version)
+        checkpoint.begin(path)
+        own = checkpoint.rank_contents(roles).copied(roles[0].model.device)
+        exported = sum(tensor.nbytes for model in exports.values() for tensor in model.tensors.values())
+        seconds = WRITE_SECONDS + (own.nbytes + exported) / SLOWEST_WRITE
+        began = time.perf_counter()
 
-        async def export() -> None:
-            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files, adapter), further)
+        def write() -> tuple[int, float]:
+            if not self._ranks.leads:
+                checkpoint.write(path, own)
+                return version, time.perf_counter() - began
+            further = dict(exports)
+            export_hf(self.hf_path(version), further.pop(""), further)
+            checkpoint.write(path, own)
+            checkpoint.complete(path, own, {**facts, **self._further_facts()}, seconds)
+            self._prune(version)
+            return checkpoint.find(self._root)[0].iteration, time.perf_counter() - began
 
-        async def prune() -> None:
-            await asyncio.to_thread(self._prune, version)
+        self._pending = Pending(version, BackgroundWork(f"the checkpoint of version {version}", write, seconds))
 
-        self._ranks.on_leader(export)
-        reference = self._frozen.record(self._reference)
-        own = {FROZEN: self._frozen.record(self._bases), "warm_started": bool(self._config.trainer.sft)}
-        checkpoint.save(path, roles, {**facts, **reference, **own})
-        self.newest = version
-        self._ranks.on_leader(prune)
-        oldest = checkpoint.find(self._root)[0].iteration if self._ranks.leads else version
-        return Saved(path, self.hf_path(version), oldest)
+    def finish(self, wait: bool) -> Saved | None:
+        """The save that was being written, once it is complete on all ranks. None while it is not, or when there is none. Collective.
+
+        Args:
+            wait: return only when nothing is being written.
+
+        Raises:
+            The error of this rank's thread. Of rank 0's thread, LeaderError on the others.
+        """
+        while (pending := self._pending) is not None:
+            seconds = POLL_SECONDS if wait else 0.0
+            if not self._ranks.leads:
+                pending.work.finished(seconds)
+            if self._ranks.broadcast_from_leader(partial(_finished, pending.work, seconds)) == b"\x01":
+                self._pending, self.newest = None, pending.version
+                path = checkpoint.iteration_path(self._root, pending.version)
+                oldest, took = pending.work.result() if self._ranks.leads else (pending.version, 0.0)
+                return Saved(pending.version, path, self.hf_path(pending.version), oldest, took)
+            if not wait:
+                break
+        return None
+
+    def close(self) -> None:
+        """Gives a save that is being written a last time to end, after an error elsewhere. Not collective."""
+        if self._pending is not None and not self._pending.work.end(CLOSE_SECONDS):
+            logger.warning("the checkpoint of version %d was not completed", self._pending.version)
+
+    def _further_facts(self) -> dict[str, Any]:
+        """What a resume checks, for the manifest."""
+        frozen = {FROZEN: self._frozen.read(self._bases), "warm_started": bool(self._config.trainer.sft)}
+        return {**self._frozen.read(self._reference), **frozen}
 
     def check_reference(self, facts: Mapping[str, Any]) -> Path:
         """The Hugging Face directory of version 0, after a check of its weights against the checkpoint's digest. Collective.
@@ -164,6 +224,10 @@ class Saves:
             if path not in {self.hf_path(each) for each in kept}:
                 atomic.discard(path)
         self._discard_warm_starts()
+        for folder in (self._root, self.hf_path(0).parent):  # of saves that a crash has cut short
+            for pattern in (".iteration-*.new", ".iteration-*.old"):
+                for path in folder.glob(pattern):
+                    atomic.discard(path)
 
     def _discard_warm_starts(self, except_for: Path | None = None) -> None:
         for path in self._root.glob(f"{WARM_START}-*"):
@@ -197,3 +261,8 @@ class Saves:
     @property
     def _reference(self) -> dict[str, Path]:
         return {"reference": self.hf_path(0)}
+
+
+async def _finished(work: BackgroundWork[Any], seconds: float) -> bytes:
+    """One byte: whether work finishes within so many seconds."""
+    return bytes([await asyncio.to_thread(work.finished, seconds) if seconds else work.finished()])

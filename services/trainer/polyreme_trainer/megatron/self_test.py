@@ -1,6 +1,6 @@
 """A process of `polyreme doctor`: reports the devices that torch sees, or takes part in one collective on a device.
 
-Invariant: the last line of standard output is one JSON object; what fails ends the process with another exit code than 0.
+Invariant: the last line of standard output is one JSON object. After a failure the exit code is not 0.
 """
 
 import json
@@ -32,7 +32,7 @@ def facts() -> dict[str, Any]:
 
 
 def reduce_once(kind: str) -> dict[str, Any]:
-    """Sums 4 MiB over all processes on a device each. Raises RuntimeError for a wrong sum or a collective that fails."""
+    """Sums 4 MiB over all processes, each on its own device. Raises RuntimeError for a wrong sum or a failed collective."""
     device = Device(kind, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(device.backend)
     numbers = torch.full((_NUMBERS,), float(dist.get_rank() + 1), device=device.torch)

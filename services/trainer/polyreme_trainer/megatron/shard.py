@@ -42,19 +42,22 @@ class DataShard:
     group: dist.ProcessGroup | None = None
     stages: dist.ProcessGroup | None = None
 
-    def micro_batches(self, sequences: Sequences, indices: IntArray, cost: Cost, multiple: int = 1) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, sequences: Sequences, indices: IntArray, cost: Cost, multiple: int = 1, group: int = 1
+    ) -> Iterator[MicroBatch]:
         """This rank's share of `indices`: as many micro-batches as on every other rank, of which some may have no sequence.
 
         Args:
             indices: the sequences; those that belong together are all there, one after the other.
             cost: what the model's sequences cost.
             multiple: of which the number of a micro-batch's positions is a multiple.
+            group: of which the number of micro-batches is a multiple.
         """
         together = sequences.together
         rows = indices[::together] // together
         # Of each row of sequences that stay together.
         tokens, costs = (each.reshape(-1, together).sum(axis=1) for each in (sequences.lengths, cost.of(sequences.lengths)))
-        for part in plan_ranks(tokens, costs, rows, self.ranks, self.micro_batch_tokens)[self.rank]:
+        for part in plan_ranks(tokens, costs, rows, self.ranks, self.micro_batch_tokens, group)[self.rank]:
             yield pack(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device, multiple)
 
     def sum(self, tensor: Tensor) -> Tensor:

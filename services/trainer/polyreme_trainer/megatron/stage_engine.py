@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from polyreme_trainer.algorithms.objective import Objective, StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.gates import LIMITS, Gate
 from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.learner.stage_engine import Sums, mismatched
 from polyreme_trainer.megatron import checkpoint, comparison
 from polyreme_trainer.megatron.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
@@ -27,13 +29,14 @@ from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
 from polyreme_trainer.megatron.frozen_weights import FrozenWeights
+from polyreme_trainer.megatron.host_memory import HostMemory
 from polyreme_trainer.megatron.iteration_losses import over_ranks
 from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
 from polyreme_trainer.megatron.pipeline import on_every_stage
 from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.roles import BaseRole, Loss, LossTerm, Role
 from polyreme_trainer.megatron.saves import FROZEN, find_newest
-from polyreme_trainer.megatron.shard import DataShard, data_shard
+from polyreme_trainer.megatron.shard import data_shard
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class MegatronStageEngine:
         files: the model's small files.
         stop_ids: tokens that end an answer.
         ranks, device: this rank's place. Needs `init_parallel`.
+        loads: for each model that loads, what takes the fraction of its weights that this rank has loaded.
     """
 
     def __init__(
@@ -72,12 +76,14 @@ class MegatronStageEngine:
         stop_ids: Sequence[int],
         ranks: Ranks,
         device: Device,
+        loads: LoadReports = unreported,
     ) -> None:
         self.config, self.objective, self.files, self.ranks, self.device = config, objective, files, ranks, device
-        self.stop_ids = stop_ids
+        self.stop_ids, self.loads = stop_ids, loads
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
         self.root = config.run_dir / "checkpoints"
         self.prefix = config.checkpoint_prefix
+        self.host = HostMemory(config.trainer.offload, device.pins)
         self.model = self.make_model()
         self.model.make_optimizer(adam_of(config.trainer.optimizer))
         self.frozen, self.reference_path = FrozenWeights(ranks), reference
@@ -87,8 +93,9 @@ class MegatronStageEngine:
         """The trained model, with the weights of its Hugging Face directory."""
         model, settings = self.config.model, self.config.trainer
         if self.objective.head == "language":
-            return policy_role("model", model.path, self.config, self.shard, self.device, True)
-        critic = build_critic(
+            return self.policy_role("model", model.path, trainable=True)
+        build = partial(
+            build_critic,
             model.path,
             model.dtype,
             self.device,
@@ -96,21 +103,29 @@ class MegatronStageEngine:
             lora=settings.lora,
             moe=settings.moe,
             seed=self.config.seed,
+            loaded=self.loads("model"),
         )
+        critic = self.host.admit(build)
         return Role("model", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
 
     def make_reference(self, path: Path) -> Role[Policy]:
         """The reference. With adapters, the initial model is the trained one without them."""
         if self.config.shares_reference(path):
             return BaseRole("reference", self.model.model, self.model.forward, self.shard)
-        return policy_role("reference", path, self.config, self.shard, self.device, False)
+        return self.policy_role("reference", path, trainable=False)
+
+    def policy_role(self, name: str, path: Path, *, trainable: bool) -> Role[Policy]:
+        """A language model with the weights of a Hugging Face directory. Raises ConfigError."""
+        build = partial(build_policy, path, self.config, self.device, trainable=trainable, loaded=self.loads(name))
+        policy = self.host.admit(build)
+        return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), self.shard)
 
     def load(self) -> int:
         found = find_newest(self.ranks, self.root, self.prefix)
         if found is None:
             return 0
         self.frozen.check(self.frozen_directories, found.facts[FROZEN])
-        checkpoint.load(found, [self.model])
+        checkpoint.load(found, [self.model], self.loads)
         return found.iteration
 
     def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
@@ -219,6 +234,7 @@ class MegatronStageEngine:
     def probe(self, ids: Tensor) -> Tensor:
         """The model's logits [b, s, vocab], or its values [b, s]. Collective."""
         model = self.model.model
+        model.use()
         if not isinstance(model, Critic):
             return model.logits(ids)
         return on_every_stage(model, ids, lambda: model.values(ids), tuple(ids.shape))
@@ -229,9 +245,3 @@ class MegatronStageEngine:
         if self.objective.head == "value":
             return comparison.values_gate(mine, comparison.load_hf_critic(path, dtype), ids, limits)
         return comparison.logits_gate(mine, comparison.load_hf(path, dtype), ids, limits)
-
-
-def policy_role(name: str, path: Path, config: StageConfig, shard: DataShard, device: Device, trainable: bool) -> Role[Policy]:
-    """A language model with the weights of a Hugging Face directory. Raises ConfigError."""
-    policy = build_policy(path, config, device, trainable=trainable)
-    return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), shard)

@@ -110,10 +110,13 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
             with clock.part("update"):
                 norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward, mixed))
                 routed.append(models.actor.routing_metrics)
-        if models.critic is not None:
-            trained = step[sequences.trained[step] > 0]
-            with clock.part("update_critic"):
-                critic_norms.append(models.critic.update(sequences, trained, losses.of_critic(step), batch.critic_lr))
+    for step in (
+        batch.steps if models.critic is not None else ()
+    ):  # after the actor's, so that each model comes to the device once
+        assert models.critic is not None
+        trained = step[sequences.trained[step] > 0]
+        with clock.part("update_critic"):
+            critic_norms.append(models.critic.update(sequences, trained, losses.of_critic(step), batch.critic_lr))
     measured: dict[str, float | None] = {
         "mismatch_kl": None,
         **finish(advantages.metrics),

@@ -52,6 +52,7 @@ class VersionWriter:
             self.arena.begin(slot)
         dist.barrier()
         if self._writes:
+            self._policy.use()
             self._policy.write_slices(self.tensors(slot))
             self._policy.device.synchronize()
         dist.barrier()

@@ -20,7 +20,7 @@ _VERSION = "policy_version"
 
 
 class BestExport:
-    """Follows the evaluations of one run. `folder`: its hf/."""
+    """Follows the evaluations of one run. `folder`: the run's hf/."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -29,7 +29,8 @@ class BestExport:
         """Links the best version's export if it is a new best. Logs an export that cannot be linked.
 
         Args:
-            evaluations: results by version, all of one metric. A version in hf/best without a result in them makes way for one with a result.
+            evaluations: results by version, all of one metric. A version in hf/best without a result in them is replaced by one with a
+            result.
         """
         kept = self.version()
         there = {version for version in evaluations if version == kept or (self._export(version) / "config.json").is_file()}

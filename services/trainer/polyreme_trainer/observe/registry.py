@@ -174,6 +174,11 @@ DEVICES = (
         _COLOCATED,
     ),
 )
+_OFFLOADED = "with `trainer.offload`"
+OFFLOAD = (
+    Metric("timing/offload", "s", "Moves of models and optimizer state between device and host on rank 0.", _OFFLOADED),
+    Metric("offload/moved_bytes", "B", "What these moves carried, both directions together.", _OFFLOADED),
+)
 TIMING = (
     Metric("timing/all", "s", "`time/iteration`."),
     Metric("timing/rollout", "s", "Generation of the slowest group."),
@@ -191,8 +196,8 @@ TIMING = (
     Metric("timing/reward_model", "s", "Scoring of the slowest group, where a reward model is configured; else 0."),
     Metric("timing/resharding_to_infer", "s", "`time/write`: replicas have weights of their own, which a version replaces."),
     Metric("timing/resharding_to_train", "s", "0: the learner keeps its own weights in their training layout."),
-    Metric("timing/ref_onload", "s", "0: the reference stays where it computes."),
-    Metric("timing/ref_offload", "s", "0: the reference stays where it computes."),
+    Metric("timing/ref_onload", "s", "0: `timing/offload` has all moves."),
+    Metric("timing/ref_offload", "s", "0: `timing/offload` has all moves."),
     Metric("timing/non_overlap_reference_model", "s", "`timing/reference_model`: nothing runs beside it on the learner."),
     Metric("timing/non_overlap_adv", "s", "`timing/adv`: nothing runs beside it on the learner."),
     Metric(
@@ -265,7 +270,18 @@ BESIDE = (
         "Mean absolute difference between a replica's and the learner's log-probabilities of the canary.",
         "`commit` records",
     ),
-    Metric("checkpoint/seconds", "s", "Time that saving took.", "`saved` records"),
+    Metric(
+        "checkpoint/seconds",
+        "s",
+        "How long a checkpoint and its export were written, while training continued.",
+        "`saved` records",
+    ),
+    Metric(
+        "checkpoint/stall_seconds",
+        "s",
+        "How long training stood still for a checkpoint: the wait for the one before it, and the copy to host memory.",
+        "`saved` records",
+    ),
     Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
 )
 
@@ -280,6 +296,7 @@ SECTIONS = {
     "Partial rollouts": PARTIAL,
     "The learner's loop": LOOP,
     "Shared devices": DEVICES,
+    "Offload": OFFLOAD,
     "Parts of an iteration": TIMING,
     "Throughput": THROUGHPUT,
     "Beside the iteration": BESIDE,

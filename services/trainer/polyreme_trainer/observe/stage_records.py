@@ -1,7 +1,7 @@
 """Writes a stage's records: metrics.jsonl and tensorboard/.
 
-Invariant: each record is written once: of a step or evaluation that a restarted stage repeats, the first record is kept. Every write happens
-at once, so that a full disk raises OSError where it is handled.
+Invariant: each record is written once. When a restarted stage repeats a step or an evaluation, the first record is kept. Writes are not
+delayed, so that a full disk raises OSError where it is handled.
 """
 
 import json
@@ -42,7 +42,7 @@ class StageRecorder:
         self._note(line)
 
     def close(self) -> None:
-        """Closes every file, whatever one of them raises."""
+        """Closes every file, even if closing one of them fails."""
         self._files.close()
 
     def _note(self, line: Mapping[str, Any]) -> None:

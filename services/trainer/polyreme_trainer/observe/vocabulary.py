@@ -1,6 +1,6 @@
 """The text of each token, for readers of a run directory.
 
-Invariant: the file is written once, whole, and depends on the run's tokenizer alone.
+Invariant: the file is written once, completely, and depends only on the run's tokenizer.
 """
 
 import json
@@ -16,14 +16,14 @@ from polyreme.cli.run_records import write_atomically
 logger = logging.getLogger(__name__)
 
 _WORD = "\u2581"
-"""What sentencepiece writes for a space in front of a word. Decoding a single token drops it."""
+"""Sentencepiece's character for a space before a word. Decoding a single token drops it."""
 
 
 def write_vocabulary(run_dir: Path, files: Mapping[str, bytes]) -> None:
-    """Writes the text of every token id, special tokens included, unless the run directory has it.
+    """Writes the text of every token id, including special tokens, unless the file exists.
 
     Args:
-        files: the model's small files; without a tokenizer.json that can be read, nothing is written.
+        files: the model's small files; without a readable tokenizer.json, nothing is written.
     """
     path = run_dir / VOCABULARY
     if "tokenizer.json" not in files or path.exists():

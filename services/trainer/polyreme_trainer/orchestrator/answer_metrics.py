@@ -22,14 +22,14 @@ def pass_at(answers: int, right: int, k: int) -> float:
 def answer_metrics(
     scores: Sequence[Sequence[float]], texts: Sequence[Sequence[str]], correctness: bool, pattern: str | None
 ) -> dict[str, float]:
-    """The metrics over n answers to each prompt; {} for n = 1, where the mean says everything.
+    """The metrics over n answers to each prompt; {} for n = 1, where the mean is sufficient.
 
     `mean@n` is the mean score, `best@n` the mean of each prompt's best score, `majority@n` the mean score of each prompt's most frequent
-    answer. `pass@k` for k = 1, 2, 4, ... and n is there where scores are 1 for a right and 0 for a wrong answer.
+    answer. `pass@k` for k = 1, 2, 4, ... and n exists if scores are 1 for a right and 0 for a wrong answer.
 
     Args:
-        scores: of each prompt, n numbers.
-        texts: of each prompt, the n responses.
+        scores: n numbers for each prompt.
+        texts: n responses to each prompt.
         correctness: whether a score is 1 for a right and 0 for a wrong answer.
         pattern: as in `answer_of`.
     """
@@ -48,8 +48,8 @@ def answer_metrics(
 
 
 def majority(scores: Sequence[float], texts: Sequence[str], pattern: str | None) -> float:
-    """The score of the most frequent answer. Of equally frequent ones, the one that came first counts; a response without an answer has
-    no vote, unless no response has one."""
+    """The score of the most frequent answer. Of equally frequent ones, the first counts. A response without an answer has
+    no vote, unless no response has an answer."""
     answers = [answer_of(text, pattern) for text in texts]
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

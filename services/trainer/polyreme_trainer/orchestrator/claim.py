@@ -1,6 +1,6 @@
-"""The right to call one replica, and the tokens that it was promised with it.
+"""The right to call one replica, with the tokens that the call may sample.
 
-Invariant: a claim adds its tokens and sequences to its target when it is made, and has taken all of them back when it ends.
+Invariant: a claim adds its tokens and sequences to its target when it is made, and has removed all of them when it ends.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ class Claim:
     Attributes:
         tokens: upper bound of the tokens that can still arrive.
         sequences: samples that have not ended on the replica.
-        pace: of the replica.
+        pace: the replica's pace.
         since: when the claim was made, monotonic seconds.
         on_capacity: called when the replica can take other samples.
-        is_cut: whether the replica must not be called any more.
-        chunk_timeout: seconds that the running call may stay silent.
+        is_cut: whether the replica must no longer be called.
+        chunk_timeout: maximum seconds between two messages of the running call.
         asleep: whether the replica has left its devices.
-        deadline: of the running call; moved forward when the replica's lease ends or the replica is suspended.
+        deadline: deadline of the running call; moved forward when the replica's lease ends or the replica is suspended.
     """
 
     target: Target
@@ -63,12 +63,12 @@ class Claim:
             self._ended(len(response.ends), now)
 
     def end(self, now: float) -> None:
-        """Takes back the rest of the promise."""
+        """Removes the claim's remaining tokens and sequences from its target."""
         self.target.outstanding -= self.tokens
         self._ended(self.sequences, now)
 
     def cut(self) -> None:
-        """Ends the running call, or prevents one that has not begun."""
+        """Ends the running call, or prevents one that has not started."""
         self.is_cut = True
         if self.deadline is not None and not self.deadline.expired():
             self.deadline.reschedule(asyncio.get_running_loop().time())

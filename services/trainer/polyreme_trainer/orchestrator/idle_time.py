@@ -1,4 +1,4 @@
-"""Measures how long replicas were idle: generation's side of waiting, as the learner's `wait` is training's. Pure; time is an argument.
+"""Measures the idle time of replicas, the counterpart of the learner's wait. Pure; time is an argument.
 
 Invariant: a replica is idle while no call of the orchestrator runs on it, whatever the reason (the staleness bound, a reward outage, the
 long answers at an iteration's end). A weight swap during a call is not idle time.
@@ -28,11 +28,11 @@ class IdleTime:
         self._calls.pop(replica, None)
 
     def began(self, replica: str, now: float) -> None:
-        """A call on a replica begins."""
+        """A call on a replica has started."""
         self._change(replica, 1, now)
 
     def ended(self, replica: str, now: float) -> None:
-        """A call on a replica ends."""
+        """A call on a replica has ended."""
         self._change(replica, -1, now)
 
     def take(self, now: float) -> float:

@@ -16,7 +16,7 @@ _SAME_VERSION = "Install the same Polyreme version everywhere."
 
 
 class LiveServers:
-    """The leases of one kind, as a client uses them."""
+    """The leases of one kind, for a client."""
 
     def __init__(self, run: Run, kind: Kind) -> None:
         self._run, self._kind = run, kind
@@ -47,7 +47,7 @@ class LiveServers:
 
         Raises:
             UnavailableError: there are fewer after `seconds`; the message lists them.
-            RunFailedError: the run failed meanwhile.
+            RunFailedError: the run has failed.
         """
         usable: dict[str, Lease] = {}
 

@@ -17,16 +17,16 @@ _U64 = (1 << 64) - 1
 
 
 class PromptOrder:
-    """Which prompt each group has.
+    """The assignment of prompts to groups.
 
     A pass has as many places as there are prompts. Without weights it has each prompt once. With weights a source gets its share of the
-    places of every pass, and goes through its own prompts in passes of its own: all of them are used, however small its share.
+    places of every pass, and iterates over its own prompts in separate passes, so that all of them are used even with a small share.
 
     Args:
         seed: seed of the order.
-        sizes: prompts of each source. Rows are numbered through all sources.
+        sizes: number of prompts of each source. Rows are numbered consecutively over all sources.
         weights: share of each source; None: as many places as it has prompts.
-        shuffled: whether each pass has an order of its own. False: the order of the rows.
+        shuffled: whether each pass has its own order. False: the order of the rows.
     """
 
     def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float] | None = None, *, shuffled: bool = True) -> None:
@@ -51,7 +51,7 @@ class PromptOrder:
 
 
 def _shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """`total` places divided by weight, by largest remainder, of which each gets at least one."""
+    """Divides `total` places by weight with the largest-remainder method. Each source gets at least one."""
     quotas = [total * weight / sum(weights) for weight in weights]
     counts = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda i: counts[i] - quotas[i])
@@ -76,12 +76,12 @@ def pass_order(seed: int, number: int, size: int) -> np.ndarray:
 
 
 def sequence_seed(seed: int, group: int, attempt: int, sample: int, prefix_length: int) -> int:
-    """A sampler's seed, 63 bits because engines use a signed word. A continued sample has a seed of its own."""
+    """A sampler's seed, 63 bits because engines use a signed word. A continued sample has a different seed."""
     return _digest(seed, group, attempt, sample, prefix_length) >> 1
 
 
 def retry_draw(seed: int, group: int) -> float:
-    """A number in [0, 1) that decides whether a group whose prompt could be skipped is sampled nevertheless."""
+    """A number in [0, 1) that decides whether a group is sampled although its prompt could be skipped."""
     return _digest(seed, group) / 2.0**64
 
 

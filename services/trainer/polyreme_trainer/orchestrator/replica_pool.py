@@ -1,8 +1,8 @@
 """The live rollout replicas, the versions that they serve, and the claims on them.
 
 Invariant: the targets are the live leases with our API version, and every claim returns its promised tokens when it ends. Work waits here,
-not in a replica: it goes to a replica with capacity, the oldest policy version first, then in order of arrival. So long answers leave
-no replica idle, a replica that joins gets work at once, and one that stalls holds only what it runs.
+not in a replica: it goes to a replica with capacity, the oldest policy version first, then in order of arrival. Therefore long
+answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its running samples.
 """
 
 import asyncio
@@ -50,12 +50,12 @@ class ReplicaPool:
 
     Args:
         start_timeout: seconds without a usable replica after which the run fails.
-        capacity: samples that a replica decodes at once.
-        security: of the replicas' ports.
+        capacity: number of samples that a replica decodes at once.
+        security: security settings of the replicas' ports.
 
     Attributes:
-        held: the version that replicas are held at for its evaluation; None: they follow the newest.
-        idle_time: of the replicas.
+        held: the version at which replicas are held for its evaluation; None: they follow the newest.
+        idle_time: idle time of the replicas.
     """
 
     def __init__(
@@ -144,17 +144,18 @@ class ReplicaPool:
         while True:
             await asyncio.sleep(STRAGGLER_CHECK_INTERVAL)
             now = time.monotonic()
-            if self._asleep or now - checked > 3 * STRAGGLER_CHECK_INTERVAL:  # this process stalled, so the silence is its own
+            if self._asleep or now - checked > 3 * STRAGGLER_CHECK_INTERVAL:  # this process stalled itself
                 for pace in self._paces.values():
                     pace.reset(now)
             checked = now
             active = {name: pace for name, pace in self._paces.items() if self._targets[name].suspended_until <= now}
             for name, reason in stragglers(active, now).items():
-                if target := self._targets.get(name):  # it may have left while another's notice was sent
+                if target := self._targets.get(name):  # it may have left while a notice about another one was sent
                     await self._suspend(target, reason, now)
 
     def set_asleep(self, asleep: bool) -> None:
-        """Colocated replicas have left their devices to the learner, or have them again. Running calls wait; no claim is granted."""
+        """Records whether colocated replicas have left their devices to the learner. While they have, running calls wait, and no claim is
+        granted."""
         if asleep == self._asleep:
             return
         self._asleep = asleep
@@ -183,7 +184,7 @@ class ReplicaPool:
             while queue:
                 target = self._choose(version, now, self._capacity, queue[0].avoid)
                 if target is None:
-                    return  # nor is there one for a newer version
+                    return  # then there is none for a newer version either
                 waiter = queue.popleft()
                 waiter.claim.set_result(self._begin(target, waiter, now))
             del self._waiting[version]

@@ -28,7 +28,7 @@ from polyreme_trainer.orchestrator.scoring_health import Health
 logger = logging.getLogger(__name__)
 
 RETRY_BACKOFF = Backoff(first=0.5, longest=5.0)
-_SERVER_REST_SECONDS = 5.0  # a server that failed is the last choice for this long
+_SERVER_REST_SECONDS = 5.0  # seconds for which a failed server is the last choice
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class _Server:
     outstanding: int = 0
     backoff_until: float = 0.0
     rewards: str = ""
-    """The description of its rewards, as part of item keys; empty until the server was asked."""
+    """The description of its rewards, as part of item keys; empty until the server was queried."""
     reads_tokens: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -76,10 +76,10 @@ class RewardClient:
     """A client of all reward servers with a lease.
 
     Args:
-        run: has the leases and takes the notices.
+        run: provides the leases and receives the notices.
         config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and the labels of `rewards` are used.
         token_texts: the text of each token id, for servers with a reward that reads tokens.
-        proven: as Health's.
+        proven: see `Health`.
 
     Attributes:
         measure_correctness: whether the run has one reward, and its server declares that a value is 1 for a right and 0 for a wrong
@@ -137,7 +137,7 @@ class RewardClient:
         """One result with a score per question, in order.
 
         Args:
-            calls: one list per question, to which its calls are added; None: nobody needs them.
+            calls: one list per question, to which its calls are added; None: the calls are not recorded.
 
         While scoring as a whole is down (see Health), it retries for `start_timeout`; then the failures count.
 
@@ -169,7 +169,7 @@ class RewardClient:
             await self._judge(outcome, attempts, f"{len(questions) - len(scored)} of {len(questions)} samples")
             retries += 1
             seconds = outcome.retry_after or RETRY_BACKOFF.draw(retries)
-            with suppress(TimeoutError):  # a server that joins is asked at once
+            with suppress(TimeoutError):  # a server that joins is used at once
                 await asyncio.wait_for(self._joined.wait(), seconds)
 
     async def _judge(self, outcome: CallOutcome, attempts: int, which: str) -> None:

@@ -1,7 +1,7 @@
 """Chooses the replica for a group: the least loaded one that has capacity and a policy that is new enough. Pure; time is an argument.
 
-Invariant: `outstanding` of a target is the number of tokens that running calls were promised and that have neither arrived nor been
-given up; `sequences` is the number of samples that they belong to.
+Invariant: `outstanding` of a target is the number of tokens that its running calls may still return, and `sequences` is the number of their
+samples.
 """
 
 from collections.abc import Iterable, Set
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from polyreme.process.backoff import Backoff
 
 FAILURE_BACKOFF = Backoff(first=0.5, longest=8.0)
-"""After consecutive failed calls, in seconds."""
+"""Pauses after consecutive failed calls, in seconds."""
 SUSPENSION = Backoff(first=15.0, longest=120.0)
 """Suspensions of a straggler, in seconds, without jitter."""
 
 
 @dataclass
 class Target:
-    """What the orchestrator knows of one replica.
+    """The orchestrator's state of one replica.
 
     Attributes:
         version: the policy version of its newest commit; None: none yet.
         term: the learner's term of that commit.
-        outstanding, sequences: tokens promised to it by running calls, and the samples that they belong to.
+        outstanding, sequences: tokens that its running calls may still return, and the number of their samples.
         failures: consecutive failed calls; an arriving token resets the count.
         backoff_until: monotonic seconds before which it gets no call, after a failure.
-        suspensions: how often it was suspended as a straggler.
+        suspensions: number of suspensions as a straggler.
         suspended_until: monotonic seconds before which it gets no call, as a straggler.
     """
 
@@ -53,7 +53,7 @@ def choose(
         min_version: the oldest acceptable policy version.
         term: the learner's term. A replica of an older term holds an abandoned policy.
         now: monotonic seconds.
-        capacity: samples that a target decodes at once. A target with as many gets no further ones.
+        capacity: samples that a target decodes at once. A target with this number gets no further ones.
         avoid: ids to use only when no other target is usable.
     """
     usable = [

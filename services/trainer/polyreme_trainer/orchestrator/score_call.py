@@ -1,4 +1,4 @@
-"""One call of a reward server: what it is asked, and what its answer means.
+"""One call of a reward server: its questions and the interpretation of its answer.
 
 Invariant: pure. A result belongs to the item with its key; an answer with other keys is an error.
 """
@@ -13,7 +13,7 @@ import xxhash
 from polyreme.api.v1 import reward_pb2
 from polyreme.experience.records import RewardCall
 
-_CALLS_KEPT = 16  # per sample; a long outage makes many
+_CALLS_KEPT = 16  # maximum per sample, since a long outage causes many
 _OK = reward_pb2.SCORE_STATUS_OK
 _VARIABLE = re.compile(r"""'[^']*'|"[^"]*"|\d+(\.\d+)?""")  # parts of a message that differ between items with one problem
 
@@ -22,7 +22,7 @@ class ScoreError(Exception):
     """Some samples of this attempt have no score after all attempts.
 
     Attributes:
-        verdict: the one reason for which the rewards themselves failed every sample of the group; "" when there is none. Quoted texts
+        verdict: the single reason for which the rewards themselves failed every sample of the group; "" when there is none. Quoted texts
             and numbers, which differ between samples, are masked.
     """
 
@@ -33,8 +33,9 @@ class ScoreError(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is what the model saw; `token_ids` are the
-    response's."""
+    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is the model's input; `token_ids` are those
+    of the
+    response."""
 
     name: tuple[str | int, ...]
     prompt: str
@@ -51,12 +52,12 @@ class CallOutcome:
     """The outcome of one call: results by position, and the error of the others.
 
     Attributes:
-        error: of the items without a result.
+        error: error of the items without a result.
         counts: whether the server judged the items, so that the call counts as an attempt.
         outage: whether the error indicates an outage rather than bad items.
-        verdict: as ScoreError's.
+        verdict: see `ScoreError`.
         server: id of the server; "" when none was registered.
-        failures: (status, message) by position, of the items that the server judged without a score.
+        failures: (status, message) by position, for the items that the server answered without a score.
     """
 
     scored: dict[int, reward_pb2.ScoreResult] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class CallOutcome:
     failures: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def note(self, positions: Sequence[int], seconds: float, calls: Sequence[list[RewardCall]]) -> None:
-        """Adds this call to the calls of each asked sample."""
+        """Adds this call to the calls of each of its samples."""
         for position in positions:
             status, message = ("ok", "") if position in self.scored else self.failures.get(position, ("unavailable", self.error))
             calls[position].append(RewardCall(self.server, status, message, seconds))
@@ -82,8 +83,8 @@ def describe(listed: reward_pb2.ListRewardsResponse) -> str:
 
 
 def item_of(question: Question, rewards: str, token_texts: Callable[[Sequence[int]], list[str]] | None) -> reward_pb2.ScoreItem:
-    """The question as an item, with its tokens where `token_texts` is given. Its key names the tokens, too: they may spell one text in
-    two ways."""
+    """The question as an item, with its tokens if `token_texts` is given. Its key also covers the tokens, since different tokens may have
+    the same text."""
     ids = question.token_ids if token_texts else ()
     identity = [*question.name, question.prompt, question.templated_prompt, question.response_raw, question.label, rewards, *ids]
     return reward_pb2.ScoreItem(
@@ -100,8 +101,8 @@ def item_of(question: Question, rewards: str, token_texts: Callable[[Sequence[in
 
 
 def verdict_of(results: Sequence[reward_pb2.ScoreResult], remote: tuple[str, ...]) -> str:
-    """The one reason for which rewards that run in the service failed all items; "" when there is none, or it may pass: a deadline,
-    or a failure of a reward whose messages begin with one of `remote`."""
+    """The single reason for which rewards that run in the service failed all items; "" when there is none, or when it may be transient: a
+    deadline, or a failure of a reward whose messages begin with one of `remote`."""
     reasons = {_VARIABLE.sub("_", result.message) for result in results}
     passing = any(
         result.status in (_OK, reward_pb2.SCORE_STATUS_TIMEOUT) or result.message.startswith(remote) for result in results

@@ -1,4 +1,4 @@
-"""Whether scoring as a whole is down, or only some groups fail.
+"""Decides whether scoring as a whole is down, or only some groups fail.
 
 Invariant: pure; time is an argument. A success ends an outage.
 """
@@ -15,8 +15,8 @@ class Health:
 
     Attributes:
         outage_timeout: seconds that an outage may last, with admission paused, before failures count.
-        proven: whether anything was ever scored in this run. Until then, an error of the rewards themselves is no outage.
-        down_since: the first failure since the last success.
+        proven: whether anything was ever scored in this run. Until then, an error of the rewards themselves is not an outage.
+        down_since: time of the first failure since the last success.
     """
 
     outage_timeout: float
@@ -30,7 +30,7 @@ class Health:
         self._suspects.clear()
 
     def failed(self, now: float, *who: Hashable) -> None:
-        """The groups `who` got only failures; without `who`, no server answered."""
+        """Records that the groups `who` got only failures; without `who`, that no server answered."""
         if self.down_since is None:
             self.down_since = now
         self._suspects |= set(who or ("the servers", "themselves"))

@@ -27,8 +27,8 @@ class Pace:
     """The measured pace of one replica.
 
     Attributes:
-        sequences: samples that run there.
-        heard: when it last sent something, or got its first sample.
+        sequences: number of running samples.
+        heard: time of its last message, or of its first sample.
         gap: mean seconds between two chunks of a sample; None: unknown.
         first: mean seconds until a call's first chunk.
         stall: pause of its newest weight swap, in seconds.
@@ -47,31 +47,31 @@ class Pace:
     _counted: float = 0.0
 
     def change(self, sequences: int, now: float) -> None:
-        """`sequences` more samples run there (fewer when negative)."""
+        """Records that `sequences` more samples run there (fewer when negative)."""
         self._count(now)
         if not self.sequences:
             self.heard = now
         self.sequences += sequences
 
     def arrived(self, tokens: int, now: float) -> None:
-        """A message with so many tokens arrived."""
+        """Records the arrival of a message with `tokens` tokens."""
         self._tokens += tokens
         self.heard = now
 
     def chunk_after(self, seconds: float) -> None:
-        """A chunk of a sample arrived so long after its previous chunk."""
+        """Records the seconds between two chunks of a sample."""
         self.gap = seconds if self.gap is None else self.gap + _EMA_WEIGHT * (seconds - self.gap)
 
     def first_after(self, seconds: float) -> None:
-        """A call's first chunk arrived after so long."""
+        """Records the seconds until a call's first chunk."""
         self.first += (_EMA_WEIGHT if self.first else 1.0) * (seconds - self.first)
 
     def reset(self, now: float) -> None:
-        """Discards the silence so far, because this process did not listen."""
+        """Discards the silence so far, because this process was not reading messages."""
         self.heard, self._window = now, None
 
     def window(self, seconds: float, now: float) -> float | None:
-        """Closes the window once it is so long. Returns the sample-seconds in it, else None."""
+        """Closes the window once it is `seconds` long. Returns its sample-seconds, otherwise None."""
         self._count(now)
         if self._window is None or not self.sequences:
             self._window, self._tokens, self._sequence_seconds = now, 0, 0.0

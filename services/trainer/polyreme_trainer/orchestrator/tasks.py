@@ -1,6 +1,6 @@
 """Structured concurrency that fails with one plain exception.
 
-Invariant: when a block ends, none of its tasks runs any more.
+Invariant: when a block ends, all of its tasks have ended.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Asks the servers of a distillation's teacher for the log-probabilities of sampled tokens.
+"""Requests the log-probabilities of sampled tokens from the servers of a distillation's teacher.
 
-Invariant: a failure is retried, then the group's attempt fails; no number ever replaces it. Every request has a deadline. A server is
-asked for no sample before its vocabulary has been compared with the policy's.
+Invariant: a failure is retried, then the group's attempt fails; no number ever replaces it. Every request has a deadline. A server gets
+no sample before its vocabulary has been compared with the policy's.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from polyreme_trainer.orchestrator.teacher_protocol import TeacherReplyError, To
 logger = logging.getLogger(__name__)
 
 RETRY_BACKOFF = Backoff(first=0.5, longest=10.0)
-_REST_SECONDS = 5.0  # a server that failed is the last choice for this long
-_PROBED = 256  # ids whose texts are compared
+_REST_SECONDS = 5.0  # seconds for which a failed server is the last choice
+_PROBED = 256  # number of ids whose texts are compared
 _REPLY_BYTES = 128 << 20
 _PASSING = (408, 425, 429)
 
@@ -40,7 +40,7 @@ class TeacherError(Exception):
 
 
 class _FailedRequest(Exception):
-    """A request that another one may repeat with success, after `wait` seconds."""
+    """A failed request whose repetition after `wait` seconds may succeed."""
 
     def __init__(self, message: str, wait: float = 0.0) -> None:
         super().__init__(message)
@@ -59,11 +59,11 @@ class TeacherClient:
     """A client of all servers of the teacher. Call `check` before anything else.
 
     Args:
-        run: takes the notices.
-        config: of the teacher.
+        run: receives the notices.
+        config: the section `teacher`.
 
     Raises:
-        ConfigError: what `config.security` names cannot be used.
+        ConfigError: a file or token of `config.security` cannot be used.
     """
 
     def __init__(self, run: Run, config: TeacherConfig) -> None:
@@ -89,14 +89,14 @@ class TeacherClient:
         await self._client.aclose()
 
     async def check(self, template: Template, longest: int) -> None:
-        """Finds the model on each server and compares vocabularies. Servers that are starting are waited for.
+        """Finds the model on each server and compares vocabularies. Waits for servers that are starting.
 
         Args:
-            template: of the policy.
-            longest: tokens that a prompt and its response may have.
+            template: the policy's template.
+            longest: maximum tokens of a prompt with its response.
 
         Raises:
-            ConfigError: there is no such model, it takes fewer tokens, or its vocabulary is another one.
+            ConfigError: the model does not exist, accepts fewer tokens, or has another vocabulary.
             UnavailableError: a server does not answer within `outage_timeout`.
         """
         for server in self._servers:
@@ -116,10 +116,10 @@ class TeacherClient:
                 ) from None
 
     async def logprobs(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> NDArray[np.float32]:
-        """float32 [response], log-probability of each token after all before it, at temperature 1.
+        """float32 [response], the log-probability of each token given all previous ones, at temperature 1.
 
         Raises:
-            TeacherError: other requests are answered, and this one is not.
+            TeacherError: this request fails while others succeed.
             UnavailableError: no request has been answered for `outage_timeout` seconds.
         """
         ids = [int(each) for each in (*prompt_ids, *response_ids)]

@@ -94,6 +94,7 @@ class TokenBudget:
         self._held = held
         self._experience, self._partial_log = experience, partial_log
         self._paused: dict[int, _Paused] = {}
+        self._recorded: set[int] = set()  # what the log has as paused
         self._granted: set[int] = set()  # groups that get a part beyond the budget
         self._version, self._waited, self._beyond = -1, 0, 0
         self._new_pause, self._updating = asyncio.Event(), asyncio.Lock()
@@ -112,9 +113,15 @@ class TokenBudget:
             await self._pause(index, rollouts)
 
     async def update(self) -> None:
-        """Resumes the groups that have a budget again, and those that the learner's next plan needs."""
+        """Resumes the groups that have a budget again, and those that the learner's next plan needs. Records which ones stay paused."""
         async with self._updating:
-            unplanned = await self._experience.unplanned()
+            self._resume(await self._experience.unplanned())
+            still = {index for index, paused in self._paused.items() if not paused.resumed.is_set()}
+            if still != self._recorded:
+                await self._experience.set_paused(still)
+                self._recorded = still
+
+    def _resume(self, unplanned: Unplanned) -> None:
         held = self._held()
         served = unplanned.version if held is None else min(unplanned.version, held)
         is_new, self._version = served != self._version, served

@@ -1,6 +1,6 @@
 """The stage `dpo`: a policy from pairs of answers (DPO, IPO, SimPO, ORPO), or from good and bad ones (KTO), without a reward model.
 
-Invariant: a reference takes part exactly where the loss compares with one, and never changes.
+Invariant: a reference is used only if the loss needs one, and never changes.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The stage `reward-model`: a score at the last token of a conversation, from pairs of answers (Bradley-Terry).
 
-Invariant: a conversation's tokens are those that the reward service gives to the exported model.
+Invariant: a conversation's tokens equal those that the reward service passes to the exported model.
 """
 
 from typing import TYPE_CHECKING

@@ -55,7 +55,7 @@ def batches(rows: int, steps: int, size: int, seed: Sequence[int]) -> Iterator[N
 
 
 def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks, report: Report) -> bool:
-    """Runs the phases of `trainer.sft`, each with its own optimizer. A saved warm start continues where it stopped.
+    """Runs the phases of `trainer.sft`, each with its own optimizer. A saved warm start continues from its saved step.
 
     The state is saved when the run drains and after each phase except the last, whose result the caller saves.
 

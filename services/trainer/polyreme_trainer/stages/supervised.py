@@ -1,6 +1,6 @@
-"""The stage `sft`: cross entropy of answers, of one turn or of several.
+"""The stage `sft`: cross entropy of answers in conversations of one or several turns.
 
-Invariant: every trained token of a step counts alike.
+Invariant: every trained token of a step has the same weight.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""All stages, by the name that a configuration gives.
+"""All stages by their names in the configuration.
 
 Invariant: its names are those of `polyreme.config.stage.STAGES`.
 """

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,16 @@ def after_plan(before: bytes, iteration: int, indices: Sequence[int]) -> bytes:
     return hashlib.sha256(before + f"{iteration}: {tuple(indices)}".encode()).digest()
 
 
+@dataclass(frozen=True)
+class PendingSave:
+    """A save that is not written yet. polled: whether the learner has already asked for it."""
+
+    version: int
+    weights: Weights
+    facts: dict[str, Any]
+    polled: bool = False
+
+
 class SimulatedTrainEngine:
     """The engine of a learner with one rank.
 
@@ -67,6 +77,7 @@ class SimulatedTrainEngine:
         self._layout = plan_manifest([TensorSpec("weight", "U8", (weight_bytes,))])
         self._arena = Arena.create(run_id, weight_bytes)
         self.newest_save: int | None = None
+        self._pending: PendingSave | None = None
         self.trained_samples: TrainedSamples | None = None
         self.facts: Mapping[str, Any] = {}
 
@@ -128,19 +139,29 @@ class SimulatedTrainEngine:
         sealed = seal(self._layout.stamped(self._run_id, term, version), view)
         return Written(sealed, slot, self._arena.complete(slot, version, term))
 
-    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
-        path = self.hf_path(version)
+    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
+        assert self._pending is None, "one save at a time"
+        self._pending = PendingSave(version, self._weights, dict(facts))
+
+    def finish_save(self, wait: bool) -> Saved | None:
+        """Writes the save that was begun: at once if `wait`, otherwise at the second call, so that an iteration is trained meanwhile."""
+        pending = self._pending
+        if pending is None or not (wait or pending.polled):
+            self._pending = pending and replace(pending, polled=True)
+            return None
+        began, path = time.perf_counter(), self.hf_path(pending.version)
         with new_directory(path) as folder:
-            weights = self._weights
-            state = {"version": version, "plans": weights.plans.hex(), "payloads": weights.payloads.hex()}
+            plans, payloads = pending.weights.plans.hex(), pending.weights.payloads.hex()
+            state = {"version": pending.version, "plans": plans, "payloads": payloads}
             (folder / "state.json").write_text(json.dumps(state))
-            (folder / "facts.json").write_text(json.dumps(dict(facts)))
+            (folder / "facts.json").write_text(json.dumps(pending.facts))
         there = sorted(self._checkpoints.glob("iteration-*"))
         kept = there[-self._config.trainer.keep_checkpoints :]
         for old in there[: -len(kept)]:
             discard(old)
-        self.newest_save = version
-        return Saved(path, path, int(kept[0].name.removeprefix("iteration-")))
+        self._pending, self.newest_save = None, pending.version
+        oldest = int(kept[0].name.removeprefix("iteration-"))
+        return Saved(pending.version, path, path, oldest, time.perf_counter() - began)
 
     def hf_path(self, version: int) -> Path:
         return self._checkpoints / f"iteration-{version:06d}"

@@ -1,1 +1,1 @@
-"""From a sealed version in the arena to a version that every replica serves."""
+"""Brings a sealed version from the arena to every replica."""

@@ -1,8 +1,8 @@
 """Tracks which arena slots may be written. Pure.
 
 Invariant: a slot is free unless it holds the newest version (replicas that join read it) or the pinned one, or a replica serves from it
-(to roll back when its next swap fails) or is loading it. A replica's next load replaces its previous one. A slot that a delta is being
-computed from is free, but is given out last: training never waits for a delta.
+(to roll back when its next swap fails) or is loading it. A replica's next load replaces its previous one. A slot from which a delta is
+being computed is free but used last, since training never waits for a delta.
 """
 
 from collections.abc import Collection
@@ -32,7 +32,7 @@ class ArenaSlots:
         return next((slot for slot in sorted(self._others(), key=self.compared.__contains__) if not self.readers(slot)), None)
 
     def compare(self, slots: Collection[int]) -> None:
-        """Deltas are being computed from these slots."""
+        """Records the slots from which deltas are being computed."""
         self.compared = frozenset(slots)
 
     def readers(self, slot: int) -> list[str]:
@@ -40,20 +40,20 @@ class ArenaSlots:
         return [replica for replica, reader in self._readers.items() if slot in (reader.serves, reader.loads)]
 
     def loading(self, replica: str, slot: int) -> None:
-        """The replica is about to load the version in `slot`."""
+        """Records that the replica is about to load the version in `slot`."""
         self._readers.setdefault(replica, _Reader()).loads = slot
 
     def streaming(self, replica: str, slot: int) -> None:
-        """The version in `slot` is being streamed to the replica, which needs no other slot."""
+        """Records that the version in `slot` is being streamed to the replica, which needs no other slot."""
         self._streams += 1
         self._readers[replica] = _Reader(loads=slot, stream=self._streams)
 
     def serving(self, replica: str, slot: int) -> None:
-        """The replica serves the version in `slot` and needs no older one."""
+        """Records that the replica serves the version in `slot` and needs no older one."""
         self._readers[replica] = _Reader(serves=slot)
 
     def drop(self, replica: str) -> None:
-        """The replica has left, or is quarantined."""
+        """Records that the replica has left or is quarantined."""
         self._readers.pop(replica, None)
 
     def blocking_replicas(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""The deltas between the versions of one learner, computed beside training from the arena's slots.
+"""The deltas between the versions of one learner, computed from the arena's slots during training.
 
 Invariant:
-- A delta leads to the bytes of its version. It is dropped when a slot that it was computed from was overwritten meanwhile.
+- A delta reproduces the bytes of its version. It is dropped when one of its source slots was overwritten during the computation.
 - No delta spans an anchor: a version that every replica without the arena receives whole.
 - Training does not wait for a delta. A replica whose delta is missing receives the whole version.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EncodedDelta:
-    """A delta, and the seconds that it took to compute."""
+    """A delta, and the seconds of its computation."""
 
     delta: WeightDelta
     seconds: float
@@ -42,14 +42,14 @@ class Deltas:
     def __init__(self, arena: Arena, anchor_interval: int, threads: int, on_slots: Callable[[set[int]], None]) -> None:
         self._arena, self._interval, self._on_slots = arena, anchor_interval, on_slots
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta")
-        self._links: dict[int, asyncio.Task[EncodedDelta | None]] = {}  # by the version that a link starts from
+        self._links: dict[int, asyncio.Task[EncodedDelta | None]] = {}  # by the start version of a link
         self._combined: dict[int, asyncio.Task[EncodedDelta | None]] = {}  # from older versions to the newest
         self._newest: Version | None = None
         self._comparing: list[Version] = []
         self._turn = asyncio.Lock()
 
     def publish(self, version: Version, wanted: bool) -> None:
-        """Starts to compute the delta from the newest version to this one, which becomes the newest.
+        """Starts computing the delta from the newest version to this one, which becomes the newest.
 
         Args:
             wanted: whether a replica receives streams.
@@ -69,17 +69,17 @@ class Deltas:
         if base.number not in self._combined:
             self._combined[base.number] = asyncio.create_task(self._combine(base.number, target.number))
         combining = self._combined[base.number]
-        await asyncio.wait({combining})  # its other waiters keep it when this one is cancelled
+        await asyncio.wait({combining})  # other waiters keep it when this one is cancelled
         return combining.result()
 
     def close(self) -> None:
-        """Ends the threads after the tensors that they are comparing."""
+        """Ends the threads after their current tensors."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for task in (*self._links.values(), *self._combined.values()):
             task.cancel()
 
     def _forget_oldest(self, most_bytes: float) -> None:
-        """Keeps the newest links of at most so many bytes together: more would be sent as a whole version anyway."""
+        """Keeps the newest links of at most `most_bytes` in total, since larger ones would be sent as a whole version anyway."""
         for base, link in reversed(list(self._links.items())):
             encoded = link.result() if link.done() and not link.exception() else None
             most_bytes -= len(encoded.delta.payload) if encoded else 0

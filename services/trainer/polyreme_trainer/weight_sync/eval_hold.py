@@ -1,4 +1,4 @@
-"""Decides which version the replicas are held at for its evaluation. Pure; time is an argument.
+"""Decides at which version the replicas are held for its evaluation. Pure; time is an argument.
 
 Invariant: at most one version is held, the first one due for evaluation that was published as the newest. It is released when its
 evaluation has ended, and after `seconds` in any case.
@@ -10,11 +10,11 @@ from polyreme_trainer.weight_sync.replica_client import Version
 
 
 class EvalHold:
-    """Holds nothing at first.
+    """The held version, initially none.
 
     Args:
         is_due: whether a version is to be evaluated.
-        seconds: the longest time that a version is held.
+        seconds: maximum time for which a version is held.
     """
 
     def __init__(self, is_due: Callable[[int], bool], seconds: float) -> None:

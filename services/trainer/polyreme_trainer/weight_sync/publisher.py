@@ -159,7 +159,7 @@ class Publisher:
         hold = EvalHold(config.holds, config.eval_hold)
         experience, wanted = ExperienceLog(run, self._term), config.rollout.replicas
         slots = ArenaSlots(self._arena.slots)
-        threads = config.trainer.parallel.world_size // config.trainer.parallel.data  # as many as ranks write a version
+        threads = config.trainer.parallel.world_size // config.trainer.parallel.copies  # as many as ranks write a version
         deltas = Deltas(self._arena, config.weights.anchor_interval, threads, slots.compare)
         plan = RelayPlan(config.weights.relay_roots)
         sync = ReplicaSync(

@@ -31,7 +31,7 @@ address, launch, node, nodes, ranks, *program = sys.argv[1:]
 open(os.environ["NOTES"], "a").write(f"{launch} {node}/{nodes} x{ranks} at {address}: {program}\\n")
 """
 WELL, FOREVER = "while open(os.environ['NOTES']).read().count(launch) < int(nodes): time.sleep(0.02)", "time.sleep(600)"
-"""An agent that ends well has met all others."""
+"""An agent that succeeds only if it has met all others."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class World:
 
     @asynccontextmanager
     async def following(self, node: int, script: str) -> AsyncIterator["asyncio.Task[None]"]:
-        """Another machine, until the block ends."""
+        """Runs another machine until the block ends."""
         work = follow(self.run, self.config, self.url, node, self.stop, ("rank",), self.agent(script))
         task = asyncio.create_task(work)
         try:
@@ -67,7 +67,7 @@ class World:
         return path.read_text().splitlines() if path.exists() else []
 
     async def noted(self, count: int) -> list[str]:
-        """What agents have noted, once there are so many."""
+        """Waits for `count` notes of agents and returns them."""
         await until(lambda: len(self.notes()) >= count)
         return self.notes()
 
@@ -77,7 +77,7 @@ class World:
 
 @pytest.fixture
 def world(run: Run, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], World]:
-    """`world(nodes)`: as many machines."""
+    """`world(nodes)`: a learner on this number of machines."""
     monkeypatch.setenv("NOTES", str(tmp_path / "notes.txt"))
     (tmp_path / "model").mkdir()
     for name, text in {"config.json": "{}", "tokenizer.json": "[]"}.items():
@@ -95,7 +95,7 @@ def world(run: Run, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def of(node: int, launch: str, **facts: Any) -> Lease:
-    """A lease as a machine of the learner has it."""
+    """The lease of a learner's machine."""
     return Lease("learner", f"by-hand-{node}", "10.0.0.9", "", 1, {"node": node, "at": time.time(), "launch": launch, **facts})
 
 
@@ -131,7 +131,7 @@ async def test_what_another_machine_says_for_good_ends_the_launch(
     script = f"print('learner: error: the replica answers otherwise'); sys.exit({GateError.exit_code})"
     async with here.following(1, script):
         with pytest.raises(MachineError, match=r"the replica answers otherwise.*learner-node-1.log") as failed:
-            await here.lead("sys.exit(1)")  # as a rank whose connection is broken
+            await here.lead("sys.exit(1)")  # like a rank with a broken connection
     assert failed.value.exit_code == GateError.exit_code
     assert not here.agents()
 
@@ -144,7 +144,7 @@ async def test_the_end_of_a_machines_ranks_ends_all_others(
     here = world(2)
     async with here.following(1, FOREVER):
         assert await here.lead("sys.exit(3)") == 3
-        await until(lambda: not here.agents())  # the follower sees the launch's end
+        await until(lambda: not here.agents())  # the follower detects the end of the launch
     async with here.following(1, "sys.exit(3)"):
         with pytest.raises(MachineError) as failed:
             await here.lead(FOREVER)

@@ -25,7 +25,7 @@ Records = list[dict[str, Any]]
 
 
 class Hook:
-    """An HTTP server that keeps what it gets. `statuses` are its next replies; then 200. It replies when `replies` is set."""
+    """An HTTP server that records its requests. `statuses` are its next replies; then 200. It replies when `replies` is set."""
 
     def __init__(self) -> None:
         self.got: list[tuple[dict[str, Any], str | None]] = []

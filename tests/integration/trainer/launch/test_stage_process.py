@@ -1,4 +1,4 @@
-"""The supervision of a stage: its state follows from how its ranks end and from what they recorded. The ranks here train nothing."""
+"""The supervision of a stage: its state follows from the end of its ranks and their records. The ranks here do not train."""
 
 import asyncio
 import io

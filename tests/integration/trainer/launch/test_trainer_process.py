@@ -1,4 +1,4 @@
-"""The run's state from the ends of the trainer's processes: a real run in a real Redis, small real processes as children."""
+"""The run's state follows from the ends of the trainer's processes: a real run in a real Redis, with small real child processes."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def config(run: Run) -> RunConfig:
 
 
 def trainer(config: RunConfig, run: Run, redis_url: str, *scripts: str) -> Trainer:
-    """A trainer whose children run `scripts`; each says first that it has started."""
+    """A trainer whose children run `scripts`. Each first reports that it has started."""
     env = {"POLYREME_REDIS": redis_url, "META": run.key("meta")}
     says = f"open({str(config.run_dir)!r} + '/started', 'a').write('x')\n"
     units = [
@@ -56,7 +56,7 @@ def trainer(config: RunConfig, run: Run, redis_url: str, *scripts: str) -> Train
 
 
 async def started(config: RunConfig, count: int = 1) -> None:
-    """Until so many children have started; by then the trainer hears signals."""
+    """Waits until `count` children have started. By then the trainer handles signals."""
     path = config.run_dir / "started"
     await until(lambda: path.exists() and len(path.read_text()) == count)
 

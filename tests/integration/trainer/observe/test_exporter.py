@@ -1,4 +1,4 @@
-"""The trainer's HTTP port: a real run in a real Redis, asked by a real client."""
+"""The trainer's HTTP port: a real run in a real Redis, queried by a real client."""
 
 import asyncio
 import json

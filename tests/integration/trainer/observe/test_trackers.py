@@ -1,4 +1,4 @@
-"""Trackers with their real packages, offline: what a run writes arrives once, over stops and resumes; what fails delays nothing."""
+"""Trackers with their real packages, offline: every record arrives once, over stops and resumes, and failures delay nothing."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ _BLOCK = 32768
 
 
 def config_with(folder: Path, **tracker: Any) -> RunConfig:
-    """A run directory with a configuration that has one tracker. Skips where its package is not installed."""
+    """A run directory with a configuration that has one tracker. Skips if its package is not installed."""
     section = TypeAdapter(TrackerConfig).validate_python(tracker)
     if find_spec(section.module) is None:
         pytest.skip(f"{section.package} is not installed; requirements/trackers.txt has it")
@@ -58,14 +58,14 @@ SFT = {"kind": "sft", "phase": 1, "step": 10, "steps": 20, "loss": 0.7, "lr": 1e
 
 
 def send(config: RunConfig) -> None:
-    """The tracker's process takes what is there and ends."""
+    """Runs the tracker's process, which sends the existing records and ends."""
     words = [sys.executable, "-m", "polyreme_trainer.observe.trackers", config.run_dir, RUN, config.trackers[0].kind, "--last"]
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def send_twice(config: RunConfig) -> None:
-    """Two starts of a run: records before, between and behind them."""
+    """Sends in two starts of a run, with records before, between and after them."""
     write(config, SFT, iteration(1), {"kind": "notice", "service": "rollout", "text": "joined"}, EVAL)
     send(config)
     write(config, iteration(2))
@@ -119,12 +119,12 @@ def test_wandb_writes_every_start_under_one_id(folder: Path) -> None:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """What is in a file of W&B's: protobuf records in LevelDB's log format, behind a header of seven bytes."""
+    """The content of a W&B file: protobuf records in LevelDB's log format, after a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, place, parts = path.read_bytes(), 7, b""
     while place + 7 <= len(data):
-        if (left := _BLOCK - place % _BLOCK) < 7:  # a block's end that no record's header fits
+        if (left := _BLOCK - place % _BLOCK) < 7:  # the end of a block, too short for a record's header
             place += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, place)
@@ -194,14 +194,14 @@ async def test_a_stop_lets_the_tracker_take_everything(folder: Path) -> None:
 
     trackers = TrackerProcesses(config, RUN, emit)
     trackers.start()
-    await asyncio.sleep(0)  # its process is there, and perhaps nothing of it has run yet
+    await asyncio.sleep(0)  # its process exists, but may not have run any code yet
     write(config, iteration(2))
     await trackers.close(SECONDS)
     assert not trackers.each[0].behind
 
 
 async def test_a_whole_run_reaches_its_tracker(redis_url: str, run_id: str, tmp_path: Path) -> None:
-    """From the trainer's start to its end: the process that follows it has nothing left, and nothing failed."""
+    """From the trainer's start to its end, the tracker's process sends everything without a failure."""
     if find_spec("mlflow") is None:
         pytest.skip("mlflow-skinny is not installed; requirements/trackers.txt has it")
     trackers = [{"kind": "mlflow", "project": "tests"}]

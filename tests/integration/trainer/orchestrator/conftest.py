@@ -32,7 +32,7 @@ def world(redis, run_id, tmp_path, redis_url):
             sections["reward"] = rewards | sections.get("reward", {})
         if eval_rows:
             (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps(row) for row in eval_rows))
-            sections["data"] = {"eval": str(tmp_path / "eval.jsonl"), **sections.get("data", {})}  # null: for sets alone
+            sections["data"] = {"eval": str(tmp_path / "eval.jsonl"), **sections.get("data", {})}  # null: for named sets only
         config = config_tree(tmp_path, rows, **sections)
         run = await make_run(redis, run_id, config, **(files or {}))
         async with AsyncExitStack() as life:

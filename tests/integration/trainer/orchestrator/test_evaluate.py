@@ -1,4 +1,4 @@
-"""Evaluations of a run: which policy they use, what they report, and what their failure costs."""
+"""Evaluations of a run: their policy version, their records, and the effect of failures."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ async def test_sets_have_metrics_of_their_own_and_one_decides(world, tmp_path, b
 
 
 async def test_a_deciding_metric_that_is_not_there_fails_the_evaluation(world, tmp_path):
-    """pass@k is only there for right and wrong answers; this reward is neither."""
+    """pass@k exists only for right and wrong answers, but this reward has other values."""
     sets = [{"name": "hard", "data": str(tmp_path / "eval.jsonl"), "answers": 2}]
     own = {"data": {"eval": None}}
     async with world(plugin=True, eval_rows=ROWS[:2], iterations=1, eval_sets=sets, eval_best="hard/pass@2", **own) as w:
@@ -91,7 +91,7 @@ async def test_an_evaluation_that_cannot_be_scored_is_reported_and_training_cont
 
 
 async def test_an_evaluation_whose_version_the_replicas_leave_is_reported(world):
-    """This learner holds nothing back."""
+    """This learner does not hold versions."""
     slow = {"step_seconds": 0.002, "lengths": Lengths(40)}
     async with world(slow, eval_rows=ROWS, iterations=6, max_staleness=3, eval_interval=1) as w:
         await asyncio.gather(orchestrate(w.run), w.train())

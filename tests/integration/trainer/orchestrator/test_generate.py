@@ -144,7 +144,7 @@ async def test_a_call_that_begins_when_its_replica_has_fallen_asleep_has_no_dead
 
 
 async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(world):
-    """Not to the one that it would have waited at: neither long answers nor a full pool keep a replica idle."""
+    """Work does not wait at a chosen replica, so neither long answers nor a full pool keep a replica idle."""
     slow, fast = await world.start(*[{"lengths": Lengths(1e9)}] * 2)
     await slow.engine.pause()
     generating = [asyncio.create_task(world.generate(count=12)) for _ in range(8)]
@@ -233,7 +233,7 @@ async def test_a_vanished_replica_is_continued_at_once(world):
 
 
 async def test_a_silent_replica_is_left_when_its_lease_ends(world):
-    """A stopped process answers nothing and refuses nothing; the call must not wait for the idle deadline."""
+    """A stopped process neither answers nor refuses, but the call must not wait for the idle deadline."""
     profile = {"lengths": Lengths(1e9)}
     silent, other = await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
     generating = asyncio.create_task(generate(world.pool, world.wanted(count=1), chunk_timeout=3600.0, progress_timeout=3600.0))
@@ -245,14 +245,14 @@ async def test_a_silent_replica_is_left_when_its_lease_ends(world):
 
 
 async def test_a_replica_that_leaves_before_the_call_on_it_begins_is_not_called(world):
-    """Its channel is closed by then."""
+    """The channel of the replica is closed by then."""
     gone, other = await world.start({}, {})
     async with AsyncExitStack() as full:
         busy = [await full.enter_async_context(world.pool.claim(1, 12, 0)) for _ in range(2)]
         assert [claim.target.id for claim in busy] == [gone.id, other.id]
         generating = asyncio.create_task(world.generate(count=1))
         await until(lambda: bool(world.pool._waiting))  # for room
-        busy[0].end(time.monotonic())  # and has a claim now, but has not been woken
+        busy[0].end(time.monotonic())  # it has a claim now, but has not been woken
         await world.pool._remove(gone.id)
     assert len(await asyncio.wait_for(generating, 300)) == 1
     assert not gone.calls and len(other.calls) == 1
@@ -277,7 +277,7 @@ async def test_spans_of_a_continuation_on_a_newer_version(world):
 
 
 async def test_tokens_of_a_version_that_a_resumed_learner_went_back_to_are_dropped(world):
-    """It has replicas serve its checkpoint's version until it is where it was; a group admitted since must not get such tokens."""
+    """A resumed learner makes replicas serve its checkpoint's version until it catches up. A newer group must not get such tokens."""
     (replica,) = await world.start({"step_seconds": 0.01, "lengths": Lengths(1e9)})
 
     async def serve(version):
@@ -310,7 +310,7 @@ async def test_version_gating(world):
 
 
 async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
-    """A commit that the pool believes and the replica denies (it was restarted, say) costs a refusal, not the attempt."""
+    """If the pool knows a commit that the replica has lost, for example by a restart, one call is refused, but the attempt continues."""
     behind, other = await world.start({}, {})
     await world.learner.log.ack_commit("r0", 5, 1, 0.0, 0.0)
     await world.learner.write(5)

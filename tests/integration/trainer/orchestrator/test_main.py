@@ -1,4 +1,5 @@
-"""The orchestrator from admission to the log: real Redis, gRPC, rewards and pushes; simulated replicas, a learner that trains nothing."""
+"""The orchestrator from admission to the log: real Redis, gRPC, rewards and pushes; simulated replicas, and a learner that does not
+train."""
 
 import asyncio
 import json
@@ -83,7 +84,7 @@ async def test_a_replica_that_dies_midrun_is_survived(world):
 
 
 async def self_healing(w):
-    """Pushes go to the living replica only, as the publisher's would."""
+    """Pushes only to the live replica, as the publisher would."""
     await w.learner.train(range(1, w.config.iterations + 1), w.replicas[1:])
 
 
@@ -107,7 +108,7 @@ async def test_takeover(world):
 
 
 async def test_a_successor_goes_on_with_the_replicas_that_are_left(world):
-    """A run starts when all that it wants are there; once it runs, one of them is enough."""
+    """A run starts when all configured replicas are registered. Once it runs, one of them is enough."""
     async with world(iterations=1, rollout={"replicas": 2}) as w:
         await asyncio.gather(orchestrate(w.run), w.train())
         assert (await w.log.audit()).clean
@@ -126,7 +127,7 @@ async def test_a_zombie_ends_without_touching_the_run(world):
 
 
 async def test_an_expired_attempt_is_replaced(world):
-    """A replica that goes silent holds a group; the learner's plan lets the attempt expire, and the next one runs elsewhere."""
+    """A silent replica holds a group. The learner's plan lets the attempt expire, and the next attempt runs elsewhere."""
     silent = {"lengths": Lengths(1e9), "failures": Failures(silent_after=16)}
     async with world(silent, FAST, iterations=1) as w:
         working = asyncio.create_task(orchestrate(w.run))
@@ -147,7 +148,7 @@ async def test_a_group_whose_task_is_lost_is_taken_up_again(world):
         working = asyncio.create_task(orchestrate(w.run))
         await until(lambda: len(w.replicas[0].calls) == 4)  # the replica has an event for its first call only
         groups = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Orchestrator._make_group"]
-        groups[0].cancel()  # a task group does not mind
+        groups[0].cancel()  # a task group ignores it
         await asyncio.wait_for(asyncio.gather(working, w.train()), 300)
         assert (await w.log.audit()).clean
         assert {group.attempt for group in w.learner.trained[1]} == {1}
@@ -180,7 +181,7 @@ async def test_a_signal_ends_the_process_whose_run_goes_on_as_one_to_start_again
 
 
 async def test_generation_overlaps_training_within_the_bound(world):
-    """Two replicas of different speed, weights swapped under way: nothing is thrown away, nothing is older than allowed."""
+    """With two replicas of different speed and swaps in between, no sample is discarded, and none is older than allowed."""
     slow, fast = ({"step_seconds": seconds, "lengths": Lengths(40, spread=1.0)} for seconds in (0.004, 0.001))
     async with world(slow, fast, iterations=8, max_staleness=2) as w:
         await asyncio.gather(orchestrate(w.run), w.train())

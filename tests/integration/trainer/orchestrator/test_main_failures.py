@@ -1,4 +1,4 @@
-"""What a run does when it cannot be prepared, and when its rewards fail."""
+"""A run that cannot be prepared, and a run whose rewards fail."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -49,7 +49,7 @@ async def test_no_reward_server_in_time(world):
 
 @pytest.mark.parametrize("sections", [{}, {"groups_per_iteration": 1, "max_attempts": 1}])
 async def test_a_reward_that_fails_every_sample_from_the_start_ends_the_run(world, sections):
-    """Not after an outage's grace, which is longer than the test may take."""
+    """It ends before the time for an outage, which is longer than the test may take."""
     bad = [{**row, "answer": "bad"} for row in ROWS]
     async with world(
         rows=bad, plugin=True, reward={"start_timeout": 1000.0, "attempts": 1}, max_failed_fraction=1.0, **sections
@@ -62,7 +62,7 @@ async def test_a_reward_that_fails_every_sample_from_the_start_ends_the_run(worl
 
 
 async def test_a_reward_that_always_raises_later_fails_the_run(world):
-    """Something was scored before, so it may be an outage: the groups fail after its grace."""
+    """A group was scored before, so this may be an outage, and the groups fail after its timeout."""
     good, sections = ROWS[row_of(0, 0, len(ROWS))], {"start_timeout": 1.0, "attempts": 1}
     bad = [row if row == good else {**row, "answer": "bad"} for row in ROWS]
     async with world(rows=bad, plugin=True, reward=sections, max_attempts=1, max_failed_fraction=0.05) as w:
@@ -100,7 +100,7 @@ async def test_many_failed_groups_are_reported_as_counts(world):
 
 
 async def test_an_evaluation_and_groups_survive_the_drain_of_their_reward_server(world, tmp_path):
-    """Answers come once the next server is there: of version 0's evaluation, the group, and version 1's evaluation."""
+    """Scores arrive from the next server: for version 0's evaluation, the group, and version 1's evaluation."""
     marks, gates = tmp_path / "marks", [tmp_path / "first", tmp_path / "second"]
     marks.touch()
     (tmp_path / "gated.py").write_text(

@@ -1,4 +1,4 @@
-"""What an orchestrator leaves in the log of groups under way, and how its successor goes on from it."""
+"""The partial rollouts that an orchestrator saves in the log, and from which its successor continues."""
 
 import asyncio
 from functools import partial
@@ -117,7 +117,7 @@ async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, m
         for index, parts in kept.items():
             restored = join_parts(parts, groups[index].prompt_ids, rollouts(max_new=96, count=3))
             for restored_sample, sample in zip(restored.samples, groups[index].samples, strict=True):
-                if restored_sample.length < 96:  # what was complete needs no call
+                if restored_sample.length < 96:  # complete sequences need no call
                     assert prefixes[str(index), restored_sample.index] == restored_sample.ids
                 assert sample.token_ids.tobytes().startswith(restored_sample.ids)
                 assert len(sample.token_ids) == 96
@@ -126,11 +126,11 @@ async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, m
 
 
 PAUSES = {"max_staleness": 2, "rollout": {"tokens_per_iteration": 32}}
-"""Of 96 tokens: three parts, of up to three versions."""
+"""Token budget for samples of 96 tokens: three parts, of up to three versions."""
 
 
 async def test_samples_pause_at_their_budget_and_a_successor_continues_them(redis, run_id, tmp_path):
-    """Nothing is generated twice: what has paused is in the log at once, however young it is."""
+    """No token is generated twice, since paused samples are saved in the log at once."""
     run = await make_run(redis, run_id, config_tree(tmp_path, ROWS, iterations=3, **PAUSES))
     log = ExperienceLog(run)
     async with (
@@ -142,7 +142,7 @@ async def test_samples_pause_at_their_budget_and_a_successor_continues_them(redi
         killed = asyncio.create_task(main.orchestrate(run))
 
         async def paused() -> dict[int, list[bytes]]:
-            """The parts of the 8 groups that the first plan can do without."""
+            """The parts of the 8 groups that the first plan does not need."""
             return await log.partial_rollouts(await log.in_flight())
 
         while len((await log.unplanned()).appended) < 4 or len(await paused()) < 8:  # noqa: ASYNC110 (there is no event for it)
@@ -195,7 +195,7 @@ async def test_each_part_has_the_logprobs_of_the_version_that_sampled_it(redis, 
                 several += len(versions) > 1
                 for version, start, end in sample.spans:
                     if (f"group-{group.index}-{group.attempt}", index, start) not in starts:
-                        continue  # it began in a running call: weights were swapped under it
+                        continue  # it began in a running call, during which weights were swapped
                     seed = sequence_seed(0, group.index, group.attempt, index, start)
                     before = [*group.prompt_ids.tolist(), *sample.token_ids[:start].tolist()]
                     end = min(

@@ -1,4 +1,4 @@
-"""Prompts that are always solved are mostly left out: counted once per group, also over a killed orchestrator and in a fork."""
+"""Prompts that are always solved are mostly skipped. Groups count once, even after a kill of the orchestrator and in a fork."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ async def check_log(run: Run, before: int = 0) -> tuple[int, int]:
     """Every group in the log follows from the pass rates, and every scored one counts once. Returns sampled and skipped groups.
 
     Args:
-        before: samples that the log has taken over.
+        before: samples that the log took over from its parent.
     """
     log = await LogSnapshot.take(run)
     assert log.audit().clean
@@ -75,7 +75,7 @@ async def test_always_solved_prompts_are_skipped_over_a_kill_and_in_a_fork(redis
         records = await started.records("rollout")
         assert (
             0 < sum(record["rollout/skipped_prompts"] for record in records) <= skipped
-        )  # what the killed one had is not in them
+        )  # they do not include those of the killed process
         assert {record["rollout/pass_rate"] for record in records if "rollout/pass_rate" in record} == {1.0}
     parent = tmp_path / "run"
     (parent / "run.json").write_text(json.dumps({"run_id": run_id, "redis": EMBEDDED}))

@@ -1,4 +1,4 @@
-"""Scores from the real reward service: failures are retried, distinguished from outages, and never become numbers."""
+"""Scores from the real reward service: failures are retried, are distinguished from outages, and never become numbers."""
 
 import asyncio
 import json
@@ -250,7 +250,7 @@ async def test_a_server_that_drains_still_brings_what_it_was_asked(start, tmp_pa
 
 @pytest.mark.parametrize("late", [False, True], ids=["at another", "when it is back"])
 async def test_what_a_server_that_left_never_answers_is_asked_again(start, late):
-    """It stands still for longer than its lease lives: of its call there is nothing but the channel's end."""
+    """The server is stopped for longer than its lease, so its call ends only with the channel."""
     run, config = await start(rewards=[{"name": "exact"}])
     asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way, AsyncExitStack() as others:

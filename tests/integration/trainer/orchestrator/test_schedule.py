@@ -1,4 +1,4 @@
-"""Which failures of an evaluation are this version's alone: a real run and log; a stand-in for the replicas and rewards behind it."""
+"""Failures that affect only one version's evaluation: a real run and log, with a stand-in for replicas and rewards."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,7 +17,7 @@ from support.simulated import ROWS, config_tree, make_run
 
 
 class Answers:
-    """An evaluator: version 0 is evaluated at once, the others as `later` does."""
+    """An evaluator: version 0 succeeds at once, the others behave like `later`."""
 
     def __init__(self, later: Callable[[], Awaitable[None]], first: bool) -> None:
         self.later, self.first = later, first
@@ -30,7 +30,7 @@ class Answers:
 
 @pytest.fixture
 def evaluated(redis: Redis, run_id: str, tmp_path: Path):
-    """`await evaluated(...)`: evaluates versions 0 and 2, the second while training goes on; returns the notices of failures."""
+    """`await evaluated(...)`: evaluates versions 0 and 2, the second one during training. Returns the notices of failures."""
 
     async def evaluated(later: Callable[[], Awaitable[None]], first: bool = False) -> list[str]:
         sections = {"iterations": 8, "max_staleness": 1, "eval_interval": 2, "eval_hold": 0.05}
@@ -52,7 +52,7 @@ def evaluated(redis: Redis, run_id: str, tmp_path: Path):
 
 @pytest.mark.parametrize("first", [True, False])
 async def test_lost_servers_are_not_reported_as_a_slow_evaluation(evaluated, first: bool) -> None:
-    """Neither where an evaluation may take as long as it likes nor where it has a deadline."""
+    """This holds with and without a deadline of the evaluation."""
 
     async def unscored() -> None:
         raise UnavailableError("a reward server that answers", "none", "Start one.")

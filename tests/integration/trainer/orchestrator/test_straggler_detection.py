@@ -16,7 +16,7 @@ from support.simulated import ROWS, config_tree, idle_learner, make_run, simulat
     "kind", [{"failures": Failures(silent_after=500)}, {"step_seconds": 0.2}], ids=["silent", "slow"]
 )  # fmt: skip
 async def test_a_laggard_holds_nobody(redis, run_id, tmp_path, monkeypatch, kind) -> None:
-    """It keeps its lease, and calls on it have all the time that there is; the run goes on without it."""
+    """It keeps its lease, and its calls have long deadlines, but the run continues without it."""
     monkeypatch.setattr(straggler_detection, "SILENCE_TIMEOUT", 2.0)
     monkeypatch.setattr(straggler_detection, "WINDOW_SECONDS", 2.0)
     sections = {"rollout": {"chunk_timeout": 3600.0}, "iterations": 4}

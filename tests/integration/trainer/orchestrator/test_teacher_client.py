@@ -38,7 +38,7 @@ def template() -> Template:
 
 
 def answer(body: bytes, text: Callable[[int], str] = lambda each: template().decode([[each]], special=True)[0]) -> bytes:
-    """A teacher's reply: the log-probability of each id is a hundredth of it, below 0."""
+    """A teacher's reply, in which the log-probability of each id is -id / 100."""
     if not body:
         return reply(json.dumps(MODELS).encode())
     ids = json.loads(body)["prompt"]
@@ -47,7 +47,7 @@ def answer(body: bytes, text: Callable[[int], str] = lambda each: template().dec
 
 
 class Teacher:
-    """Handles requests by `replies`, one each, then as a teacher does; None: no answer at all."""
+    """Answers requests with `replies`, one each, then like a teacher; None: no answer."""
 
     def __init__(self, *replies: bytes | None) -> None:
         self.replies = list(replies)
@@ -88,7 +88,7 @@ async def test_what_may_pass_is_repeated(run, bad: bytes) -> None:
 
     teacher_replies = [bad, bad, bad, bad, bad, bad]
     async with raw_server(handler) as server:
-        teacher = client(run, server, tries=1)  # nothing else is answered, so this is an outage and no failure of the response
+        teacher = client(run, server, tries=1)  # nothing else succeeds, so this is an outage
         assert (await teacher.logprobs([1], [2])).tolist() == pytest.approx([-0.02])
         assert not teacher_replies
         await teacher.close()

@@ -1,4 +1,4 @@
-"""Long series as few points: nothing is lost between the lowest and the highest value of a bucket."""
+"""Long series are reduced to few points, which keep the lowest and the highest value of each bucket."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The reader of run directories: metrics, events, samples, and what happens while a run writes."""
+"""The reader of run directories: metrics, events, samples, and reads while a run writes."""
 
 import json
 import sqlite3
@@ -156,7 +156,7 @@ def test_an_index_that_another_file_replaces_is_rebuilt(run_dir: Path, reader: R
     index = run_dir / INDEX
     reader.refresh()
     before = index.stat().st_ctime_ns
-    index.write_bytes(b"")  # as a deleted file whose inode the next one gets
+    index.write_bytes(b"")  # like a deleted file whose inode is reused
     while index.stat().st_ctime_ns == before:  # the clock of the file system is coarse
         index.touch()
     assert reader.contents().samples == 0

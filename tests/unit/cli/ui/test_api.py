@@ -1,4 +1,4 @@
-"""The page's HTTP interface over a run directory, without a socket."""
+"""The page's HTTP interface on a run directory, without a socket."""
 
 import re
 from pathlib import Path

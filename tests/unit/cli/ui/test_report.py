@@ -1,4 +1,4 @@
-"""The offline report: one file that loads nothing, with a choice of samples."""
+"""The offline report: one file that loads nothing, with a selection of samples."""
 
 import re
 from pathlib import Path

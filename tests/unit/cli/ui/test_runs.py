@@ -1,4 +1,4 @@
-"""The runs that a page follows."""
+"""The runs of a page, which are kept up to date."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def break_stat(folder: Path, error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets `stat` of the folder's run.json fail. The tests may run as root, who may read everything."""
+    """Makes `stat` of the folder's run.json fail. File modes would not suffice, since the tests may run as root."""
     stat = Path.stat
 
     def failing(path: Path, *, follow_symlinks: bool = True) -> object:

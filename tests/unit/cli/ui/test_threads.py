@@ -1,4 +1,4 @@
-"""The page's threads: few, bounded, and with a low priority where asked."""
+"""The page's threads are few and bounded, and can have a low priority."""
 
 import asyncio
 import os

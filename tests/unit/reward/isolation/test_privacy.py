@@ -1,4 +1,4 @@
-"""What workers and other processes get to know of the service's environment."""
+"""The variables of the service's environment that workers and other processes can read."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ print(before, dumpable(), os.read(read, 9).decode())
 
 
 def test_the_service_refuses_inspection_before_it_serves(tmp_path: Path) -> None:
-    """Its own memory and environment have the run's password and token."""
+    """Its memory and environment contain the run's password and token."""
     config = tmp_path / "rewards.yaml"
     config.write_text("reward: {rewards: [{name: exact}]}\n")
     script = """

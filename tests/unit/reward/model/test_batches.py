@@ -38,11 +38,11 @@ def test_every_text_is_batched(lengths: list[int], budget: int) -> None:
 
 
 class Recorder:
-    """Stands in for a classifier: a text's score is its length, and `batches` are the lengths it was given together."""
+    """Replaces a classifier: the score of a text is its length, and `batches` has the lengths of each batch."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
-        self.may_go = threading.Event()
+        self.called, self.may_go = threading.Event(), threading.Event()
 
     def encode(self, item: Item) -> list[int]:
         if not item.response:
@@ -50,7 +50,8 @@ class Recorder:
         return [1] * len(item.response)
 
     def score(self, batch: Sequence[list[int]]) -> list[Outcome]:
-        self.may_go.wait(10)
+        self.called.set()
+        self.may_go.wait(60)
         self.batches.append([len(ids) for ids in batch])
         return [ok(float(len(ids))) if len(ids) != 13 else failed(Status.INVALID, "unlucky") for ids in batch]
 
@@ -62,8 +63,9 @@ def test_the_process_batches_what_arrived_meanwhile() -> None:
     thread = threading.Thread(target=lambda: status.append(run(theirs, recorder, SETUP)))
     thread.start()
     lengths = [7, 50, 8, 13, 49, 9, 0, 200]
-    for number, length in enumerate(lengths):  # each in a frame of its own, as from as many calls
+    for number, length in enumerate(lengths):  # each in a separate frame, like those of several calls
         ours.sendall(encode([[number, tuple(Item("", "p", "x" * length))]]))
+        assert recorder.called.wait(60), "the first item is scored before the others arrive"
     recorder.may_go.set()
     answers: dict[int, list[Any]] = {}
     begun: list[int] = []
@@ -73,11 +75,11 @@ def test_the_process_batches_what_arrived_meanwhile() -> None:
         begun = said["begin"] or begun
         answers |= {answer[0]: answer[1:] for answer in said["done"]}
     ours.close()
-    thread.join(10)
+    thread.join(60)
     assert status == [0]
     assert [answers[n][:2] for n in (0, 1, 7)] == [[1, 7.0], [1, 50.0], [1, 200.0]]
     assert (answers[3], answers[6]) == ([4, 0.0, "unlucky"], [2, 0.0, "nothing to score"])
-    assert recorder.batches[-1] == [200] and [49, 50] in recorder.batches
+    assert recorder.batches[0] == [7] and recorder.batches[-1] == [200] and [49, 50] in recorder.batches
     assert max(map(len, recorder.batches)) >= 3, recorder.batches
     theirs.close()
 

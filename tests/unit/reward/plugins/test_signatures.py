@@ -1,4 +1,4 @@
-"""Reward functions of five conventions, called with what they expect."""
+"""Reward functions of five conventions get the arguments that they expect."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The answer rules agree with verdicts that people gave."""
+"""The answer rules agree with human verdicts."""
 
 import pytest
 

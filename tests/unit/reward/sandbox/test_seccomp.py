@@ -1,4 +1,4 @@
-"""The filter of system calls, run by a small interpreter of classic BPF: on any machine, for every machine."""
+"""The filter of system calls, run by a small interpreter of classic BPF, so that any machine tests all architectures."""
 
 import errno
 import platform
@@ -16,7 +16,7 @@ PID = 4321
 
 
 def decide(code: bytes, architecture: int, number: int, *arguments: int) -> int:
-    """What the kernel would return for a call."""
+    """The kernel's decision for a call."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     instructions = list(struct.iter_unpack("<HBBI", code))
     assert len(instructions) <= 4096, "the kernel takes no more"

@@ -1,4 +1,4 @@
-"""Every estimator against naive loops over Python numbers, worked numbers, and what masked tokens and equal scores must give."""
+"""Every estimator is compared with naive loops and worked numbers, and tested with masked tokens and equal scores."""
 
 import itertools
 import math
@@ -148,7 +148,7 @@ ESTIMATORS = {
 @given(st.floats(-1e6, 1e6), st.integers(2, 9))
 def test_equal_scores_give_exactly_zero(name: str, score: float, n: int) -> None:
     scores = np.full(3 * n, score)
-    scores[::2] *= 1 + 1e-12  # what summing in another order does
+    scores[::2] *= 1 + 1e-12  # the effect of another order of summation
     assert (ESTIMATORS[name](scores, np.repeat(np.arange(3), n)) == 0).all()
 
 

@@ -1,4 +1,4 @@
-"""Coefficients against the definition of each mean, and their indifference to how a step is cut."""
+"""Coefficients match the definition of each mean, and do not depend on the split of a step."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_the_weighted_sum_is_the_mean_of_that_name(mode: str, sizes: list[int], 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 4))
 def test_the_loss_does_not_depend_on_order_or_cut(mode: str, seed: int, parts: int) -> None:
-    """Sequences in another order, summed part by part, as micro-batches and ranks do."""
+    """Sequences are in another order and summed part by part, as by micro-batches and ranks."""
     random = np.random.default_rng(seed)
     sizes = [int(x) for x in random.integers(1, 9, 6)]
     offsets, mask = offsets_of(sizes), ragged_mask(random, sizes)

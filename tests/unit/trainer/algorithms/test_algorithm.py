@@ -1,4 +1,4 @@
-"""Whole recipes: advantages of an iteration and losses of micro-batches, and what must not change them."""
+"""Whole recipes: advantages of an iteration and losses of micro-batches, and their invariances."""
 
 import math
 from collections.abc import Callable
@@ -129,7 +129,7 @@ GROUPED = [n for n, a in VARIANTS.items() if a.recipe.advantage.kind not in ("ga
 
 @pytest.mark.parametrize("name", sorted(set(GROUPED) - {"dapo", "gmpo", "masked", "distilled", "distillation"}))
 def test_a_group_of_equal_scores_has_exactly_no_gradient(name: str) -> None:
-    """Those left out have something beside the score that differs within the group: the length, the teacher."""
+    """The omitted recipes use another input that differs within the group: the length, or the teacher."""
     algorithm = replace(VARIANTS[name], recipe=VARIANTS[name].recipe.model_copy(update={"kl": None}))
     batch = batch_for(algorithm, 3)
     equal = (batch.group == 1)[batch.sequence_of]
@@ -189,7 +189,7 @@ KL_VALUES: dict[str, Callable[[float], float]] = {
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "abs", "k1+", "k3+", "abs+"])
 def test_the_gradient_of_a_corrected_loss_with_kl(estimator: str) -> None:
-    """Against central differences of loops: factors carry no gradient, and "+" has that of k2."""
+    """The gradient equals central differences of loops: factors carry no gradient, and "+" has that of k2."""
     overrides = {"kl": {"estimator": estimator, "coef": 0.3}, "correction": [{"kind": "token_tis", "cap": 1.2}, GEOMETRIC]}
     algorithm, inputs, sizes = Algorithm(resolve("grpo", overrides), LONGEST), loss_inputs(1, [3, 2, 4]), [3, 2, 4]
     assert inputs.reference is not None

@@ -1,4 +1,4 @@
-"""What a batch refuses, and its sums over ragged sequences."""
+"""Invalid batches, and sums over ragged sequences."""
 
 from dataclasses import replace
 from typing import Any

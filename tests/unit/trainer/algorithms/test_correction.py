@@ -1,4 +1,4 @@
-"""Every correction against loops over Python numbers; what equal policies give; what is counted."""
+"""Every correction compared with loops over Python numbers; equal policies; the metrics."""
 
 import math
 from dataclasses import replace

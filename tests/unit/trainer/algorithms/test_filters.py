@@ -1,4 +1,4 @@
-"""Dynamic sampling, and which prompts are left out."""
+"""Dynamic sampling, and skipped prompts."""
 
 import numpy as np
 import pytest
@@ -23,10 +23,10 @@ def test_groups_of_equal_scores_are_not_informative() -> None:
     ("rate", "reason"),
     [
         (PassRate(), None),
-        (PassRate(7, 0, -7), None),  # too few to tell
+        (PassRate(7, 0, -7), None),  # too few to decide
         (PassRate(8, 0, -8), "never solved"),
         (PassRate(8, 8, 8), "always solved"),
-        (PassRate(80, 8, 8), "always solved"),  # what counts is the newest
+        (PassRate(80, 8, 8), "always solved"),  # only the newest samples count
         (PassRate(80, 40, 0), None),
         (PassRate(80, 79, 7), None),
     ],

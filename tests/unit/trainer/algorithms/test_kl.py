@@ -1,4 +1,4 @@
-"""The estimators against their formulas, value and gradient, beyond every limit too; the controller against worked numbers."""
+"""The estimators' values and gradients match their formulas, also beyond every limit; the controller matches worked numbers."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_a_far_off_token_keeps_a_finite_gradient(name: str, distance: float) -> 
     (gradient,) = torch.autograd.grad(found.sum(), new)
     assert torch.isfinite(found).all() and torch.isfinite(gradient).all()
     if name != "k1":
-        assert gradient.item() < 0  # the loss falls when the token becomes likelier
+        assert gradient.item() < 0  # the loss falls when the token becomes more likely
 
 
 def test_k3_is_continued_by_its_tangent() -> None:
@@ -47,7 +47,7 @@ def test_k3_is_continued_by_its_tangent() -> None:
 
 
 def test_gradients_in_expectation() -> None:
-    """Over tokens of the policy: k1's is 0, that of k2 and of every "+" is the gradient of KL(policy || reference)."""
+    """Over tokens of the policy, the gradient of k1 is 0, and that of k2 and of every "+" is the gradient of KL(policy || reference)."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(11, generator=generator, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(11, generator=generator, dtype=torch.float64).log_softmax(0)

@@ -1,4 +1,4 @@
-"""Every preset, whole, on a task that can be solved: advantages and losses have the right signs and go together."""
+"""Every whole preset solves a small task, so its advantages and losses have the right signs."""
 
 import numpy as np
 import pytest
@@ -15,9 +15,9 @@ TARGET = np.array([2, 0, 4])
 
 
 class Task:
-    """A table of logits that must learn to write TARGET; the score is the fraction of right tokens, in two parts.
+    """A table of logits that must learn to generate TARGET. The score is the fraction of right tokens, in two parts.
 
-    A teacher writes each token of TARGET with probability 0.9.
+    A teacher generates each token of TARGET with probability 0.9.
     """
 
     def __init__(self, algorithm: Algorithm) -> None:

@@ -1,4 +1,4 @@
-"""Every loss against scalar formulas over Python numbers, value and gradient.
+"""Every loss compared with scalar formulas over Python numbers, value and gradient.
 
 In a formula p is the log-probability that is differentiated and f its frozen copy, which a stop-gradient sees; gradients are
 central differences in p alone.
@@ -23,7 +23,7 @@ from support.token_batches import loss_inputs
 RATIOS = [0.5, 0.99, 1.0, 1.01, 2.0, 50.0]
 LOW, HIGH, DUAL, CAP = 0.2, 0.28, 3.0, 20.0
 OLD = math.log(0.015)
-"""Log-probability under the anchor: 50 times as much is still a probability."""
+"""Log-probability under the anchor, such that 50 times the probability is still a probability."""
 
 
 def ppo(p: float, f: float, a: float) -> float:
@@ -89,11 +89,11 @@ def test_token_losses_and_their_gradients(name: str, dtype: torch.dtype) -> None
     [
         (1.0, 2.0, -2.0, -2.0, False, False),
         (1.1, 1.0, -1.1, -1.1, False, False),
-        (1.5, 1.0, -1.28, 0.0, True, False),  # clipped above: no reason to go further
-        (1.5, -1.0, 1.5, 1.5, False, False),  # a bad token made likelier: outside the bounds, yet not clipped
-        (0.5, 1.0, -0.5, -0.5, False, False),  # a good token made rarer: not clipped
+        (1.5, 1.0, -1.28, 0.0, True, False),  # clipped above: no further gradient
+        (1.5, -1.0, 1.5, 1.5, False, False),  # a bad token that became more likely: outside the bounds, but not clipped
+        (0.5, 1.0, -0.5, -0.5, False, False),  # a good token that became less likely: not clipped
         (0.5, -1.0, 0.8, 0.0, True, False),  # clipped below
-        (50.0, -1.0, 3.0, 0.0, False, True),  # a bad token made much likelier: bounded by the dual clip
+        (50.0, -1.0, 3.0, 0.0, False, True),  # a bad token that became much more likely: bounded by the dual clip
         (50.0, 0.0, 0.0, 0.0, False, False),
     ],
 )

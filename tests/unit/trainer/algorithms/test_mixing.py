@@ -1,4 +1,4 @@
-"""Supervised rows mixed into the policy's steps: which ones, and their loss."""
+"""Supervised rows mixed into the policy's steps: their choice and their loss."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SEED = (3, 9)
 
 @pytest.mark.parametrize(("rows", "size"), [(10, 3), (10, 10), (4, 11), (1, 2)])
 def test_steps_go_through_pass_after_pass(rows: int, size: int) -> None:
-    """Every pass has each row once, in an order of its own; a step may have rows of several passes."""
+    """Every pass has each row once, in its own order. A step may have rows of several passes."""
     found = np.concatenate([rows_of_step(rows, size, step, SEED) for step in range(12)])
     passes = [found[start : start + rows].tolist() for start in range(0, len(found) - rows + 1, rows)]
     assert all(sorted(each) == list(range(rows)) for each in passes)
@@ -25,7 +25,7 @@ def test_a_step_follows_from_its_number() -> None:
 
 
 def test_value_gradient_and_metric_are_those_of_the_whole_step_however_it_is_cut() -> None:
-    """Against a loop in float64, over cuts into micro-batches, an empty one included."""
+    """Compares with a loop in float64, for several splits into micro-batches, including an empty one."""
     values = [-0.5, -2.0, -0.25, -1.0, -4.0, -0.125]
     expected = 0.3 * sum(-x for x in values) / len(values)
     for cut in ([6], [2, 4], [1, 0, 5], [1] * 6):
@@ -40,7 +40,7 @@ def test_value_gradient_and_metric_are_those_of_the_whole_step_however_it_is_cut
 
 
 def test_by_hand() -> None:
-    """Tokens of probability 1/2 and 1/8: cross entropies of ln 2 and 3 ln 2, mean 2 ln 2."""
+    """Tokens of probability 1/2 and 1/8 have cross entropies of ln 2 and 3 ln 2, mean 2 ln 2."""
     loss, _ = ptx_loss(torch.log(torch.tensor([0.5, 0.125], dtype=torch.float64)), 2, coef=10.0)
     assert loss.item() == pytest.approx(20 * np.log(2))
 

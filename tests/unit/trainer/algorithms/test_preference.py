@@ -1,4 +1,5 @@
-"""Every objective of a stage against loops over Python numbers: value, gradient and metrics, on ragged rows, however the step is cut."""
+"""Every objective of a stage compared with loops over Python numbers: value, gradient and metrics, on ragged rows, for any split of a
+step."""
 
 import math
 from collections.abc import Callable, Sequence

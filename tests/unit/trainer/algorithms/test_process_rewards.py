@@ -1,4 +1,4 @@
-"""Rewards per token through whole recipes, against loops over Python numbers."""
+"""Rewards per token through whole recipes, compared with loops over Python numbers."""
 
 import math
 from dataclasses import replace
@@ -16,13 +16,13 @@ LONGEST = 10
 
 
 def process_batch(seed: int = 0) -> TokenBatch:
-    """With process rewards that the masked tokens have too, where only the score counts them."""
+    """A batch with process rewards. Those of masked tokens count only in the score."""
     batch = full_batch(seed)
     return replace(batch, token_rewards=np.random.default_rng(seed + 7).normal(size=batch.tokens).astype(np.float32))
 
 
 def naive_rewards(batch: TokenBatch, scores: list[float], std: float = 1.0, kl_coef: float = 0.0) -> list[dict[int, float]]:
-    """The reward of each trained token of each sequence: its own, and at the last one what the score has beyond them."""
+    """The reward of each trained token of each sequence: its own, and at the last token also the rest of the score."""
     assert batch.token_rewards is not None and batch.old is not None and batch.reference is not None
     sequences = []
     for i in range(len(batch)):
@@ -88,7 +88,7 @@ def test_estimators_of_whole_responses_read_the_score_alone(name: str) -> None:
     ],
 )
 def test_shaped_rewards_add_up_to_the_shaped_score(shaping: dict[str, object]) -> None:
-    """Normalisation divides rewards per token as it does the score; all else that shaping adds is at the last token."""
+    """Normalisation divides rewards per token and the score by the same number. All other shaping is at the last token."""
     batch = process_batch()
     overrides = {"advantage": {"gamma": 1.0, "whiten": False}, "kl": None, "shaping": shaping}
     algorithm, state = Algorithm(resolve("reinforce_pp", overrides), LONGEST), AlgorithmState(scores=Moments(2.0, 0.0, 8.0))
@@ -107,7 +107,7 @@ def test_shaped_rewards_add_up_to_the_shaped_score(shaping: dict[str, object]) -
 
 
 def test_groups_of_equal_scores_may_differ_in_their_tokens() -> None:
-    """Rewards to go of single tokens teach something where the scores of the group are equal."""
+    """Rewards-to-go of single tokens give a gradient even if the scores of the group are equal."""
     batch = replace(process_batch(), score=np.ones(12))
     found = Algorithm(resolve("reinforce_pp", {"kl": None}), LONGEST).advantages(batch).advantages
     assert found[batch.trained].std() > 0.1

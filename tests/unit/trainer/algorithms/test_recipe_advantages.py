@@ -1,4 +1,4 @@
-"""Advantages of whole recipes against loops over Python numbers: rewards, baselines, state, and what a batch must hold."""
+"""Advantages of whole recipes compared with loops over Python numbers: rewards, baselines, state, and required inputs."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ def algorithm_of(preset: str, **overrides: object) -> Algorithm:
 
 
 def test_ppo_rewards_are_the_score_minus_the_kl() -> None:
-    """gamma = lam = 1, values 0, no whitening: the advantage of a token is what is still to come."""
+    """With gamma = lam = 1, values of 0 and no whitening, the advantage of a token is its reward-to-go."""
     recipe = resolve("ppo", {"advantage": {"lam": 1.0, "whiten": False}, "kl": {"coef": 0.3}})
     batch = full_batch(0, values=np.zeros(token_batch(0).tokens, dtype=np.float32))
     found = Algorithm(recipe, LONGEST).advantages(batch)
@@ -184,7 +184,7 @@ def test_needs_follow_the_recipe() -> None:
 
 
 def test_policy_and_critic_have_a_lambda_each() -> None:
-    """VAPO: the advantages' lambda follows the length of a response, that of the returns is the critic's own."""
+    """VAPO: the lambda of the advantages follows the length of a response, and that of the returns is the critic's."""
     batch = full_batch(0)
     overrides = {"whiten": False, "lam": {"alpha": 0.5}, "value_lam": 1.0}
     found = Algorithm(resolve("ppo", {"advantage": overrides, "kl": None}), LONGEST).advantages(batch)

@@ -1,4 +1,4 @@
-"""Shaping of scores and rewards per token: worked numbers, naive loops, and that nothing is lost on the way."""
+"""Shaping of scores and rewards per token: worked numbers, naive loops, and preserved sums."""
 
 import math
 

@@ -139,7 +139,7 @@ def test_a_missing_or_damaged_adapter_is_refused(model: Path, tmp_path: Path) ->
     ids=lambda layout: next(iter(layout)),
 )
 def test_a_layout_beside_an_adapter_is_refused(model: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
-    """What is written is a Hugging Face directory, which has none."""
+    """The target is a Hugging Face directory, which has no layout."""
     [(option, value)] = layout.items()
     with pytest.raises(ConfigError) as error:
         convert(model, tmp_path / "merged", adapter=written(tmp_path / "adapter"), **layout)

@@ -47,7 +47,7 @@ def test_a_call_in_a_file_is_not_made(tmp_path: Path) -> None:
     assert not called.exists()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # such files stay around
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # such files still exist
 def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
     torch.jit.script(Echo()).save(str(tmp_path / "model.pt"))
     with pytest.raises(ConfigError) as caught:

@@ -39,7 +39,7 @@ def change(file: Path, edit: Any) -> None:
 
 
 def test_a_target_that_is_there(model: Path, megatron: Path, tmp_path: Path) -> None:
-    """As where actor and critic are to be saved to one path."""
+    """Two conversions to one path, such as actor and critic, must not mix."""
     with pytest.raises(ConfigError) as caught:
         convert(model, tmp_path / "megatron", orm=True)
     assert "critic" in str(caught.value)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polyreme_trainer.convert import hf_directory
-from polyreme_trainer.convert.command import Layers, convert
+from polyreme_trainer.convert.command import CheckpointFormat, Layers, convert
 from polyreme_trainer.convert.rank_files import FILE, TRACKER
 from polyreme_trainer.megatron.families import find_family, known_families
 from support.models import tiny_family_model
@@ -21,7 +21,7 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4}
 
 
 def model_of(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
-    """A tiny model whose weights have every kind of bits: not a number and minus zero too."""
+    """A tiny model whose weights have every kind of bits, including NaN and minus zero."""
     experts = EXPERTS if find_family(family).expert else {}
     tiny_family_model(family, path, **experts | {"num_hidden_layers": 4, "layer_types": None} | fields)
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(path / "model.safetensors").items()}
@@ -47,9 +47,12 @@ def rank_file(directory: Path, rank: str) -> dict[str, Any]:
     return torch.load(directory / "iter_0000001" / rank / FILE, weights_only=False)
 
 
+LAYOUTS = [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 4)]
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Path]:
-    """A model of each family, with tied embeddings or not, which tests only read."""
+    """Models of each family with tied and untied embeddings. Tests only read them."""
     folder = tmp_path_factory.mktemp("models")
     return cache(lambda family, tied: model_of(family, folder / f"{family}-{tied}", tie_word_embeddings=tied))
 
@@ -57,10 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Pa
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("family", "tensor", "pipeline", "expert"),
-    [
-        *((family, *layout) for family in known_families() for layout in [(1, 1, 1), (2, 2, 1), (4, 1, 1)]),
-        *((family, *layout) for family in known_families() if find_family(family).expert for layout in [(1, 2, 2), (2, 1, 4)]),
-    ],
+    [(name, *layout) for name in known_families() for layout in LAYOUTS if layout[2] == 1 or find_family(name).expert],
 )
 def test_a_model_comes_back_bit_for_bit(
     models: Callable[[str, bool], Path], family: str, tied: bool, tensor: int, pipeline: int, expert: int, tmp_path: Path
@@ -74,6 +74,15 @@ def test_a_model_comes_back_bit_for_bit(
     assert bits(weights(tmp_path / "back")) == bits(weights(model))
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("family", known_families())
+@pytest.mark.parametrize(("tied", "layers"), [(True, Layers.transformer_engine), (False, Layers.local)])
+def test_a_model_comes_back_from_torch_dist(family: str, tied: bool, layers: Layers, tmp_path: Path) -> None:
+    model = model_of(family, tmp_path / "model", tie_word_embeddings=tied)
+    convert(model, tmp_path / "megatron", file_format=CheckpointFormat.torch_dist, layers=layers)
+    convert(tmp_path / "megatron", tmp_path / "back", config=model)
+    assert bits(weights(tmp_path / "back")) == bits(weights(model))
 
 
 @pytest.mark.parametrize("family", [name for name in known_families() if not find_family(name).expert])

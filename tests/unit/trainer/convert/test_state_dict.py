@@ -97,7 +97,7 @@ class Hostile:
 
 
 def test_nothing_in_a_file_is_run(model: Path, tmp_path: Path) -> None:
-    """Neither in a file of torch.save nor in the index of a torch_dist checkpoint."""
+    """This holds for files of torch.save and for the index of a torch_dist checkpoint."""
     tensors = load_file(model / "model.safetensors")
     torch.save({"args": Hostile(tmp_path / "run"), "model": tensors}, tmp_path / "policy.pt")
     convert(tmp_path / "policy.pt", tmp_path / "hf", config=model)

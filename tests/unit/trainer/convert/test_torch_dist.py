@@ -1,5 +1,6 @@
 """Checkpoints in the format torch_dist: pieces of several writers, layers and experts stacked, and what is damaged."""
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.convert.command import convert
+from polyreme_trainer.convert.command import CheckpointFormat, Layers, convert
 from support.models import tiny_family_model
 
 
@@ -70,6 +71,58 @@ def test_a_critic_of_stacked_layers(tmp_path: Path) -> None:
     convert(tmp_path / "dist", tmp_path / "back", config=model, orm=True)
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert torch.equal(written["score.weight"], load_file(model / "model.safetensors")["score.weight"])
+    save(stacked(tmp_path / "megatron") | {"rm_head.bias": torch.ones(1)}, tmp_path / "biased")
+    with pytest.raises(ConfigError, match=r"rm_head\.bias of zero"):
+        convert(tmp_path / "biased", tmp_path / "other", config=model, orm=True)
+
+
+def test_a_written_checkpoint_has_a_piece_for_each_layer_and_expert(tmp_path: Path) -> None:
+    """The test also checks the name of the norm before the experts for the kind of layers."""
+    model = tiny_family_model("qwen2_moe", tmp_path / "model", tie_word_embeddings=False)
+    norms = {Layers.local: "mlp.linear_fc1.layer_norm_weight", Layers.transformer_engine: "pre_mlp_layernorm.weight"}
+    for layers, norm in norms.items():
+        convert(model, tmp_path / layers, file_format=CheckpointFormat.torch_dist, layers=layers, vocab_multiple=64)
+        index = FileSystemReader(tmp_path / layers / "iter_0000001").read_metadata()
+        found: dict[str, Any] = index.state_dict_metadata
+        assert {name for name in norms.values() if f"decoder.layers.{name}" in found} == {norm}
+        experts = found["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
+        assert tuple(experts.size[:2]) == (2, 5)
+        assert sorted(tuple(chunk.offsets[:2]) for chunk in experts.chunks) == list(itertools.product(range(2), range(5)))
+        assert found["embedding.word_embeddings.weight"].size[0] == 64
+    common = torch.load(tmp_path / layers / "iter_0000001" / "common.pt", weights_only=False)
+    assert (common["iteration"], common["args"].num_experts) == (1, 5)
+    assert (tmp_path / layers / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_a_critic_comes_back_from_a_written_checkpoint(tmp_path: Path) -> None:
+    model = tiny_family_model("qwen3_moe", tmp_path / "model", tie_word_embeddings=False)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors["score.weight"] = torch.randn(1, 32)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    convert(model, tmp_path / "dist", orm=True, file_format=CheckpointFormat.torch_dist)
+    convert(tmp_path / "dist", tmp_path / "back", config=model, orm=True)
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_layer_of_another_dtype_is_named(tmp_path: Path) -> None:
+    model = tiny_family_model("llama", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"].bfloat16()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as caught:
+        convert(model, tmp_path / "dist", file_format=CheckpointFormat.torch_dist)
+    assert caught.value.expected.endswith("decoder.layers.mlp.linear_fc2.weight")
+    assert not (tmp_path / "dist").exists()
+
+
+@pytest.mark.parametrize("option", ["tensor", "pipeline", "expert"])
+def test_a_layout_is_refused(option: str, tmp_path: Path) -> None:
+    model = tiny_family_model("llama", tmp_path / "model")
+    with pytest.raises(ConfigError, match="torch_dist"):
+        convert(model, tmp_path / "dist", file_format=CheckpointFormat.torch_dist, **{option: 2})
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rows in the forms of other systems become prompts and examples without a conversion."""
+"""Rows in the formats of other systems become prompts and examples without a conversion."""
 
 import json
 from pathlib import Path

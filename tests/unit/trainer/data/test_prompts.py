@@ -1,4 +1,4 @@
-"""Rows, prompts and supervised examples: what a line becomes, and what is said about a bad one."""
+"""Rows, prompts and supervised examples, and the errors of bad rows."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """`write(row, ...)`: a file with these rows, of which a string is a whole line."""
+    """`write(row, ...)`: a file with these rows. A string is a whole line."""
 
     def write(*rows: str | dict[str, Any]) -> Path:
         path = tmp_path / "rows.jsonl"
@@ -64,7 +64,7 @@ def test_template_none_takes_the_text_as_it_is(write: Write) -> None:
 
 
 def tokenizer_that(change: Callable[[Tokenizer], None]) -> dict[str, bytes]:
-    """Files of a tokenizer that was saved after `change` had been made to it."""
+    """Files of a tokenizer that was saved after `change` was applied."""
     files = model_files(chat_template=None)
     tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
     change(tokenizer)
@@ -221,7 +221,7 @@ def test_a_template_that_opens_an_answer_in_another_way_than_it_writes_a_past_on
 
 
 def test_a_conversation_has_the_tokens_of_its_whole_text(write: Write) -> None:
-    """A tokenizer of sentencepiece's kind puts a space before every text: a response has none when it follows its prompt."""
+    """A tokenizer like sentencepiece's puts a space before every text. A response after its prompt has none."""
 
     def prefix_space(tokenizer: Any) -> None:
         tokenizer.normalizer = normalizers.Prepend(" ")

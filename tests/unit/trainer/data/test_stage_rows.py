@@ -1,4 +1,4 @@
-"""Rows of the stages: what of a conversation is trained on, which rows are left out, and what is refused with file and line."""
+"""Rows of the stages: trained tokens of conversations, omitted rows, and errors with file and line."""
 
 import json
 import tracemalloc
@@ -20,7 +20,7 @@ FORGETFUL = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' and not loop.last %}b{% else %}{{ m['content'] }}{% endif %}"
     "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""A chat template that writes earlier answers in another way."""
+"""A chat template that formats earlier answers differently."""
 NEWLINE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 """A chat template that writes a blank after the end token, as ChatML writes a line break."""
 
@@ -149,7 +149,7 @@ def test_whole_conversations_of_a_pair_share_their_prompt(tmp_path: Path) -> Non
 
 
 def test_a_reward_model_reads_what_the_service_will_give_it(tmp_path: Path) -> None:
-    """All that the template writes, also behind the end token."""
+    """It reads everything that the template writes, also after the end token."""
     path = write(tmp_path, {"prompt": "1", "chosen": "2", "rejected": "3<eos>", "margin": 0.5, "tie": False})
     config = reward_model(path)
     template = template_of(config.data, NEWLINE)

@@ -32,7 +32,7 @@ def byte_level() -> Template:
 
 @pytest.fixture(scope="module")
 def byte_fallback() -> Template:
-    """As sentencepiece's: a space is part of the next word, and unknown characters are bytes."""
+    """A tokenizer like sentencepiece's: a space is part of the next word, and unknown characters are bytes."""
     words = ["<pad>", "<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "a", "\u2581a", "."]
     tokenizer = Tokenizer(models.BPE({w: place for place, w in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
@@ -61,7 +61,7 @@ def test_a_space_belongs_to_its_word(byte_fallback: Template) -> None:
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 def test_texts_of_any_tokens_make_up_the_whole(name: str, request: pytest.FixtureRequest) -> None:
-    """Also of bytes that are no text, which a policy may sample."""
+    """This includes bytes that are not valid text, which a policy may sample."""
     template, source = request.getfixturevalue(name), random.Random(0)
     for _ in range(300):
         ids = [source.randrange(template.tokens) for _ in range(source.randint(1, 30))]

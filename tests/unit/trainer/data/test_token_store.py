@@ -32,7 +32,7 @@ def test_a_store_may_be_empty() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 1 << 16], ids=["when it is closed", "when a sequence is added"])
 def test_a_full_disk_is_an_error_of_its_own(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/full is a file on a full disk. A few tokens stay in the file's buffer until it is closed."""
+    """/dev/full acts like a full disk. A few tokens stay in the file's buffer until it is closed."""
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "w+b"))  # noqa: SIM115
     store = TokenStore()
     with pytest.raises(DataError) as error:

@@ -1,4 +1,4 @@
-"""How a machine's agent finds the interface that the ranks must use."""
+"""A machine's agent finds the interface that the ranks must use."""
 
 import psutil  # type: ignore[import-untyped]
 import pytest

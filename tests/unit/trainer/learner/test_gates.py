@@ -1,4 +1,4 @@
-"""Gates pass what agrees, stop what does not, and line tokens up with what predicted them."""
+"""Gates pass results that agree, fail others, and align tokens with their predictions."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,12 @@
-"""How far weights are loaded is recorded once in a while, and at the end only after such a record."""
+"""The progress of loading weights is recorded at intervals, and at the end only after such a record."""
 
-from polyreme_trainer.learner.loading import REPORT_SECONDS, LoadingPace
+from typing import Any
+
+import pytest
+
+from polyreme_trainer.launch.stage_progress import line_of
+from polyreme_trainer.learner import loading
+from polyreme_trainer.learner.loading import REPORT_SECONDS, LoadingPace, reports_to
 
 
 def test_a_long_load_is_reported_until_it_is_over() -> None:
@@ -15,3 +21,15 @@ def test_a_long_load_is_reported_until_it_is_over() -> None:
 def test_a_short_load_is_not_reported() -> None:
     pace = LoadingPace(began=100.0, reported=100.0)
     assert pace.at(0.5, 101.0) is None and pace.at(1.0, 102.0) is None
+
+
+def test_each_role_has_a_pace_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "REPORT_SECONDS", 0.0)
+    records = list[dict[str, Any]]()
+    loads = reports_to(records.append)
+    for role in ("model", "reference"):
+        loaded = loads(role)
+        assert loaded is not None
+        loaded(0.5)
+    assert [(record["role"], record["fraction"]) for record in records] == [("model", 0.5), ("reference", 0.5)]
+    assert line_of(records[0]).startswith("learner loads the model: 50%, remaining about 0:0")

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all."""
+"""Directories appear complete or not at all."""
 
 from pathlib import Path
 

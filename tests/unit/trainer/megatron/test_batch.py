@@ -1,4 +1,4 @@
-"""The planner keeps every sequence, the budget and the weights of tokens, whatever the lengths and the layout."""
+"""The planner keeps every sequence, the budget and the weights of tokens for any lengths and layout."""
 
 import itertools
 from dataclasses import replace
@@ -15,7 +15,6 @@ from polyreme_trainer.megatron.batch import (
     IGNORE,
     Cost,
     Sequences,
-    collect,
     cost_of,
     pack,
     plan_micro_batches,
@@ -26,6 +25,7 @@ from polyreme_trainer.megatron.batch import (
 )
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.samples import collect
 from support.published import CONFIGS
 
 lengths_of = st.lists(st.integers(2, 60), min_size=0, max_size=40).map(lambda x: np.array(x, dtype=np.int64))
@@ -64,22 +64,24 @@ def test_the_shares_of_the_ranks_are_a_balanced_partition(lengths: np.ndarray, r
     assert max(totals) - min(totals) <= (lengths.max() if len(lengths) else 0)
 
 
-@given(lengths_of, st.integers(1, 5), st.integers(1, 400), st.builds(Cost, st.floats(0, 1)))
+@given(lengths_of, st.integers(1, 5), st.integers(1, 400), st.builds(Cost, st.floats(0, 1)), st.integers(1, 4))
 def test_every_rank_runs_as_many_micro_batches_and_every_sequence_once(
-    lengths: np.ndarray, ranks: int, budget: int, cost: Cost
+    lengths: np.ndarray, ranks: int, budget: int, cost: Cost, group: int
 ) -> None:
     indices = np.arange(len(lengths))[::-1]
-    plans = plan_ranks(lengths, cost.of(lengths), indices, ranks, budget)
+    plans = plan_ranks(lengths, cost.of(lengths), indices, ranks, budget, group)
     assert len(plans) == ranks
-    assert len({len(plan) for plan in plans}) == 1
+    (count,) = {len(plan) for plan in plans}
+    assert count % group == 0
+    assert count < group + max(map(len, plan_ranks(lengths, cost.of(lengths), indices, ranks, budget)))
     parts = [part for plan in plans for part in plan]
     assert sorted(itertools.chain.from_iterable(part.tolist() for part in parts)) == sorted(indices.tolist())
     for part in parts:
         assert len(part) <= 1 or lengths[part].sum() <= budget
     for mine, plan in zip(share(cost.of(lengths), indices, ranks), plans, strict=True):
         assert sorted(mine.tolist()) == sorted(itertools.chain.from_iterable(part.tolist() for part in plan))
-        assert len(mine) < len(plan) or all(len(part) for part in plan)  # empty only where there are too few sequences
-    again = plan_ranks(lengths.copy(), cost.of(lengths), indices.copy(), ranks, budget)
+        assert len(mine) < len(plan) or all(len(part) for part in plan)  # empty only if there are too few sequences
+    again = plan_ranks(lengths.copy(), cost.of(lengths), indices.copy(), ranks, budget, group)
     assert all((a == b).all() for ours, theirs in zip(plans, again, strict=True) for a, b in zip(ours, theirs, strict=True))
 
 

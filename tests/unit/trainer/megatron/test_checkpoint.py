@@ -1,16 +1,31 @@
-"""Which checkpoints are kept, on files alone."""
+"""The kept checkpoints, and the completeness of one, tested on files only."""
 
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
 
+from polyreme.cli import checkpoint_manifest
 from polyreme.cli.checkpoint_manifest import write_manifest
-from polyreme_trainer.megatron.checkpoint import Checkpoint, count, find, newest, prune
+from polyreme.errors import ConfigError, UnavailableError
+from polyreme_trainer.megatron.atomic import staging
+from polyreme_trainer.megatron.checkpoint import (
+    Checkpoint,
+    RankContents,
+    complete,
+    count,
+    find,
+    iteration_path,
+    newest,
+    prune,
+    write,
+)
 
 
 def saved(root: Path, *iterations: int) -> None:
-    """Checkpoints as `save` leaves them, of one small file."""
+    """Writes checkpoints like `save`, with one small file each."""
     for iteration in iterations:
         folder = root / f"iteration-{iteration:06d}"
         folder.mkdir(parents=True)
@@ -47,7 +62,7 @@ def test_damaged_ones_that_a_resume_has_passed_over_take_nobodys_place(tmp_path:
 
 
 def test_what_is_not_damaged_is_not_removed_by_a_save_of_before_it(tmp_path: Path) -> None:
-    """As by a learner that was taken over and does not know it yet."""
+    """The save is by a replaced learner that does not know it yet."""
     saved(tmp_path, 150, 160, 170)
     prune(tmp_path, 160, 1)
     assert iterations(tmp_path) == [160, 170]
@@ -79,6 +94,19 @@ def test_a_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, content
     assert count(tmp_path) == 0
 
 
+def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not count as damage, since a resume would silently use an older checkpoint, and a save would remove the newer one."""
+    saved(tmp_path, 140)
+    with monkeypatch.context() as other:
+        other.setattr(checkpoint_manifest, "_FORMAT", 4)
+        saved(tmp_path, 150)
+    for use in (lambda: newest(tmp_path), lambda: prune(tmp_path, 160, 1)):
+        with pytest.raises(ConfigError) as refused:
+            use()
+        assert "format 4" in refused.value.found
+    assert count(tmp_path) == 2
+
+
 @pytest.mark.parametrize("unreadable", [False, True])
 def test_a_file_that_is_missing_or_unreadable_is_damage(tmp_path: Path, unreadable: bool) -> None:
     saved(tmp_path, 140, 150)
@@ -89,3 +117,37 @@ def test_a_file_that_is_missing_or_unreadable_is_damage(tmp_path: Path, unreadab
     found = newest(tmp_path)
     assert isinstance(found, Checkpoint)
     assert (found.iteration, found.facts) == (140, {"term": 140})
+
+
+def contents(rank: int, ranks: int) -> RankContents:
+    return RankContents({f"state-{rank}.pt": {"actor": torch.full((4,), float(rank))}}, {"tensor": ranks}, rank, ranks)
+
+
+def test_a_checkpoint_appears_when_the_last_rank_has_written(tmp_path: Path) -> None:
+    """In any order of the ranks."""
+    path = iteration_path(tmp_path, 7)
+    staging(path).mkdir()
+    first, second = (contents(rank, 2) for rank in range(2))
+    write(path, first)
+    completing = threading.Thread(target=complete, args=(path, first, {"term": 3}, 60.0))
+    completing.start()
+    assert newest(tmp_path) is None and not path.exists()
+    write(path, second)
+    completing.join(60.0)
+    found = newest(tmp_path)
+    assert found is not None
+    assert (found.iteration, found.facts, found.layout) == (7, {"term": 3}, {"tensor": 2})
+    assert sorted(file.name for file in path.iterdir()) == ["checkpoint.json", "state-0.pt", "state-1.pt"]
+    assert list(found.files) == ["state-0.pt", "state-1.pt"]
+
+
+def test_a_rank_that_does_not_write_is_named_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, 6)
+    path = iteration_path(tmp_path, 7)
+    staging(path).mkdir()
+    write(path, contents(0, 2))
+    with pytest.raises(UnavailableError) as error:
+        complete(path, contents(0, 2), {}, 0.0)
+    assert "rank 1" in error.value.expected
+    found = newest(tmp_path)
+    assert found is not None and found.iteration == 6

@@ -1,4 +1,4 @@
-"""Comparisons pass what agrees and fail what does not."""
+"""Comparisons pass equal results and fail different ones."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
 
 
 def greedy(model: torch.nn.Module, prompt: list[int], length: int = 6) -> Answer:
-    """What the model itself says, token by token, with its log-probabilities."""
+    """The model's greedy answer, token by token, with its log-probabilities."""
     ids, logprobs = list(prompt), []
     for _ in range(length):
         distribution = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
@@ -49,7 +49,7 @@ def test_greedy_gate_sees_one_wrong_token(model: torch.nn.Module) -> None:
 
 
 def test_greedy_gate_keeps_no_logits_but_those_of_an_answer(model: torch.nn.Module) -> None:
-    """Of a real vocabulary they are a megabyte a token."""
+    """With a real vocabulary they take a megabyte per token."""
     sizes: list[int] = []
     hook = model.get_submodule("lm_head").register_forward_hook(
         lambda _, __, logits: sizes.append(logits.numel() // logits.shape[-1])

@@ -1,4 +1,4 @@
-"""Followers of the actor, on made-up weights. tests/integration/test_learner.py has them in an engine, over a resume."""
+"""Followers of the actor, on synthetic weights. tests/integration/test_learner.py tests them in an engine, over a resume."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from polyreme_trainer.megatron.followers import Followers, move_average
 
 
 class Weights:
-    """A model as far as a follower needs one: two parameters."""
+    """A minimal model for a follower, with two parameters."""
 
     def __init__(self, dtype: str, value: float = 0.0) -> None:
         self.dtype = dtype
@@ -20,6 +20,9 @@ class Weights:
         return self._params
 
     weights = state_dict  # no adapters are added
+
+    def use(self, *others: "Weights") -> None:
+        """They have no device to leave."""
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name, param in self._params.items():

@@ -30,7 +30,7 @@ def check(path: Path) -> None:
 def test_good_files_are_read_from_one_file_or_several(tmp_path: Path) -> None:
     save(tmp_path)
     check(tmp_path)
-    save(tmp_path, c=TENSORS["a"])  # an alias may be stored too
+    save(tmp_path, c=TENSORS["a"])  # an alias may also be stored
     check(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     for name, tensor in TENSORS.items():

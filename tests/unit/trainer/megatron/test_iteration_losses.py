@@ -11,21 +11,24 @@ from polyreme.config.presets import resolve
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import IGNORE, collect, supervised
+from polyreme_trainer.megatron.batch import IGNORE, supervised
+from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.iteration_losses import Losses
 from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.shard import DataShard
 
 ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=8)
 
 
 class Table(torch.nn.Module):
-    """Every token id has a log-probability of its own, in float64. It is its own optimizer, which keeps the weights."""
+    """A model with one float64 log-probability per token id. It is its own optimizer, which does not change the weights."""
 
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
     alignment = 1
     routing = None
+    rank = Rank()
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +39,7 @@ class Table(torch.nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
     def set_lr(self, lr: float) -> None: ...
+    def use(self) -> None: ...
 
     def step(self) -> float:
         return 0.0
@@ -69,7 +73,7 @@ def gradient_of_mixed_step(shards: list[DataShard]) -> torch.Tensor:
     "shards", [[(0, 1, 7)], [(0, 1, 14)], [(0, 2, 64), (1, 2, 64)], [(rank, 6, 8) for rank in range(6)]], ids=str
 )
 def test_mixed_rows_have_one_gradient_over_micro_batches_and_data_ranks(shards: list[tuple[int, int, int]]) -> None:
-    """Also where a rank has no sequence at all."""
+    """This holds even if a rank has no sequence."""
     cpu = torch.device("cpu")
     expected = gradient_of_mixed_step([DataShard(cpu, 4096)])
     found = gradient_of_mixed_step([DataShard(cpu, tokens, rank, ranks) for rank, ranks, tokens in shards])

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of one rank's output layer against torch's distributions: values, gradients, and the memory they take."""
+"""Log-probabilities and entropies of one rank's output layer compared with torch's distributions: values, gradients, and memory."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def random_layer(tokens: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def objective(results: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
-    """A sum in which every token has a weight of its own."""
+    """A sum in which every token has a different weight."""
     weights = torch.linspace(-1, 1, len(results[0])), torch.linspace(2, 1, len(results[0]))
     return torch.stack([(part * weight).sum() for part, weight in zip(results, weights, strict=False)]).sum()
 
@@ -33,7 +33,7 @@ def objective(results: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
 def test_values_and_gradients_are_those_of_torch(
     limit: int, valid: int, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one block, from three of which the last one has padding, and from one that leaves out columns of padding alone."""
+    """Tested with one block, with three blocks of which the last one has padding, and with one block that omits only padding."""
     monkeypatch.setattr(logprobs, "BLOCK_LOGITS", limit)
     layer = random_layer(7, 48)
     targets = torch.tensor([0, 4, 36, 15, 16, 31, 32]) % valid
@@ -84,7 +84,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_the_logits_never_exist_together(with_entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward: no tensor is larger than a block, or than the layer's own weight."""
+    """In forward and backward passes, no tensor is larger than a block or the layer's weight."""
     monkeypatch.setattr(logprobs, "BLOCK_LOGITS", 64 * 32)
     layer = random_layer(64, 320)
     with Largest() as largest:

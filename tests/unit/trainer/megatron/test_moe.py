@@ -1,4 +1,4 @@
-"""What megatron-core is asked for in a layer with experts: no loss of its own, no dropped token, sequence parallelism over tensor ranks."""
+"""The options of megatron-core for layers with experts: no own loss, no dropped tokens, sequence parallelism over tensor ranks."""
 
 import torch
 

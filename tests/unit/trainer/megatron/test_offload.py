@@ -4,7 +4,7 @@ from polyreme_trainer.megatron.offload import Offload
 
 
 def test_views_survive_and_what_was_dropped_is_zero() -> None:
-    """A flat buffer of weights with two parameters in it, as the distributed optimizer has it, and one of gradients."""
+    """The test has a flat buffer of weights with two parameters, as in the distributed optimizer, and one of gradients."""
     buffer, gradients, alone = torch.arange(12.0), torch.ones(12), torch.arange(3, dtype=torch.bfloat16)
     first, second = torch.nn.Parameter(buffer[:8].view(2, 4)), buffer[8:]
     grad = gradients[8:]

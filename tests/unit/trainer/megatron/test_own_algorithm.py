@@ -1,4 +1,4 @@
-"""A user's functions are tried on a synthetic batch, and what they give back wrongly is named."""
+"""A user's functions are tried on a synthetic batch, and errors name their wrong results."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,7 @@
-"""Attention over packed sequences is that over each sequence alone, however they are cut into blocks."""
+"""Attention over packed sequences equals attention over each single sequence, for any division into blocks."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyreme_trainer.megatron.accelerator import flash
-from polyreme_trainer.megatron.attention import causal_attention, in_blocks
-from polyreme_trainer.megatron.packing import CALL_FLOPS, PackedIds, Packing, cut_blocks, packing, plan_blocks
+from polyreme_trainer.megatron.attention import causal_attention, in_blocks, in_halves
+from polyreme_trainer.megatron.attention_blocks import CALL_FLOPS, plan_blocks
+from polyreme_trainer.megatron.context_cut import cut_sequences
+from polyreme_trainer.megatron.packing import PackedIds, Packing, cut_blocks, packing
 
 lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 CPU = torch.device("cpu")
@@ -28,7 +31,7 @@ def test_blocks_have_every_token_once(lengths: list[int], features: int) -> None
     counts = np.array(lengths)
     plan = plan_blocks(counts, features)
     assert sorted(itertools.chain.from_iterable(part.tolist() for part in plan)) == list(range(len(lengths)))
-    blocks = cut_blocks(counts, features, CPU)
+    blocks = cut_blocks(counts, plan, CPU)
     assert [rows * width for rows, width in blocks.shapes] == [len(part) * counts[part].max() for part in plan]
     tokens = torch.arange(sum(lengths))
     positions = tokens if blocks.gather is None else blocks.gather
@@ -52,7 +55,8 @@ def test_no_other_cut_of_the_sorted_sequences_costs_less(values: list[int], feat
 
 
 def test_sequences_of_one_length_are_one_block_that_is_not_copied() -> None:
-    blocks = cut_blocks(np.full(5, 7), 64, CPU)
+    lengths = np.full(5, 7)
+    blocks = cut_blocks(lengths, plan_blocks(lengths, 64), CPU)
     assert (blocks.shapes, blocks.gather) == (((5, 7),), None)
 
 
@@ -66,6 +70,31 @@ def test_attention_and_gradients_are_those_of_each_sequence_alone(lengths: list[
     weight = torch.randn(*shapes[0], generator=generator, dtype=torch.float64)
     query, key, value = inputs
     found = in_blocks(query, key, value, packed(lengths, features), 0.7, window)
+    expected = alone(inputs, lengths, window)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    gradients = (torch.autograd.grad((each * weight).sum(), inputs) for each in (found, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("features", [4, 10**9], ids=["one block", "many blocks"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("lengths", "ranks"), [([5, 9, 1, 5, 2], 2), ([12, 6, 12], 3), ([8], 2), ([1, 1], 2)])
+def test_context_ranks_together_compute_each_sequence_alone(
+    lengths: list[int], ranks: int, window: int | None, features: int
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(sum(lengths), heads, 4) for heads in (4, 2, 2)]
+    inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    weight = torch.randn(*shapes[0], generator=generator, dtype=torch.float64)
+    ids, query = PackedIds(torch.zeros(sum(lengths), dtype=torch.int64), tuple(lengths)), inputs[0]
+    cuts = [cut_sequences(ids.lengths, rank, ranks, CPU) for rank in range(ranks)]
+    key, value = (torch.cat([each.index_select(0, cut.tokens) for cut in cuts]) for each in inputs[1:])
+    found = torch.zeros_like(query)
+    for cut in cuts:
+        made = packing(ids, features, torch.zeros(max(lengths), 2), None, torch.float64, cut)
+        attend = partial(in_blocks, scale=0.7, window=window)
+        found = found.index_copy(0, cut.tokens, in_halves(attend, query.index_select(0, cut.tokens), key, value, made))
     expected = alone(inputs, lengths, window)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     gradients = (torch.autograd.grad((each * weight).sum(), inputs) for each in (found, expected))
@@ -101,6 +130,10 @@ def test_positions_start_again_with_each_sequence() -> None:
     torch.testing.assert_close(made.full[1].flatten(), torch.tensor([0, 0.1, 0.2, 0, 0, 0.1]).sin())
     torch.testing.assert_close(made.sliding[0].flatten(), torch.tensor([0, 0.2, 0.4, 0, 0, 0.2]).cos())
     assert (made.cu_seqlens_q.tolist(), made.max_seqlen_q, made.ends) == ([0, 3, 4, 6], 3, [3, 4, 6])
+    cut = cut_sequences((3, 1, 2), 1, 2, CPU)
+    tokens, part = cut.tokens.tolist(), packing(ids, 4, angles, None, torch.float32, cut)
+    assert part.full[0].flatten().tolist() == made.full[0].flatten()[tokens].tolist()
+    assert part.halves[0].key_ends[-1] == len(cut.halves[0].keys)
 
 
 def test_alignment_adds_a_sequence_at_the_end() -> None:
@@ -111,10 +144,13 @@ def test_alignment_adds_a_sequence_at_the_end() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_torch_takes_the_call_of_its_flash_attention(window: int | None) -> None:
-    """Its kernel needs CUDA; its shapes do not. Float32 and heads that it does not take run in blocks."""
+    """The kernel needs CUDA, but the check of its shapes does not. Float32 and unsupported heads run in blocks."""
     with FakeTensorMode():
         query, key, value = (torch.empty(9, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
         assert flash(query, key, value, packed([4, 5], dtype=torch.bfloat16), 0.7, window).shape == query.shape
+        few = packed([4, 5], dtype=torch.bfloat16)
+        few.cu_seqlens_q, few.max_seqlen_q = few.cu_seqlens_q // 2, 2  # 2 queries of each
+        assert flash(query[:4], key, value, few, 0.7, window).shape == (4, 4, 16)
     for width, dtype in ((4, torch.float32), (12, torch.bfloat16), (264, torch.bfloat16)):
         query, key, value = (torch.randn(9, heads, width, dtype=dtype) for heads in (4, 2, 2))
         made = packed([4, 5], dtype=dtype)

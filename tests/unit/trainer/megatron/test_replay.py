@@ -1,4 +1,4 @@
-"""Reported routes: one byte per expert or two, and what no router can have chosen is refused."""
+"""Reported routes have one or two bytes per expert, and impossible routes are refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,12 +9,13 @@ import pytest
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
 from polyreme.experience.records import GroupRecord, SampleRecord, decode_group, encode_group
-from polyreme_trainer.megatron.batch import Sequences, collect, pack
+from polyreme_trainer.megatron.batch import Sequences, pack
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.replay import decode_routes, mismatch
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.observe.registry import REPLAY
 from support.configs import MIXTRAL
 
@@ -68,7 +69,7 @@ def test_what_no_router_of_the_model_chose_is_refused(routes: Any) -> None:
 
 
 class Actor:
-    """A role whose log-probabilities are those of the replica with its experts, and `drift` lower with its own."""
+    """A role whose log-probabilities equal the replica's with the replica's experts, and are `drift` lower with its own."""
 
     def __init__(self, drift: float, replays: bool) -> None:
         self.drift, self.replays = drift, replays
@@ -81,7 +82,7 @@ class Actor:
 
 
 def test_the_mismatch_is_measured_with_the_replicas_experts_and_with_the_learners() -> None:
-    """Over the sampled tokens of the given sequences alone: the others have another mismatch."""
+    """Only the sampled tokens of the given sequences count; the others have a different mismatch."""
     routes = np.tile(np.array([0, 1, 2, 3], np.uint8), (3, 1))
     stale = replace(sample(routes), logprobs=np.full(3, -5.0, np.float32))
     sequences, tokens = collect([GroupRecord(1, 1, np.array([7, 8], np.int32), [sample(routes), stale])])

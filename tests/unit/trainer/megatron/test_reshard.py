@@ -1,8 +1,6 @@
-"""The state of one layout's ranks, cut anew for another layout, with tensors alone."""
+"""The state of one layout's ranks is divided again for another layout, tested with tensors only."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from polyreme_trainer.megatron.families import find_family
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.rope import Rope
 from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, is_expert, param_shapes, rank_slices
-from polyreme_trainer.megatron.reshard import RankMesh, RankState, SavedShard, reshard
+from polyreme_trainer.megatron.reshard import RankMesh, RankState, SavedShard, ShardFiles, reshard
 
 TIED = Architecture(
     family=find_family("qwen2"),
@@ -30,13 +28,14 @@ TIED = Architecture(
 )
 EXPERTS = replace(TIED, family=find_family("qwen2_moe"), layers=2, experts=4, expert_ffn=4, shared_ffn=6, top_k=2)
 EXPERT_LAYOUTS = [RankMesh(1, 1, 1), RankMesh(1, 1, 2, 2), RankMesh(1, 1, 4, 2), RankMesh(2, 2, 3), RankMesh(2, 2, 4, 4)]
+EXPERT_LAYOUTS += [
+    RankMesh(2, 1, 1, expert_tensor=1),
+    RankMesh(2, 1, 2, 2, expert_tensor=1),
+    RankMesh(1, 2, 4, 2, expert_tensor=2),
+]
 UNTIED, CRITIC = replace(TIED, head="untied"), replace(TIED, head="value")
-LAYOUTS = [RankMesh(1, 1, 1), RankMesh(2, 1, 1), RankMesh(1, 1, 2), RankMesh(1, 2, 1), RankMesh(2, 2, 3)]
-
-
-def ranks(layout: RankMesh) -> Iterator[Rank]:
-    for expert, pipeline, tensor in product(range(layout.expert), range(layout.pipeline), range(layout.tensor)):
-        yield Rank(tensor, layout.tensor, pipeline, layout.pipeline, expert, layout.expert)
+VIRTUAL = RankMesh(1, 2, 1, virtual_pipeline=2)
+LAYOUTS = [RankMesh(1, 1, 1), RankMesh(2, 1, 1), RankMesh(1, 1, 2), RankMesh(1, 2, 1), VIRTUAL, RankMesh(2, 2, 3)]
 
 
 def whole_model(arch: Architecture) -> dict[str, Tensor]:
@@ -59,21 +58,21 @@ def params(arch: Architecture, rank: Rank) -> dict[str, Tensor]:
 
 
 def saved(arch: Architecture, layout: RankMesh) -> dict[int, RankState]:
-    """The state of every rank by number: data ranks with the same parameters have equally many elements, wherever a parameter begins."""
+    """The state of every rank by number: ranks with the same parameters have equally many elements, wherever a parameter begins."""
     states: dict[int, RankState] = {}
-    for rank in ranks(layout):
+    each = layout.tensor * layout.data
+    for number in range(layout.ranks):
+        rank, place = replace(layout.shards[0], pp_rank=number // each).at(number % each), number % each
         shard = params(arch, rank)
-        same = layout.data // layout.expert
-        for number in range(same):
-            data = number * layout.expert + rank.ep_rank
-            experts = divide({name: param for name, param in shard.items() if is_expert(name)}, number, same)
-            others = divide({name: param for name, param in shard.items() if not is_expert(name)}, data, layout.data)
-            states[layout.number(rank, data)] = {"moment": experts | others}
+        same = each // rank.expert_places
+        experts = divide({name: param for name, param in shard.items() if is_expert(name)}, place // rank.expert_places, same)
+        others = divide({name: param for name, param in shard.items() if not is_expert(name)}, place // rank.tp, layout.data)
+        states[number] = {"moment": experts | others}
     return states
 
 
 def divide(shard: dict[str, Tensor], number: int, parts: int) -> dict[str, tuple[int, Tensor]]:
-    """One of equally many elements of the parameters, one after the other."""
+    """One of `parts` shares with equal numbers of consecutive elements of the parameters."""
     total = sum(param.numel() for param in shard.values())
     low, high = total * number // parts, total * (number + 1) // parts
     state, at = {}, 0
@@ -104,8 +103,8 @@ def test_experts_pass_from_layout_to_layout(before: RankMesh, after: RankMesh) -
 
 def check_resharded(arch: Architecture, before: RankMesh, after: RankMesh, states: dict[int, RankState]) -> None:
     """The ranks of `after` find their parameters in the states of those of `before`."""
-    for here in ranks(after):
-        shards = [SavedShard(arch, rank, [states[number] for number in numbers]) for rank, numbers in before.files(here)]
+    for here in after.shards:
+        shards = [SavedShard(arch, files, states) for files in before.files(here)]
         expected = params(arch, here)
         found = reshard(arch, "moment", expected, here, shards)
         assert found.keys() == expected.keys()
@@ -113,25 +112,29 @@ def check_resharded(arch: Architecture, before: RankMesh, after: RankMesh, state
 
 
 def test_only_the_parameters_that_are_asked_for_are_read() -> None:
-    """As by a data rank that updates a few, or by a model whose other parameters are frozen."""
+    """A data rank may update only some parameters, and a model may have frozen ones."""
     layout, here = RankMesh(2, 1, 1), Rank()
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    states = [{"moment": {name: state["moment"][name]}} for _, state in sorted(saved(TIED, layout).items())]
-    shards = [SavedShard(TIED, rank, [states[number] for number in numbers]) for rank, numbers in layout.files(here)]
+    states = {number: {"moment": {name: state["moment"][name]}} for number, state in saved(TIED, layout).items()}
+    shards = [SavedShard(TIED, files, states) for files in layout.files(here)]
     found = reshard(TIED, "moment", [name], here, shards)
     assert found.keys() == {name}
     assert torch.equal(found[name], params(TIED, here)[name])
 
 
 def test_ranks_of_the_same_shards_read_no_others() -> None:
-    assert RankMesh(2, 1, 2).files(Rank(1, 2)) == [(Rank(1, 2), [1, 3])]
-    assert [rank for rank, _ in RankMesh(2, 1, 2).files(Rank())] == [Rank(0, 2), Rank(1, 2)]
-    assert RankMesh(1, 1, 4, 2).files(Rank(ep_rank=1, ep=2)) == [(Rank(ep_rank=1, ep=2), [0, 1, 2, 3])]
+    assert RankMesh(2, 1, 2).files(Rank(1, 2)) == [ShardFiles(Rank(1, 2), [1, 3], [1, 3])]
+    assert [files.rank for files in RankMesh(2, 1, 2).files(Rank())] == [Rank(0, 2), Rank(1, 2)]
+    assert len(RankMesh(1, 2, 1).files(Rank(pp=2, vpp=2))) == 2
+    second = Rank(ep_rank=1, ep=2)
+    assert RankMesh(1, 1, 4, 2).files(second) == [ShardFiles(second, [0, 1, 2, 3], [1, 3])]
+    whole = Rank(1, 2, etp=1)  # tensor ranks that have the same experts, whole
+    assert RankMesh(2, 1, 2, expert_tensor=1).files(whole) == [ShardFiles(whole, [1, 3], [0, 1, 2, 3])]
 
 
 def test_data_ranks_that_do_not_fill_a_parameter_are_an_error() -> None:
     states = saved(TIED, RankMesh(1, 1, 2))
-    shard = SavedShard(TIED, Rank(), [states[0], {"moment": {}}])
+    shard = SavedShard(TIED, ShardFiles(Rank(), [0, 1], [0, 1]), {0: states[0], 1: {"moment": {}}})
     with pytest.raises(RuntimeError, match="shape"):
         for name in params(TIED, Rank()):
             if name in states[0]["moment"]:

@@ -1,4 +1,4 @@
-"""What is resumed from is what was saved: any byte of a checkpoint or of the reference that differs is noticed, and said."""
+"""A resume uses exactly the saved state: any different byte of a checkpoint or of the reference is detected and reported."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from polyreme_trainer.megatron.saves import Saves
 from support.configs import run_config
 
 STRIDE = 7
-"""Every byte of a manifest is flipped by test_checkpoint; of larger files every seventh."""
+"""test_checkpoint flips every byte of a manifest; these tests flip every seventh byte of larger files."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def saves(tmp_path: Path, ranks: Ranks) -> Saves:
-    """Of a run whose iterations 4 and 6 are saved, beside the export of version 0."""
+    """The saves of a run with checkpoints of iterations 4 and 6 and the export of version 0."""
     config = run_config(tmp_path)
     for iteration in (4, 6):
         folder = iteration_path(config.run_dir / "checkpoints", iteration)
@@ -42,11 +42,11 @@ def saves(tmp_path: Path, ranks: Ranks) -> Saves:
     export = config.run_dir / "hf" / "iteration-000000"
     export.mkdir(parents=True)
     (export / "model.safetensors").write_bytes(bytes(range(200)))
-    return Saves(config, {}, ranks)
+    return Saves(config, ranks)
 
 
 def flips(file: Path, stride: int) -> Iterator[int]:
-    """Positions in a file, while the byte there is another one."""
+    """Yields positions in a file whose byte is flipped during the loop's body."""
     whole = file.read_bytes()
     for position in range(0, len(whole), stride):
         file.write_bytes(whole[:position] + bytes([whole[position] ^ 0x40]) + whole[position + 1 :])
@@ -79,17 +79,17 @@ def test_a_reference_with_a_flipped_byte_is_refused(saves: Saves, ranks: Ranks) 
     facts = {"reference": weights_digest(file.parent)}
     assert saves.check_reference(facts) == saves.hf_path(0)
     for _ in flips(file, STRIDE):
-        fresh = Saves(saves._config, {}, ranks)  # a resume reads the file anew
+        fresh = Saves(saves._config, ranks)  # a resume reads the file again
         with pytest.raises(ConfigError, match="iteration-000000"):
             fresh.check_reference(facts)
 
 
 def run_of(folder: Path, ranks: Ranks, **trainer: Any) -> Saves:
-    """Of a PPO run of the weights in `folder`/model."""
+    """The saves of a PPO run with the weights in `folder`/model."""
     config = run_config(folder, algorithm=AlgorithmConfig.model_validate({"preset": "ppo"}))
     config.model.path.mkdir(exist_ok=True)
     (config.model.path / "model.safetensors").write_bytes(b"weights")
-    return Saves(config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)}), {}, ranks)
+    return Saves(config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)}), ranks)
 
 
 def write_checkpoint(saves: Saves, **facts: Any) -> None:
@@ -127,7 +127,7 @@ LORA: dict[str, Any] = {"lora": LoraConfig(rank=2)}
 def test_a_checkpoint_beside_other_frozen_weights_is_refused(
     tmp_path: Path, ranks: Ranks, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    """Before any role is loaded."""
+    """It is refused before any role is loaded."""
     saved, present = (run_of(tmp_path, ranks, **trainer) for trainer in (before, after))
     write_checkpoint(saved, frozen=dict.fromkeys(saved._bases, "digest"), warm_started=False)
     with pytest.raises(ConfigError) as error:

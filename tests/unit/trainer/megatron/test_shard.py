@@ -1,4 +1,4 @@
-"""Sequences that belong together are never apart, and every sequence is run once."""
+"""Sequences that belong together are never separated, and every sequence is run once."""
 
 import numpy as np
 import pytest

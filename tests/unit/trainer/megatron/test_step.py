@@ -1,4 +1,4 @@
-"""The step around the models: what is measured of which policy, and which samples are run."""
+"""The step around the models: the policy behind each metric, and the computed samples."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,9 +12,11 @@ from polyreme.config.presets import resolve
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import IGNORE, Sequences, collect
+from polyreme_trainer.megatron.batch import IGNORE, Sequences
+from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.iteration import Iteration, Trained
 from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.shard import DataShard
 from polyreme_trainer.megatron.step import Models, train_iteration, values_after_end
 
@@ -23,17 +25,19 @@ ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"})
 
 @dataclass
 class Drifting:
-    """A model that gives every token the log-probability -1 until it is stepped, and -2 from then on. It is its own optimizer."""
+    """A model that gives every token the log-probability -1 before its first step, and -2 afterwards. It is its own optimizer."""
 
     steps: int = 0
     rows: list[int] = field(default_factory=list)
-    """Of each forward pass with a gradient."""
+    """The sequences of each forward pass with a gradient."""
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
     alignment = 1
     routing = None
+    rank = Rank()
 
     def zero_grad(self) -> None: ...
     def set_lr(self, lr: float) -> None: ...
+    def use(self) -> None: ...
 
     def step(self) -> float:
         self.steps += 1
@@ -62,7 +66,7 @@ def test_a_truncated_response_goes_on_with_the_value_after_its_last_token() -> N
 
 
 WHOLE = [(1, 0, 4)]
-"""The spans of a sample that version 1 sampled alone: the policy before iteration 2."""
+"""The spans of a sample that only version 1, the policy before iteration 2, sampled."""
 
 
 def trained(
@@ -74,7 +78,7 @@ def trained(
     reference: Role[Any] | None = None,
     trains_actor: bool = True,
 ) -> Trained:
-    """One iteration on groups of made-up samples with these scores."""
+    """Trains one iteration on groups of synthetic samples with these scores."""
     ids, mask = np.arange(4, dtype=np.int32), np.ones(4, np.uint8)
     groups = [
         GroupRecord(number, 1, ids, [SampleRecord(ids, np.full(4, -1.0, np.float32), mask, 1, spans, s) for s in row])
@@ -91,7 +95,7 @@ def trained(
 
 
 def test_an_iteration_without_advantages_measures_the_policy_that_sampled() -> None:
-    """The optimizer's moments move the weights even then."""
+    """Even then, the optimizer's moments move the weights."""
     model = Drifting()
     result = trained(model, [[1.0, 1.0]])
     assert (model.steps, model.rows) == (1, [])
@@ -127,7 +131,7 @@ def test_an_iteration_says_what_it_did_with_each_sample() -> None:
 
 
 def test_the_policy_loss_is_the_mean_of_the_losses_of_the_steps() -> None:
-    """Also with an aggregation whose coefficients do not add up to 1: here a sum over 4 tokens, divided by 8."""
+    """This includes aggregations whose coefficients do not sum to 1: here a sum over 4 tokens, divided by 8."""
     result = trained(Drifting(), [[1.0, 0.0]], steps=2, algorithm=Algorithm(resolve("dr_grpo", {}), longest=8))
     first, second = -0.5 * 4 / 8, 0.5 * 0.8 * 4 / 8  # the ratio is 1, then 1 / e, clipped at 0.8
     assert result.metrics["actor/pg_loss"] == pytest.approx((first + second) / 2)

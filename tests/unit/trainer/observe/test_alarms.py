@@ -1,4 +1,4 @@
-"""Each alarm on the history it is for, on the nearest history it must not disturb, and on what the text says."""
+"""Each alarm is tested on a history that must raise it, on a similar one that must not, and for its text."""
 
 from collections import Counter
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_unchanged_weights() -> None:
     found = check(run_of(1, changed_tensors=0), LIMIT)
     assert list(found) == ["unchanged_weights"]
     assert "lr 0.0001" in found["unchanged_weights"]
-    assert check(run_of(1, changed_tensors=0, trained_samples=0), LIMIT) == {}  # nothing to learn from: no fault
+    assert check(run_of(1, changed_tensors=0, trained_samples=0), LIMIT) == {}  # nothing to learn from, which is not a fault
     assert check(run_of(1, changed_tensors=0, learning_rate=0.0), LIMIT) == {}
 
 
@@ -64,7 +64,7 @@ def test_a_mismatch_above_the_limit() -> None:
 def test_a_mismatch_that_grows_below_the_limit() -> None:
     early, late = run_of(SUSTAINED_FOR), run_of(SUSTAINED_FOR, mismatch_kl=5e-5)
     assert "rose from 1e-08" in check([*early, *late], LIMIT)["growing_mismatch"]
-    assert check([*early, *run_of(SUSTAINED_FOR, mismatch_kl=1e-6)], LIMIT) == {}  # many times larger, and still rounding
+    assert check([*early, *run_of(SUSTAINED_FOR, mismatch_kl=1e-6)], LIMIT) == {}  # many times larger, but still rounding
     assert check([*run_of(SUSTAINED_FOR, mismatch_kl=4e-5), *late], LIMIT) == {}  # it was so from the start
 
 

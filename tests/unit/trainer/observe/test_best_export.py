@@ -24,7 +24,7 @@ def test_the_best_of_equal_versions_is_the_oldest() -> None:
 def test_it_is_the_best_among_the_exports_and_outlives_its_own(tmp_path: Path) -> None:
     best = BestExport(tmp_path)
     best.update({0: 0.1})
-    assert best.version() is None  # there is no export yet
+    assert best.version() is None  # the export does not exist yet
     export(tmp_path, 0)
     first = export(tmp_path, 8)
     best.update({0: 0.1, 4: 0.9, 8: 0.7})  # version 4 was not saved

@@ -1,4 +1,4 @@
-"""The iteration's record and observation, from made-up groups."""
+"""The iteration's record and observation, from synthetic groups."""
 
 import json
 from dataclasses import replace

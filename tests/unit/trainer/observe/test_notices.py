@@ -1,4 +1,4 @@
-"""Which records become notices."""
+"""The records that become notices."""
 
 import json
 from typing import Any

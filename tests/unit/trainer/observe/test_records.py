@@ -1,4 +1,4 @@
-"""The files that records become: each record once, whatever crashes between them."""
+"""The files of records: each record is written once, despite crashes in between."""
 
 import json
 import os
@@ -95,7 +95,7 @@ async def test_a_restart_goes_on_behind_the_last_whole_line(config: RunConfig) -
 
 
 async def test_a_run_differs_from_one_that_failed_in_its_directory_before(config: RunConfig) -> None:
-    """Also where its Redis' clock is behind: its stream is read from the first record."""
+    """The stream is read from the first record, even if the clock of its Redis is behind."""
     evaluation = {"kind": "eval", "version": 2, "samples": 10, "seconds": 1.0}
     with closing(Recorder(config, "run-1", groups_of)) as recorder:
         await recorder.take(
@@ -184,7 +184,7 @@ async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfi
 
 
 async def test_an_iteration_that_is_repeated_after_a_resume_is_on_record_once(config: RunConfig) -> None:
-    """The first record stays: that one was waited for."""
+    """The first record is kept, since only it includes the waits."""
     records = stream(iteration(1), iteration(2), iteration(2, **{"time/iteration": 0.01}), iteration(3))
     for at in range(4):
         with closing(Recorder(config, "run-1", groups_of)) as recorder:
@@ -287,7 +287,7 @@ asyncio.run(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the process's open files in /proc")
-@pytest.mark.parametrize("kind", ["iteration", "notice"])  # whose events, or whose line, are what does not fit
+@pytest.mark.parametrize("kind", ["iteration", "notice"])  # whose events or line do not fit
 def test_a_full_disk_is_reported_each_time_and_all_is_written_once_there_is_room(
     config: RunConfig, tmp_path: Path, kind: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the registry of metrics promises: MindSpeed RL's names are there, and what an iteration writes has a row."""
+"""The registry of metrics has MindSpeed RL's names, and a row for every metric of an iteration."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +15,16 @@ from polyreme.config.run import RunConfig
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import collect, split_steps, supervised
+from polyreme_trainer.megatron.batch import split_steps, supervised
 from polyreme_trainer.megatron.followers import Followers
+from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.shard import DataShard
 from polyreme_trainer.megatron.step import train_iteration
 from polyreme_trainer.observe.metrics import iteration_record
-from polyreme_trainer.observe.registry import BESIDE, DEVICES, METRICS, REPLAY, ROUTING, find
+from polyreme_trainer.observe.registry import BESIDE, DEVICES, METRICS, OFFLOAD, REPLAY, ROUTING, find
 from support.configs import run_config
 
 TIMING = [
@@ -72,7 +74,7 @@ DOCUMENTED = [
 """MindSpeed RL's metrics of a PPO run; `exact` is the verifier's name."""
 
 OF_OTHER_RUNS = ("ptx_loss", "reference/version", "actor/teacher_kl")
-"""Metrics of supervised rows, of a renewed reference and of a teacher, which these runs do not have."""
+"""Metrics of supervised rows, a renewed reference and a teacher, which these runs do not have."""
 NO_METRICS = {"kind", "iteration", "time"}
 
 
@@ -82,6 +84,7 @@ class Lookup(torch.nn.Module):
     arch = SimpleNamespace(active_parameters=8, layers=1, queries=2, sliding=())
     alignment = 1
     routing = None
+    rank = Rank()
     dtype = "float32"
 
     def __init__(self) -> None:
@@ -94,6 +97,9 @@ class Lookup(torch.nn.Module):
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.state_dict()
+
+    def use(self, *others: Any) -> None:
+        """There is no other memory."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.adam.zero_grad()
@@ -181,7 +187,8 @@ def test_every_row_of_an_iteration_is_written_by_one(tmp_path: Path) -> None:
     written: set[str] = set()
     for algorithm in VARIANTS.values():
         written |= ppo_record(run_config(tmp_path), **algorithm).keys()
-    rows = set(METRICS) - set(BESIDE) - set(DEVICES) - set(ROUTING) - set(REPLAY) - {find(name) for name in OF_OTHER_RUNS}
+    conditional = (*BESIDE, *DEVICES, *OFFLOAD, *ROUTING, *REPLAY)
+    rows = set(METRICS) - set(conditional) - {find(name) for name in OF_OTHER_RUNS}
     assert [row.name for row in rows if not any(row.matches(name) for name in written)] == []
 
 

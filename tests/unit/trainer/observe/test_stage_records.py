@@ -1,4 +1,4 @@
-"""A stage's records: written once, whatever is repeated, and what TensorBoard shows of them."""
+"""A stage's records are written once, despite repetitions, and shown in TensorBoard."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def tear(path: Path) -> None:
-    """Adds a line that the end of the process has cut."""
+    """Appends a line that was cut off by the end of the process."""
     path.write_text(path.read_text() + '{"run": "run", "kind": "st')
 
 

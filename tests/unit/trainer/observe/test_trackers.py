@@ -1,4 +1,4 @@
-"""How metrics.jsonl becomes points, and how a tracker's place in it is kept."""
+"""The points made of metrics.jsonl, and the cursor of a tracker in it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Metrics of several answers to each prompt, against their definitions."""
+"""Metrics of several answers to each prompt, compared with their definitions."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def test_one_answer_has_no_further_metrics() -> None:
 def test_the_majority_votes_by_the_answer_in_the_response() -> None:
     texts = ["I think #4", "because #5", "so it is #4", "no answer"]
     assert majority([1.0, 0.0, 1.0, 0.0], texts, r"#(\d)") == 1.0
-    assert majority([0.0, 1.0], ["#1", "#2"], r"#(\d)") == 0.0  # a tie: the first
+    assert majority([0.0, 1.0], ["#1", "#2"], r"#(\d)") == 0.0  # a tie: the first one counts
     assert majority([0.25, 0.75], ["none", "nothing"], r"#(\d)") == 0.5
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation's mean is called, and how far it is."""
+"""The name of an evaluation's mean, and its progress."""
 
 from pathlib import Path
 from typing import Any

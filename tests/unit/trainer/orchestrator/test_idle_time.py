@@ -1,4 +1,4 @@
-"""IdleTime against a plain account of who had a call when."""
+"""IdleTime compared with a plain account of all calls."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ steps = st.lists(
 
 @given(steps)
 def test_idleness_against_a_model(script: list[tuple[str, str, int]]) -> None:
-    """The model looks at every single second."""
+    """The model counts every single second."""
     idle_time, now, since = IdleTime(0.0), 0, 0
     calls: dict[str, int] = {}
     seconds: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""What an orchestrator leaves in the log of groups under way, and how its successor goes on from it."""
+"""The partial rollouts that an orchestrator saves in the log, and from which its successor continues."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(PartialRolloutError):
             join_parts([part], prompt, blank)
     with pytest.raises(PartialRolloutError):
-        join_parts([part, part], PROMPT, rollouts())  # its spans begin at nought again
+        join_parts([part, part], PROMPT, rollouts())  # its spans start at 0 again
 
 
 def test_a_takeover_credits_a_finished_sample_to_no_further_replica() -> None:

@@ -1,4 +1,4 @@
-"""Samples put together from streams: what the contract rules out is refused, and spans cover every token once."""
+"""Samples assembled from streams: contract violations are refused, and spans cover every token once."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -94,7 +94,7 @@ def test_routes_stay_with_their_tokens_through_cuts_snapshots_and_other_replicas
 
 @pytest.mark.parametrize("each", [0, 2, 4])
 def test_replicas_that_report_other_routes_are_refused(each: int) -> None:
-    """A sample is routed by one model, and wholly or not at all."""
+    """All tokens of a sample have routes of one model, or none has routes."""
     rollouts = PartialRollouts(1, 64, [1])
     rollouts.start_call()
     rollouts.add(routed([5, 6, 7], 3))

@@ -1,4 +1,4 @@
-"""The order of prompts and the seeds: permutations, stable for ever."""
+"""The order of prompts and the seeds: permutations that never change."""
 
 from itertools import accumulate
 
@@ -21,7 +21,7 @@ def test_passes_and_seeds_differ() -> None:
 
 
 def test_positions_are_spread() -> None:
-    """Row 0 lands anywhere with equal chance: mean position of 400 passes within 4 standard errors of the middle."""
+    """Row 0 is uniformly distributed: its mean position over 400 passes is within 4 standard errors of the middle."""
     positions = [pass_order(7, number, 101).tolist().index(0) for number in range(400)]
     assert abs(sum(positions) / 400 - 50) < 4 * 29.2 / 20
 

@@ -1,4 +1,4 @@
-"""Which versions are evaluated."""
+"""The versions that are evaluated."""
 
 from polyreme_trainer.orchestrator.schedule import pending
 

@@ -1,4 +1,4 @@
-"""What judgements are made of."""
+"""Judgements are composed of scores and teacher log-probabilities."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class Rewards:
 
 
 class Teacher:
-    """Gives each token the log-probability -id; a token of id 9 is refused."""
+    """A teacher that gives each token the log-probability -id and refuses tokens with id 9."""
 
     async def logprobs(self, prompt_ids: list[int], response_ids: list[int]) -> np.ndarray:
         assert prompt_ids == [1, 2]

@@ -1,4 +1,4 @@
-"""When scoring as a whole counts as down."""
+"""The conditions under which scoring as a whole counts as down."""
 
 from polyreme_trainer.orchestrator.scoring_health import Health
 

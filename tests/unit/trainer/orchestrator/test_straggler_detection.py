@@ -1,4 +1,4 @@
-"""Which replicas are left behind: by arithmetic, and in a run with a silent and with a slow one."""
+"""The detection of stragglers: arithmetic, and runs with a silent and a slow replica."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from polyreme_trainer.orchestrator.straggler_detection import Pace, stragglers
 
 
 class Clock:
-    """Replicas that bring `rate` tokens per second and sample, in chunks of 16; a rate of 0 brings nothing."""
+    """Replicas that send `rate` tokens per second and sample, in chunks of 16. At a rate of 0 they send nothing."""
 
     def __init__(self, *rates: float, sequences: int = 4) -> None:
         self.now, self.rates = 1000.0, list(rates)
@@ -17,7 +17,7 @@ class Clock:
             one.change(sequences, self.now)
 
     def run(self, seconds: float) -> dict[str, str]:
-        """What was found in the meantime."""
+        """Runs for `seconds` and returns the findings."""
         found: dict[str, str] = {}
         for _ in range(round(seconds / 0.5)):
             self.now += 0.5

@@ -1,4 +1,4 @@
-"""What a teacher is asked, and which replies are log-probabilities."""
+"""Requests to a teacher, and valid replies with log-probabilities."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def test_ids_are_sent_and_one_token_is_generated() -> None:
 
 @given(st.lists(st.floats(-100, 0, width=32), min_size=2, max_size=2))
 def test_every_token_but_the_first_has_its_number(numbers: list[float]) -> None:
-    others = row(9, -0.1)  # vLLM adds likelier ids where it is asked for more
+    others = row(9, -0.1)  # vLLM adds more likely ids if more are requested
     replies: list[tuple[TeacherProtocol, Any]] = [
         ("prompt_logprobs", vllm({**others, **row(6, numbers[0], "a")}, row(5, numbers[1], "b"))),
         ("echo", echo([None, *numbers], ["", "a", "b"])),

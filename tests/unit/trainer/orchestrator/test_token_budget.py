@@ -21,13 +21,13 @@ def samples(*spans: Spans) -> list[PartialRollout]:
 @pytest.mark.parametrize(
     ("spans", "version", "tokens", "min_version"),
     [
-        ([[], []], 3, {0: 32, 1: 32}, 0),  # any version may begin a sample
+        ([[], []], 3, {0: 32, 1: 32}, 0),  # any version may start a sample
         ([[(3, 0, 32)], [(3, 0, 40)]], 3, {}, 0),  # both wait
         ([[(3, 0, 32)], [(3, 0, 10)]], 3, {1: 22}, 3),  # one waits
         ([[(3, 0, 32)], [(3, 0, 10)]], 4, {0: 32, 1: 32}, 4),  # a newer version has a new budget for all
         ([[(2, 0, 32), (3, 32, 40)]], 3, {0: 24}, 3),
         ([[(4, 0, 32)]], 3, {}, 0),  # a resumed learner trains up to version 4 again
-        ([[(4, 0, 6), (3, 6, 9)]], 5, {0: 26}, 4),  # a slower replica went on with it
+        ([[(4, 0, 6), (3, 6, 9)]], 5, {0: 26}, 4),  # a slower replica continued it
     ],
 )
 def test_what_the_next_call_may_add(spans: list[Spans], version: int, tokens: dict[int, int], min_version: int) -> None:
@@ -56,7 +56,7 @@ def state(in_flight: dict[int, int], appended: tuple[int, ...] = (), version: in
 @pytest.mark.parametrize(
     ("unplanned", "paused", "found"),
     [
-        (state({0: 3, 1: 3, 2: 3, 3: 3}), {0, 1, 2, 3}, {0, 1}),  # nothing else can fill the plan: the oldest go on
+        (state({0: 3, 1: 3, 2: 3, 3: 3}), {0, 1, 2, 3}, {0, 1}),  # nothing else can fill the plan, so the oldest continue
         (state({0: 3, 1: 3, 2: 3, 3: 3}), {0, 2}, set()),  # two others run
         (state({0: 3, 1: 3, 2: 3, 3: 3}), {0, 1, 2}, {0}),
         (state({2: 3, 3: 3}, (3, 3)), {2, 3}, set()),  # the plan is ready
@@ -106,8 +106,12 @@ def can_plan(flying: dict[int, int], ready: tuple[int, ...], paused: set[int], g
 async def test_what_has_spent_the_budget_of_a_held_version_stays_paused_until_the_hold_ends() -> None:
     """During an evaluation no replica may serve the learner's newer version."""
     held: list[int | None] = [3]
+    recorded: list[set[int]] = []
 
     class Log:
+        async def set_paused(self, indices: set[int]) -> None:
+            recorded.append(indices)
+
         async def unplanned(self) -> Unplanned:
             return state({0: 3, 1: 3}, version=4, planned=5)  # the learner trains
 
@@ -122,8 +126,10 @@ async def test_what_has_spent_the_budget_of_a_held_version_stays_paused_until_th
     await asyncio.sleep(0)
     await budget.update()
     await asyncio.sleep(0)
-    assert not waiting.done()
+    await budget.update()
+    assert not waiting.done() and recorded == [{0}]
     held[0] = None
     await budget.update()
+    assert recorded == [{0}, set()]
     part = await asyncio.wait_for(waiting, 60)
     assert (part.tokens, part.min_version) == ({0: 32}, 4)

@@ -1,4 +1,4 @@
-"""The loop of the stages over an engine without a model: order, evaluations, checkpoints, and the same end after any stop."""
+"""The loop of the stages with an engine without a model: order, evaluations, checkpoints, and the same result after any stop."""
 
 from pathlib import Path
 

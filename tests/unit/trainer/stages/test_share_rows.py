@@ -1,4 +1,4 @@
-"""Rows on every rank: what rank 0 reads, in pieces."""
+"""Every rank gets the rows that rank 0 reads, in pieces."""
 
 from queue import SimpleQueue
 
@@ -15,7 +15,7 @@ LENGTHS = (3, 1, 2, 5)
 
 
 class Pipe:
-    """What rank 0 sends, to be received later."""
+    """The messages of rank 0, to be received later."""
 
     def __init__(self) -> None:
         self.messages: SimpleQueue[tuple[int, bytes]] = SimpleQueue()

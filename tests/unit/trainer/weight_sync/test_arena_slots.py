@@ -1,4 +1,4 @@
-"""No slot is given out while it may be read, and dropping the blocking_replicas always frees one."""
+"""No slot is reused while it may be read, and dropping the blocking replicas always frees one."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -19,7 +19,7 @@ LAYOUT = plan_manifest([TensorSpec("a", "BF16", (20000,)), TensorSpec("b", "F32"
 
 
 class Learner:
-    """Writes versions with few changes into an arena's slots in turn."""
+    """Writes versions with few changes into an arena's slots, one after the other."""
 
     def __init__(self, anchor_interval: int = 100) -> None:
         self.arena = Arena.create(f"test-{uuid.uuid4().hex[:12]}", LAYOUT.nbytes)
@@ -42,7 +42,7 @@ class Learner:
         return version
 
     async def arrives(self, base: Version, target: Version) -> bool | None:
-        """Whether the delta leads from one version's bytes to the other's; None without one."""
+        """Whether the delta turns one version's bytes into the other's; None without a delta."""
         encoded = await self.deltas.between(base, target)
         if encoded is None:
             return None

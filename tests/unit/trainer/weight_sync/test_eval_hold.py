@@ -1,4 +1,4 @@
-"""The version that replicas are held at, and when it is released."""
+"""The version at which replicas are held, and its release."""
 
 from hypothesis import given
 from hypothesis import strategies as st

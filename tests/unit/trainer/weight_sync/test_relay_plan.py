@@ -1,4 +1,4 @@
-"""Who sends a version to whom."""
+"""The source of a version for each replica."""
 
 import pytest
 

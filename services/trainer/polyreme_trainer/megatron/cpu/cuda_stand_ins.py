@@ -53,7 +53,7 @@ def install_cuda_stand_ins() -> None:
 
 
 def _counts_as_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Makes lists of the numbers of tokens that this expert rank sends and receives, where megatron-core would copy them to the CPU."""
+    """Returns the numbers of tokens that this expert rank sends and receives as lists, where megatron-core would copy them to the CPU."""
     if point == dispatcher.cuda_dtoh_point:
         dispatcher.input_splits, dispatcher.output_splits = dispatcher.input_splits.tolist(), dispatcher.output_splits.tolist()
     return tokens_per_expert
@@ -62,7 +62,7 @@ def _counts_as_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None)
 def keep_freed_memory() -> None:
     """Makes glibc reuse freed blocks instead of returning them to the kernel.
 
-    Training allocates and frees activations of several MiB all the time. By default each allocation is a new mapping whose pages the kernel
+    Training constantly allocates and frees activations of several MiB. By default each allocation is a new mapping whose pages the kernel
     zeroes at the first access, which takes longer than the arithmetic on them.
     """
     libc = ctypes.CDLL(None)

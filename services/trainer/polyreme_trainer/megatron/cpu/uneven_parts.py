@@ -1,6 +1,6 @@
-"""Exchanges between tensor ranks whose parts differ in length, in place of megatron-core's: gloo's own collectives need equal parts.
+"""Exchanges between tensor ranks with parts of different lengths. They replace megatron-core's, since gloo's collectives need equal parts.
 
-Invariant: a sum adds the ranks' parts in the order of the ranks, so it has the same bits each time.
+Invariant: a sum adds the ranks' parts in the order of the ranks, so the result is reproducible bit by bit.
 """
 
 from typing import Any

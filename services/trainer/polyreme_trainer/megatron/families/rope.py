@@ -1,4 +1,4 @@
-"""The rotary position embedding as config.json describes it; `megatron.rotary` computes the angles.
+"""The rotary position embedding in config.json. `megatron.rotary` computes the angles.
 
 Invariant: a `Rope` exists only for a kind whose angles this package computes as transformers does. The module is pure.
 """
@@ -39,7 +39,7 @@ class Rope:
 
 
 def read_rope(config: HfConfig, max_position: int) -> Rope:
-    """Reads both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before). Raises ConfigError."""
+    """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (older). Raises ConfigError."""
     config.only("partial_rotary_factor", 1.0)
     fields = config.section("rope_scaling" if "rope_scaling" in config else "rope_parameters")
     theta = config.number("rope_theta") if "rope_theta" in config else DEFAULT_THETA

@@ -3,15 +3,16 @@
 A layer saves for its backward pass the inputs of its norms, matrix products, attention and activation. In numbers per token, with hidden
 size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (3q + 3k + 4f) / t. Outside of attention and MLP,
 sequence parallelism divides too. Attention is fused, so no [s, s] matrix is saved (Korthikanti et al. 2022, section 4, without the score
-matrix). What attention adds where no kernel takes packed sequences is not counted: the padding of sequences of similar length, and the mask of
-a sliding window, [s, s] once for all layers.
+matrix). Where no kernel takes packed sequences, attention pads sequences of similar length to one another, and saves queries, keys, values and
+output of the padding too; a sliding window has a mask [s, s] for the longest sequence, once for all layers.
 
-Invariant: the estimate is that of a full micro-batch.
+Invariant: the estimate is that of a full micro-batch, whose sequences have evenly spread lengths as far as padding is concerned.
 """
 
 from dataclasses import dataclass
 
 from polyreme.config.trainer import Recompute
+from polyreme_trainer.megatron.attention_blocks import spread_positions
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import padded_vocab
 from polyreme_trainer.megatron.lora_mapping import stacked_ranks, wide_numbers
@@ -29,11 +30,12 @@ class MicroBatchSize:
     """The largest micro-batch of a step.
 
     Attributes:
-        tokens: its tokens, with padding.
+        tokens: its tokens on one rank, with padding.
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
         fused: whether gate and product of an MLP are one operation, as on CPU.
         recompute: the activations that the backward pass computes again.
+        padded: the tokens of the longest sequence, where attention pads; 0 where it does not.
     """
 
     tokens: int
@@ -41,12 +43,13 @@ class MicroBatchSize:
     entropy: bool = False
     fused: bool = True
     recompute: Recompute | None = None
+    padded: int = 0
 
 
 def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
     """What the trained model adds while it trains one micro-batch: saved activations, then what its peak needs beside them."""
     arch, width = model.arch, model.width
-    layers = arch.layers // sharding.rank.pp
+    layers = sharding.layers(arch)
     each = saved_bytes(arch, sharding, width, batch)
     if model.adapter is not None and batch.recompute != "full":
         each += width * stacked_ranks(model.adapter)
@@ -56,7 +59,7 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
         batch.tokens * each * layers * sharding.micro_batches,
         f"{batch.tokens:,} tokens x {layers} layers x {each:,} bytes{in_flight}",
     )
-    wide = _wide_adapters(model, sharding, batch)
+    wide = [*_wide_adapters(model, sharding, batch), *_padding(model, sharding, batch, layers)]
     moments = [[saved, peak, *wide] for peak in _peaks(model, sharding, batch)]
     if sharding.first and model.adapter is None:  # the last gradient of a step, when no layer's activations are left
         moments.append([_embedding_gradient(model, sharding)])
@@ -68,10 +71,14 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
     tensor, sequence = sharding.rank.tp, sharding.sequence_ranks
     hidden = arch.hidden * (6 if arch.family.post_norms else 4)  # two inputs and two outputs of norms
     heads = 3 * arch.queries + 3 * arch.keys  # packed q, k, v; rotated q and k; the attention's output
+    if (
+        sharding.context_ranks > 1
+    ):  # rotated q, the output, and the keys and values that the early and the late pieces see, on all ranks
+        heads = 2 * arch.queries + (2 * sharding.context_ranks + 1) * arch.keys
     if arch.family.options.get("qk_layernorm") or arch.family.projection_norms:
         heads += arch.queries + arch.keys
     mlp = (4 if fused else 5) * (arch.shared_ffn if arch.experts else arch.ffn)
-    routed = arch.top_k * (arch.hidden + (5 if fused else 6) * arch.expert_ffn // tensor)
+    routed = _routed(arch, sharding, fused)
     statistics = FLOAT * (arch.heads // tensor + 2 + 6 * arch.experts)
     return width * (hidden // sequence + (heads + mlp) // tensor + routed) + statistics
 
@@ -85,8 +92,13 @@ def saved_bytes(arch: Architecture, sharding: Sharding, width: int, batch: Micro
         return every
     mlp = arch.shared_ffn if arch.experts else arch.ffn
     inside = (4 if batch.fused else 5) * mlp // sharding.rank.tp
-    routed = arch.top_k * (arch.hidden + (5 if batch.fused else 6) * arch.expert_ffn // sharding.rank.tp)
-    return every - width * (inside + routed)
+    return every - width * (inside + _routed(arch, sharding, batch.fused))
+
+
+def _routed(arch: Architecture, sharding: Sharding, fused: bool) -> int:
+    """Numbers that a layer's experts save for each token. The ranks that cut an expert each have all of its tokens."""
+    tensor, cut = sharding.rank.tp, sharding.rank.expert_cut.tp
+    return arch.top_k * (arch.hidden * cut + (5 if fused else 6) * arch.expert_ffn) // tensor
 
 
 def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
@@ -113,10 +125,29 @@ def _wide_adapters(model: Model, sharding: Sharding, batch: MicroBatchSize) -> l
     numbers = 0 if model.adapter is None else wide_numbers(model.adapter) // sharding.rank.tp
     if not numbers or batch.recompute == "full":
         return []
-    layers = model.arch.layers // sharding.rank.pp
+    layers = sharding.layers(model.arch)
     in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
     arithmetic = f"{numbers:,} numbers x {layers} layers x {model.width} bytes{in_flight}"
     return [Addend(f"{model.role} B of fused layers", numbers * layers * model.width * sharding.micro_batches, arithmetic)]
+
+
+def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: int) -> list[Addend]:
+    """What padded attention saves beside its tokens, and the mask of a window. Nothing where attention does not pad."""
+    if not batch.padded:
+        return []
+    arch, terms = model.arch, list[Addend]()
+    positions, tokens = spread_positions(batch.tokens, batch.padded, arch.queries // sharding.rank.tp)
+    if extra := positions - tokens:
+        each = model.width * 2 * (arch.queries + arch.keys) // sharding.rank.tp
+        kept = 1 if batch.recompute == "full" else layers * sharding.micro_batches
+        arithmetic = f"{extra:,} positions x {kept} layers x {each:,} bytes, for lengths spread from 1 to {batch.padded:,}"
+        terms.append(Addend(f"{model.role} attention padding", extra * kept * each, arithmetic))
+    if arch.window is not None and batch.padded > arch.window:
+        mask = batch.padded**2 * (model.width + 1)
+        terms.append(
+            Addend(f"{model.role} attention mask", mask, f"{batch.padded:,} x {batch.padded:,} x ({model.width} + 1) bytes")
+        )
+    return terms
 
 
 def _table(model: Model, sharding: Sharding) -> int:

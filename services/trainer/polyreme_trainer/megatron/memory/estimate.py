@@ -1,33 +1,36 @@
-"""The memory of a learner rank as a sum of named terms, and of what the versions of a policy take beside the ranks.
+"""The memory of a learner rank as a sum of named terms, and the memory of a policy's versions outside the ranks.
 
-Invariant: an estimate depends on the configuration and the models' config.json files alone. It counts tensors: not the interpreter, not the
+Invariant: an estimate depends only on the configuration and the models' config.json files. It counts tensors: not the interpreter, not the
 device's context, and not the buffers of collectives.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from polyreme.config.trainer import ParallelConfig
+from polyreme.config.trainer import OffloadConfig, ParallelConfig
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize, step_terms
+from polyreme_trainer.megatron.memory.phases import resting, training_phase
 from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
-from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, state_terms
+from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, state_of
 
 ARENA_SLOTS = 3
-"""Versions of the policy in the arena, the default of `Arena.create`."""
+"""Number of policy versions in the arena, the default of `Arena.create`."""
 
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """The largest memory of one rank.
+    """The peak memory of one rank.
 
     Attributes:
-        state: the models' weights, gradients and optimizer state, which exist at once.
-        step: what the training of one model adds; of several trained models, the one that needs most.
+        state: the models' weights, gradients and optimizer state, which are on the device at the same time.
+        step: the additional memory of training one model; of several trained models, the largest.
+        host: what rests in the host's memory while it is not in use, also some of `state`.
     """
 
     state: list[Addend]
     step: list[Addend]
+    host: list[Addend] = field(default_factory=list)
 
     @property
     def terms(self) -> list[Addend]:
@@ -37,17 +40,37 @@ class RankEstimate:
     def nbytes(self) -> int:
         return sum(term.nbytes for term in self.terms)
 
+    @property
+    def host_bytes(self) -> int:
+        return sum(term.nbytes for term in self.host)
 
-def rank_estimate(models: Sequence[Model], sharding: Sharding, batch: MicroBatchSize) -> RankEstimate:
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of device and host together, where both are the same memory."""
+        return sum(term.nbytes for term in {*self.terms, *self.host})
+
+
+def rank_estimate(
+    models: Sequence[Model], sharding: Sharding, batch: MicroBatchSize, offload: OffloadConfig | None = None
+) -> RankEstimate:
     """The estimate of one rank. Raises ValueError when a model's sizes do not divide over the ranks."""
-    state = [term for model in models for term in state_terms(model, sharding)]
-    steps = [step_terms(model, sharding, batch) for model in models if model.trained]
-    return RankEstimate(state, max(steps, key=lambda terms: sum(term.nbytes for term in terms)))
+    offload = offload or OffloadConfig()
+    states = [state_of(model, sharding) for model in models]
+    host = resting(states, offload)
+    moments = []
+    for model, working in zip(models, states, strict=True):
+        if model.trained:
+            phase = training_phase(states, working, offload)
+            steps = [step_terms(model, sharding, batch), *([phase.step] if phase.step else [])]
+            moments += [RankEstimate(phase.device, step, host) for step in steps]
+    return max(moments, key=lambda moment: moment.nbytes)
 
 
-def largest_rank(models: Sequence[Model], parallel: ParallelConfig, batch: MicroBatchSize) -> RankEstimate:
-    """The estimate of the rank that needs most. Raises ValueError when a model's sizes do not divide over the ranks."""
-    every = [rank_estimate(models, sharding, batch) for sharding in shardings(models[0].arch, parallel)]
+def largest_rank(
+    models: Sequence[Model], parallel: ParallelConfig, batch: MicroBatchSize, offload: OffloadConfig | None = None
+) -> RankEstimate:
+    """The estimate of the rank with the largest memory. Raises ValueError when a model's sizes do not divide over the ranks."""
+    every = [rank_estimate(models, sharding, batch, offload) for sharding in shardings(models[0].arch, parallel)]
     return max(every, key=lambda estimate: estimate.nbytes)
 
 
@@ -60,6 +83,6 @@ def arena_term(arch: Architecture, dtype: str) -> Addend:
 def cache_bytes_per_token(arch: Architecture, dtype: str, tensor: int) -> int:
     """Bytes of one token's keys and values on one device of a replica of `tensor` devices, all layers together.
 
-    A head that several devices need is on each of them.
+    A head that several devices need is stored on each of them.
     """
     return 2 * arch.layers * max(1, arch.kv_heads // tensor) * arch.head_dim * WIDTHS[dtype]

@@ -19,18 +19,24 @@ class Sharding:
         optimizer_ranks: ranks over which each parameter's optimizer state is divided, except for that of experts: those that have the same
             experts divide theirs.
         sequence_ranks: ranks over which the activations outside of attention and MLP are divided.
-        micro_batches: micro-batches whose activations are alive at once.
+        micro_batches: micro-batches whose activations of one virtual stage are alive at once. One micro-batch counts in each of them.
+        context_ranks: ranks that share the tokens of a micro-batch; each has all keys and values.
     """
 
     rank: Rank = field(default_factory=Rank)
     optimizer_ranks: int = 1
     sequence_ranks: int = 1
     micro_batches: int = 1
+    context_ranks: int = 1
 
     @property
     def expert_optimizer_ranks(self) -> int:
         """Ranks over which the optimizer state of each expert is divided."""
-        return self.optimizer_ranks // self.rank.ep
+        return self.optimizer_ranks * self.rank.tp // self.rank.expert_places
+
+    def layers(self, arch: Architecture) -> int:
+        """The layers of one virtual stage."""
+        return arch.layers // (self.rank.pp * self.rank.vpp)
 
     @property
     def first(self) -> bool:
@@ -46,12 +52,17 @@ class Sharding:
 def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
     """The different shares of the layout: one for each pipeline stage. Ranks of one stage hold equally much.
 
-    With several data ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for itself and one for each stage
-    after it before the first gradient arrives.
+    With several data or context ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for itself and one for each stage
+    after it before the first gradient arrives. With virtual stages it starts two for each stage after it, and before them one for each stage in each
+    of its virtual stages but the last (Narayanan et al. 2021, section 2.2).
     """
     sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
-    stages, expert = parallel.pipeline, parallel.expert
-    return [
-        Sharding(Rank(0, parallel.tensor, stage, stages, 0, expert), parallel.data, sequence, micro_batches=stages - stage)
-        for stage in range(stages)
-    ]
+    stages, virtual = parallel.pipeline, parallel.virtual_pipeline
+    experts = 0 if parallel.expert_tensor in (None, parallel.tensor) else parallel.expert_tensor
+    result = []
+    for stage in range(stages):
+        rank = Rank(0, parallel.tensor, stage, stages, 0, parallel.expert, vpp=virtual, etp=experts)
+        later = stages - stage - 1
+        alive = 1 + (later if virtual == 1 else 2 * later + (virtual - 1) * stages)
+        result.append(Sharding(rank, parallel.copies, sequence, alive, parallel.context))
+    return result

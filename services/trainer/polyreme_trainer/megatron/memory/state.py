@@ -14,10 +14,12 @@ from polyreme_trainer.megatron.hf_mapping import check, is_expert, param_shapes
 from polyreme_trainer.megatron.memory.sharding import Sharding
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
-"""Bytes of a number, by the name of its type in the configuration."""
+"""Bytes per number, by the name of its type in the configuration."""
 GRADIENT_BYTES = 4  # also of a bfloat16 weight: gradients are summed in float32
 MOMENTS_BYTES = 8
-MASTER_BYTES = 4  # of a weight that is not float32 itself
+MASTER_BYTES = 4  # for a weight that is not float32 itself
+PART_BYTES = 2**30
+"""The largest part of an offloaded optimizer's state that is on the device at a time; a single parameter's may be larger."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Model:
         role: its name.
         dtype: "float32" or "bfloat16".
         trained: whether it has gradients and an optimizer.
-        adapter: the table of its adapters, which are then all that is trained; None without.
+        adapter: the table of its adapters, which are then the only trained parameters; None without adapters.
     """
 
     role: str
@@ -39,13 +41,13 @@ class Model:
 
     @property
     def width(self) -> int:
-        """Bytes of a weight and of an activation."""
+        """Bytes per weight and per activation."""
         return WIDTHS[self.dtype]
 
 
 @dataclass(frozen=True)
 class Addend:
-    """One addend of the estimate: its bytes, and how they were computed."""
+    """One addend of the estimate: its bytes, and their computation as text."""
 
     name: str
     nbytes: int
@@ -54,36 +56,61 @@ class Addend:
 
 def rank_parameters(arch: Architecture, sharding: Sharding) -> int:
     """The number of parameters on one rank, with padding. Raises ValueError when the sizes do not divide over the ranks."""
-    check(arch, sharding.rank.tp)
+    check(arch, sharding.rank.tp, sharding.rank.expert_cut.tp)
     return sum(math.prod(shape) for shape in param_shapes(arch, sharding.rank).values())
 
 
 def expert_parameters(arch: Architecture, sharding: Sharding) -> int:
-    """The number of parameters of the rank's experts, of which only `expert_optimizer_ranks` ranks have the same."""
+    """The number of parameters of the rank's experts, which only `expert_optimizer_ranks` ranks share."""
     return sum(math.prod(shape) for name, shape in param_shapes(arch, sharding.rank).items() if is_expert(name))
 
 
-def state_terms(model: Model, sharding: Sharding) -> list[Addend]:
+@dataclass(frozen=True)
+class ModelState:
+    """What one rank holds of a model.
+
+    Attributes:
+        weights: also of adapters.
+        gradients, optimizer: nothing of a frozen model.
+        largest: bytes of the optimizer's state of the largest parameter.
+    """
+
+    role: str
+    weights: tuple[Addend, ...]
+    gradients: tuple[Addend, ...] = ()
+    optimizer: tuple[Addend, ...] = ()
+    largest: int = 0
+
+    @property
+    def terms(self) -> list[Addend]:
+        return [*self.weights, *self.gradients, *self.optimizer]
+
+
+def state_of(model: Model, sharding: Sharding) -> ModelState:
     """Weights, gradients and optimizer state of one rank. Raises ValueError when the sizes do not divide over the ranks."""
     count = rank_parameters(model.arch, sharding)
-    terms = [Addend(f"{model.role} weights", count * model.width, f"{count:,} parameters x {model.width} bytes")]
+    weights = [Addend(f"{model.role} weights", count * model.width, f"{count:,} parameters x {model.width} bytes")]
     changed = model.adapter or model.arch
     if model.adapter is not None:
         count = rank_parameters(changed, sharding)
-        terms.append(Addend(f"{model.role} adapters", count * model.width, f"{count:,} parameters x {model.width} bytes"))
-    if model.trained:
-        terms.append(
-            Addend(f"{model.role} gradients", count * GRADIENT_BYTES, f"{count:,} parameters x {GRADIENT_BYTES} bytes (float32)")
-        )
-        master = MASTER_BYTES if model.width < MASTER_BYTES else 0
-        each, parts = MOMENTS_BYTES + master, "two moments" + (", master weight" if master else "")
-        experts = expert_parameters(changed, sharding) if sharding.rank.ep > 1 else 0
-        for name, part, ranks in (
-            ("optimizer", count - experts, sharding.optimizer_ranks),
-            ("expert optimizer", experts, sharding.expert_optimizer_ranks),
-        ):
-            if part:
-                divided = f" / {ranks} ranks" if ranks > 1 else ""
-                arithmetic = f"{part:,} parameters x {each} bytes ({parts}){divided}"
-                terms.append(Addend(f"{model.role} {name}", -(-part * each // ranks), arithmetic))
-    return terms
+        weights.append(Addend(f"{model.role} adapters", count * model.width, f"{count:,} parameters x {model.width} bytes"))
+    if not model.trained:
+        return ModelState(model.role, tuple(weights))
+    gradients = Addend(
+        f"{model.role} gradients", count * GRADIENT_BYTES, f"{count:,} parameters x {GRADIENT_BYTES} bytes (float32)"
+    )
+    master = MASTER_BYTES if model.width < MASTER_BYTES else 0
+    each, parts = MOMENTS_BYTES + master, "two moments" + (", master weight" if master else "")
+    experts = expert_parameters(changed, sharding) if sharding.expert_optimizer_ranks != sharding.optimizer_ranks else 0
+    optimizer = []
+    for name, part, ranks in (
+        ("optimizer", count - experts, sharding.optimizer_ranks),
+        ("expert optimizer", experts, sharding.expert_optimizer_ranks),
+    ):
+        if part:
+            divided = f" / {ranks} ranks" if ranks > 1 else ""
+            arithmetic = f"{part:,} parameters x {each} bytes ({parts}){divided}"
+            optimizer.append(Addend(f"{model.role} {name}", -(-part * each // ranks), arithmetic))
+    widest = max(math.prod(shape) for shape in param_shapes(changed, sharding.rank).values())
+    largest = min(widest * each, sum(term.nbytes for term in optimizer))
+    return ModelState(model.role, tuple(weights), (gradients,), tuple(optimizer), largest)

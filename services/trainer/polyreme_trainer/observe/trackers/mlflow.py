@@ -11,9 +11,9 @@ from polyreme.config.trackers import MlflowConfig
 from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun
 
 _BATCH = 100
-"""Parameters that MLflow takes in one call."""
+"""Maximum number of parameters in one call of MLflow."""
 _LONGEST = 6000
-"""Characters of a parameter's value."""
+"""Maximum characters of a parameter's value."""
 
 
 class MlflowTracker:
@@ -21,7 +21,7 @@ class MlflowTracker:
 
     def __init__(self, section: MlflowConfig, run: TrackedRun) -> None:
         if section.uri is None:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it asks for this since 3.7
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required since 3.7
         import mlflow.entities
         from mlflow import MlflowClient
 

@@ -28,7 +28,7 @@ class TrackedRun:
         run_id, name: Polyreme's id and name of the run.
         config: the resolved configuration, as plain values.
         folder: an existing directory for the tracker's files.
-        tracker_id: this tracker's id of the run; None when it begins now.
+        tracker_id: this tracker's id of the run; None for a new run.
     """
 
     run_id: str
@@ -63,7 +63,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, point: Point) -> None:
-        """Takes a point. Steps of one axis may repeat or decrease, since an evaluation may end after later iterations."""
+        """Records a point. Steps of one axis may repeat or decrease, since an evaluation may end after later iterations."""
         ...
 
     def close(self) -> None:
@@ -72,6 +72,6 @@ class Tracker(Protocol):
 
 
 def open_tracker(section: TrackerSection, run: TrackedRun) -> Tracker:
-    """Begins or continues the tracker's run. Raises the errors of its package."""
+    """Starts or continues the tracker's run. Raises the errors of its package."""
     tracker: Tracker = import_module(TRACKERS[section.kind]).connect(section, run)
     return tracker

@@ -1,6 +1,6 @@
 """SwanLab.
 
-Invariant: online, a run continues under its id; offline, SwanLab has no resume, and each start writes a folder of its own.
+Invariant: online, a run continues under its id; offline, SwanLab has no resume, and each start writes a separate folder.
 """
 
 from polyreme.config.trackers import SwanlabConfig

@@ -8,7 +8,7 @@ from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun
 
 
 class WandbTracker:
-    """A run of Weights & Biases, under Polyreme's run id. Offline, each start writes a folder of its own with that id."""
+    """A run of Weights & Biases, under Polyreme's run id. Offline, each start writes a separate folder with that id."""
 
     def __init__(self, section: WandbConfig, run: TrackedRun) -> None:
         import wandb

@@ -1,4 +1,4 @@
-"""Values that travel between a test and a program."""
+"""The encoding of values between a test and a program."""
 
 import math
 import os
@@ -26,7 +26,7 @@ def refuse(value: object) -> int:
 
 
 def exact(value: Any) -> Any:
-    """The value with the types of all that is in it."""
+    """The value with the types of all its parts."""
     if isinstance(value, list | tuple | deque):
         return type(value), [exact(each) for each in value]
     if isinstance(value, set | frozenset):

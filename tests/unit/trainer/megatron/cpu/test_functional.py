@@ -1,4 +1,4 @@
-"""The fused pieces of a layer against their textbook forms, values and gradients; one process, no model."""
+"""The fused parts of a layer compared with their textbook forms, values and gradients, in one process without a model."""
 
 import pytest
 import torch
@@ -30,7 +30,8 @@ def test_rms_norm() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_rounds_where_the_reference_does(dtype: torch.dtype) -> None:
-    """In bfloat16 bit for bit what transformers' LlamaRMSNorm gives; gradients are within the dtype's rounding of the exact ones."""
+    """In bfloat16 the result equals that of transformers' LlamaRMSNorm bit by bit. Gradients equal the exact ones up to the dtype's
+    rounding."""
     x, weight = leaf(64, 96, dtype=dtype), leaf(96, dtype=dtype, seed=1)
     reference = LlamaRMSNorm(96, eps=1e-6).to(dtype)
     reference.weight.data.copy_(weight.detach())
@@ -74,7 +75,8 @@ def test_linear_of_a_frozen_weight_passes_the_gradient_on() -> None:
 
 @pytest.mark.parametrize("mkl", [True, False])
 def test_weight_gradients_join_the_gradient_buffer(mkl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two micro-batches; the buffer and what autograd returns hold each part once, by the product of each maker's processors."""
+    """After two micro-batches, the buffer and autograd's result have each addend once, with the matrix product of either processor
+    vendor."""
     monkeypatch.setattr("polyreme_trainer.megatron.cpu.linear._MKL", mkl)
     weight = leaf(4, 6, dtype=torch.float32)
     buffer = torch.zeros(4, 6)

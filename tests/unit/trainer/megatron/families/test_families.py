@@ -1,4 +1,4 @@
-"""What a config.json may hold: sizes are read, and everything that is missing, damaged or not reproduced is a ConfigError by name."""
+"""Values of config.json: sizes are read, and every missing, damaged or unsupported field is a ConfigError that names it."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_an_unknown_model_type_names_the_known_ones() -> None:
         read(model_type="gpt2")
     assert all(name in caught.value.expected for name in known_families())
     assert "gpt2" in caught.value.found
-    for module in ("base", "hf_config", "moe", "window", "os"):  # modules that are no family
+    for module in ("base", "hf_config", "moe", "window", "os"):  # modules that are not families
         with pytest.raises(ConfigError):
             read(model_type=module)
 

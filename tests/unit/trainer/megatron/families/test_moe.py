@@ -1,4 +1,4 @@
-"""Mixtures of experts: the published models' numbers of weights, in all and for one token, and what is refused."""
+"""Mixtures of experts: the published models' numbers of weights, total and per token, and refused models."""
 
 from typing import Any
 
@@ -130,7 +130,7 @@ def test_experts_that_a_bias_balances_are_refused_with_this_reason(model_type: s
 
 
 def test_the_models_own_coefficient_applies_where_transformers_would_apply_it() -> None:
-    """Its default is the family's."""
+    """The default is that of the family."""
     switched_on = {"output_router_logits": True}
     assert read_architecture(HfConfig(MIXTRAL_8X7B | {"router_aux_loss_coef": 0.02})).aux_loss_coef == 0
     assert read_architecture(HfConfig(MIXTRAL_8X7B | switched_on | {"router_aux_loss_coef": 0.02})).aux_loss_coef == 0.02

@@ -1,4 +1,4 @@
-"""Qwen2: the window, which every layer has or none."""
+"""Qwen2: either every layer has a window, or none."""
 
 from typing import Any
 

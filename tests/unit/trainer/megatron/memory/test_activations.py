@@ -1,4 +1,4 @@
-"""The memory of a step against its formulas. The measured peaks are in bench/memory.py."""
+"""The memory of a step matches its formulas. bench/memory.py measures the peaks."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 
 from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.megatron import logprobs
+from polyreme_trainer.megatron.attention_blocks import spread_positions
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
@@ -40,6 +41,10 @@ def test_a_layer_saves_the_inputs_of_its_operations() -> None:
     assert layer_bytes(arch, Sharding(), 2, fused=True) == 2 * numbers + statistics
     tensor = 2 * (4 * 3584 + (numbers - 4 * 3584) // 4) + 4 * (28 // 4 + 2)
     assert layer_bytes(arch, Sharding(Rank(tp=4)), 2, fused=True) == tensor
+    more = 2 * (
+        5 * 512 - 3584 - 3 * 512
+    )  # a context rank keeps the keys and values of both, and no fused queries, keys and values
+    assert layer_bytes(arch, Sharding(context_ranks=2), 2, fused=True) == 2 * numbers + statistics + more
 
 
 def test_activations_follow_tokens_layers_and_stages() -> None:
@@ -65,6 +70,9 @@ def test_experts_save_what_their_chosen_tokens_pass_and_not_the_dense_mlp() -> N
     arch = architecture("Qwen3-235B-A22B")
     one, two = (layer_bytes(replace(arch, top_k=count), Sharding(), 2, fused=True) for count in (1, 2))
     assert two - one == 2 * (4096 + 5 * 1536)
+    for cut in (1, 2, 4):  # these ranks each have the tokens of all of them, of which sequence parallelism gives each of 2 a half
+        one, two = (layer_bytes(replace(arch, top_k=count), Sharding(Rank(tp=2, etp=cut)), 2, fused=True) for count in (1, 2))
+        assert two - one == 2 * (4096 * cut + 5 * 1536) // 2
     assert layer_bytes(replace(arch, ffn=1), Sharding(), 2, fused=True) == layer_bytes(arch, Sharding(), 2, fused=True)
 
 
@@ -110,7 +118,7 @@ def wide(lora: LoraConfig, batch: MicroBatchSize, sharding: Sharding = ALONE) ->
 
 
 def test_each_micro_batch_saves_the_b_of_fused_layers_as_matrices() -> None:
-    """Queries, keys and values have 48 columns, gate and up 32. The output projection and down are no fused layers."""
+    """Queries, keys and values have 48 columns, gate and up 32. The output projection and down are not fused layers."""
     batch, lora = MicroBatchSize(1024, 1024), LoraConfig(rank=16)
     whole = 28 * 2 * ((3584 + 2 * 512) * 3 * 16 + 2 * 18944 * 2 * 16)
     assert wide(lora, batch) == wide(lora, replace(batch, tokens=64)) == whole
@@ -119,3 +127,31 @@ def test_each_micro_batch_saves_the_b_of_fused_layers_as_matrices() -> None:
     assert wide(lora, replace(batch, recompute="full")) == 0
     assert wide(LoraConfig(rank=16, targets=["v_proj"]), batch) == 28 * 2 * (3584 + 2 * 512) * 16
     assert wide(LoraConfig(rank=16, targets=["o_proj", "down_proj"]), batch) == 0
+
+
+def added(arch: Architecture, batch: MicroBatchSize, sharding: Sharding = ALONE) -> dict[str, int]:
+    """What padded attention adds, by name."""
+    model = Model("actor", arch, "float32", trained=True)
+    before, after = (
+        {term.name: term.nbytes for term in step_terms(model, sharding, each)} for each in (replace(batch, padded=0), batch)
+    )
+    assert after.items() >= before.items()
+    return {name.removeprefix("actor attention "): after[name] for name in after.keys() - before.keys()}
+
+
+def test_padding_saves_the_tensors_of_attention_for_each_position() -> None:
+    arch, batch = architecture("Qwen2.5-0.5B-Instruct"), MicroBatchSize(2048, 2048, padded=64)
+    for sharding in (ALONE, Sharding(Rank(tp=2), micro_batches=2)):
+        tp = sharding.rank.tp
+        positions, tokens = spread_positions(2048, 64, 896 // tp)
+        assert positions > tokens
+        each = 24 * sharding.micro_batches * 4 * 2 * (896 + 128) // tp
+        assert added(arch, batch, sharding) == {"padding": (positions - tokens) * each}
+    full = added(arch, replace(batch, recompute="full"))["padding"]
+    assert 24 * full == added(arch, batch)["padding"]
+
+
+@pytest.mark.parametrize(("longest", "mask"), [(4096, {}), (4097, {"mask": 4097**2 * 5})])
+def test_a_window_has_a_mask_where_a_sequence_is_longer(longest: int, mask: dict[str, int]) -> None:
+    arch = replace(architecture(), window=4096, sliding=(True,) * 28)
+    assert added(arch, MicroBatchSize(longest, longest, padded=longest)) == mask

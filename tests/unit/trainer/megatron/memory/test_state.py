@@ -12,7 +12,7 @@ from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
-from polyreme_trainer.megatron.memory.state import Model, expert_parameters, rank_parameters, state_terms
+from polyreme_trainer.megatron.memory.state import Model, expert_parameters, rank_parameters, state_of
 from support.published import CONFIGS, PARAMETERS
 
 
@@ -21,7 +21,7 @@ def architecture(name: str) -> Architecture:
 
 
 def total(model: Model, sharding: Sharding) -> int:
-    return sum(term.nbytes for term in state_terms(model, sharding))
+    return sum(term.nbytes for term in state_of(model, sharding).terms)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,8 @@ def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> 
     (sharding,) = shardings(arch, ParallelConfig(data=8, expert=4))
     shared = total(Model("actor", arch, "bfloat16", trained=True), sharding)
     assert shared == (2 + 4) * (others + experts // 4) + 12 * others // 8 + 12 * (experts // 4) // 2
+    (sharding,) = shardings(arch, ParallelConfig(data=8, expert=2, expert_tensor=2))
+    assert total(Model("actor", arch, "bfloat16", trained=True), sharding) == shared
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,9 @@ def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> 
 def test_the_table_in_the_guide_to_layouts(expert: int, weights: float, gradients: float, optimizer: float) -> None:
     arch = architecture("Qwen3-235B-A22B")
     sharding, _ = shardings(arch, ParallelConfig(tensor=4, pipeline=2, data=16, expert=expert))
-    first, second, *rest = (term.nbytes / 2**30 for term in state_terms(Model("actor", arch, "bfloat16", trained=True), sharding))
+    first, second, *rest = (
+        term.nbytes / 2**30 for term in state_of(Model("actor", arch, "bfloat16", trained=True), sharding).terms
+    )
     assert (first, second, sum(rest)) == pytest.approx((weights, gradients, optimizer), abs=0.05)
     experts = expert_parameters(arch, Sharding())
     assert round(experts / arch.parameters, 2) == 0.97
@@ -117,5 +121,9 @@ def test_sizes_that_do_not_divide_are_an_error() -> None:
         rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(tp=8)))
     with pytest.raises(ValueError, match="qwen2 has no experts"):
         rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(ep=2)))
+    with pytest.raises(ValueError, match="qwen2 has no experts"):
+        rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(etp=2)))
+    with pytest.raises(ValueError, match="expert ffn = 1536"):
+        rank_parameters(architecture("Qwen3-235B-A22B"), Sharding(Rank(etp=5)))
     with pytest.raises(ValueError, match="128 experts do not divide over 3"):
         rank_parameters(architecture("Qwen3-235B-A22B"), Sharding(Rank(ep=3)))

@@ -1,7 +1,8 @@
-"""What a run's records say, from inside its trainer's container: `look.py EXPRESSION SECONDS` waits until the expression holds.
+"""Waits for a condition on a run's records, inside its trainer's container: `wait_for.py EXPRESSION SECONDS`.
 
-Names in it: `iterations` (how many), `reward(first, last)` (mean over these iterations), `serving` (replicas that committed one of the
-last three versions), `streamed` (those of them that got theirs through the network), `kinds` (of all records), `state`.
+The expression can use `iterations` (the newest iteration), `reward(first, last)` (mean over these iterations), `serving` (replicas that
+committed one of the newest versions), `streamed` (those of them that received a version as a stream), `kinds` (of all records) and `state`.
+The exit status is 0 when the expression holds, and 1 when the time is over.
 """
 
 import asyncio

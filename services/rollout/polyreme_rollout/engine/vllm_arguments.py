@@ -1,0 +1,60 @@
+"""The arguments of vLLM's engine for a run.
+
+Invariant: pure. No option changes the distribution of a token or its log-probability. The configuration refuses options that vLLM does not
+support on a device.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from polyreme.config.rollout import NgramConfig
+from polyreme.config.run import RunConfig
+
+BATCHED_TOKENS = 8192  # tokens of one step, including prompts
+
+
+def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs."""
+    rollout, options = config.rollout, config.rollout.vllm
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        "load_format": "dummy" if random_weights else "safetensors",
+        "dtype": config.model.dtype,
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(BATCHED_TOKENS, rollout.max_model_len),
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": options.prefix_caching,
+        "generation_config": "vllm",
+        "seed": config.seed,
+        "scheduling_policy": "priority",  # all requests have equal priority, except `logprobs`, which precedes waiting requests
+        "disable_log_stats": True,
+        "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",
+    }
+    if options.speculative is not None:
+        arguments["speculative_config"] = _ngram(options.speculative)
+    if config.device != "cpu":
+        return arguments | {
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "enable_sleep_mode": config.placement == "colocated",
+            "enable_chunked_prefill": options.chunked_prefill is not False,
+        }
+    if rollout.tensor_parallel == 1:
+        # The worker runs in the core's process: no shared-memory hop per step, and no process that spins on it.
+        arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    return arguments | {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": options.kv_cache_mib << 20,
+        # Chunked prompts discard a draw of the sampler; on CPU a seeded sampler cannot rewind, and the engine crashes.
+        "enable_chunked_prefill": False,
+    }
+
+
+def _ngram(options: NgramConfig) -> dict[str, Any]:
+    return {
+        "method": options.method,
+        "num_speculative_tokens": options.tokens,
+        "prompt_lookup_min": options.shortest,
+        "prompt_lookup_max": options.longest,
+    }

@@ -1,0 +1,58 @@
+"""The arguments of vLLM's engine: only options that the device supports."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from polyreme.config.load import parse_config
+from polyreme.errors import ConfigError
+from polyreme_rollout.engine.vllm_arguments import engine_arguments
+from support.configs import run_config
+
+
+def arguments(tmp_path: Path, device: str, **vllm: Any) -> dict[str, Any]:
+    tree = yaml.safe_load(run_config(tmp_path).to_yaml())
+    tree |= {"device": device, "rollout": {**tree["rollout"], "vllm": vllm}}
+    return engine_arguments(parse_config(tree, "the test"), tmp_path, random_weights=True)
+
+
+def test_defaults_by_device(tmp_path: Path) -> None:
+    on_cpu, on_cuda = arguments(tmp_path, "cpu"), arguments(tmp_path, "cuda")
+    assert on_cpu["enable_prefix_caching"] and on_cuda["enable_prefix_caching"]
+    assert (on_cpu["enable_chunked_prefill"], on_cuda["enable_chunked_prefill"]) == (False, True)
+    assert not {"speculative_config", "gpu_memory_utilization"} & on_cpu.keys()
+    assert not {"speculative_config", "kv_cache_memory_bytes", "enforce_eager"} & on_cuda.keys()
+
+
+def test_prefix_caching_reaches_the_engine_on_cpu(tmp_path: Path) -> None:
+    assert arguments(tmp_path, "cpu", prefix_caching=False)["enable_prefix_caching"] is False
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_options_reach_the_engine(tmp_path: Path, device: str) -> None:
+    ngram = {"tokens": 5, "shortest": 1, "longest": 3}
+    found = arguments(tmp_path, device, prefix_caching=False, chunked_prefill=False, speculative=ngram)
+    assert (found["enable_prefix_caching"], found["enable_chunked_prefill"]) == (False, False)
+    assert found["speculative_config"] == {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("vllm", "name"),
+    [
+        ({"chunked_prefill": True}, "rollout.vllm.chunked_prefill"),
+        ({"speculative": {}}, "rollout.vllm.speculative"),
+        ({"speculative": {"method": "eagle"}}, "rollout.vllm.speculative.method"),
+        ({"speculative": {"shortest": 5, "longest": 4}}, "rollout.vllm.speculative"),
+    ],
+)
+def test_what_the_engine_does_not_have_is_refused_by_name(tmp_path: Path, vllm: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        arguments(tmp_path, "cpu", **vllm)
+    assert name in str(refused.value)
