@@ -140,20 +140,29 @@ def test_what_a_command_refuses_at_once(task: Path, tmp_path: Path, taken: int) 
 
 
 def test_a_redis_that_cannot_be_used(task: Path, tmp_path: Path) -> None:
-    nobody = start("rollout", "--redis", "redis://127.0.0.1:1")
+    def run(*argv: str) -> commands.Started:
+        return commands.start(*argv, together=True, COLUMNS="200")
+
+    def refused(started: commands.Started, *pieces: str) -> str:
+        ended = started.wait()
+        assert ended.returncode == 3, ended.stdout
+        one_error(ended.stdout, *pieces)
+        return ended.stdout
+
+    nobody = run("rollout", "--redis", "redis://127.0.0.1:1")
     port = free_port()
     keeps = ("--appendonly", "yes", "--appendfsync", "always", "--save", "", "--dir", str(tmp_path))
     redis = subprocess.Popen(
         [redis_binary(), "--port", str(port), *keeps, "--maxmemory-policy", "allkeys-lru"], stdout=subprocess.DEVNULL
     )
     try:
-        evicts = [start(*argv, "--redis", f"redis://127.0.0.1:{port}") for argv in (("train", str(task)), ("reward",))]
-        for process in evicts:
-            told(process, 3, "maxmemory-policy allkeys-lru (must be noeviction)", "`config set maxmemory-policy noeviction`")
+        evicts = [run(*argv, "--redis", f"redis://127.0.0.1:{port}") for argv in (("train", str(task)), ("reward",))]
+        for started in evicts:
+            refused(started, "maxmemory-policy allkeys-lru (must be noeviction)", "`config set maxmemory-policy noeviction`")
     finally:
         redis.terminate()
         redis.wait(300)
-    output = told(nobody, 3, "connection refused (nothing listens there)", "redis-server --appendonly yes")
+    output = refused(nobody, "connection refused (nothing listens there)", "redis-server --appendonly yes")
     assert output.count("connection refused") == 2  # once when it starts to wait, once at the end
 
 

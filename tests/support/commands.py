@@ -28,6 +28,7 @@ from support import fork_server
 MODULES = (
     "polyreme.cli.audit",
     "polyreme.cli.config",
+    "polyreme.cli.main",
     "polyreme.cli.up",
     "polyreme_reward.command",
     "polyreme_reward.server",
@@ -36,7 +37,10 @@ MODULES = (
     "polyreme_trainer.orchestrator.main",
     "polyreme_trainer.testing.simulated_learner",
     "polyreme_trainer.testing.simulation",
+    "tensorboardX",
     "transformers.tokenization_utils_base",
+    "uvicorn.lifespan.on",
+    "uvicorn.protocols.http.auto",
 )
 FORKED = ("polyreme_trainer.orchestrator", "polyreme_trainer.testing.simulated_learner")
 """Modules that run as forks when the child of a `spawn` starts them through its interpreter's path."""

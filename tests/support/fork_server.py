@@ -5,6 +5,7 @@ Invariant: a fork ends with this process. When a launcher has died, its fork end
 
 import atexit
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -159,6 +160,7 @@ def _main(listener: str, *modules: str) -> None:
     for number in (signal.SIGHUP, signal.SIGTERM):  # also when the tests run under `nohup`
         signal.signal(number, signal.SIG_DFL)
     import_alone(modules)
+    gc.freeze()  # or each fork's first collection of garbage copies the pages of every module
     _Server(socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(listener))).serve()
 
 
