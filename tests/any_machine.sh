@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs tests where everything is slow: RUNS times beside BUSY busy loops, then once on a single core. Every run must pass.
 #
-# Arguments go to pytest; without any it is `make test-light`. The whole suite: tests/any_machine.sh -m "not slow"
+# The tests are those of `make test`, or of another TARGET. Arguments, if there are any, go to pytest instead.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-runs=${RUNS:-3} busy=${BUSY:-4}
+runs=${RUNS:-3} busy=${BUSY:-4} target=${TARGET:-test}
 
 unset PYTHONDONTWRITEBYTECODE # as the Makefile does
 
@@ -22,13 +22,13 @@ suite() { # SEED [ARGUMENT...]
     if (($#)); then
         .venv/bin/pytest --randomly-seed="$seed" "$@"
     else
-        make --no-print-directory test-light SEED="$seed"
+        make --no-print-directory "$target" SEED="$seed"
     fi
 }
 
 failed=()
 for _ in $(seq "$busy"); do
-    timeout 6h bash -c 'while :; do :; done' & # ends by itself, should this script be killed
+    timeout 12h bash -c 'while :; do :; done' & # ends by itself, should this script be killed
     loops+=($!)
 done
 for run in $(seq "$runs"); do
