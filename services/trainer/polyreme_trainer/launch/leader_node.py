@@ -52,7 +52,7 @@ async def lead(
 
     Raises:
         UnavailableError: a machine did not answer. MachineError: a machine was lost, or its ranks failed.
-        StaleTermError: another process is the leader now. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was
+        StaleTermError: another process is now the leader. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was
         killed.
     """
     machines = Machines(run)

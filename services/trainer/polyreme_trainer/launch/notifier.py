@@ -69,7 +69,7 @@ class Notifier:
         self._queue(self._rules.of_records(records))
 
     async def close(self, end: tuple[RunState, str] | None, seconds: float = CLOSE_SECONDS) -> None:
-        """Queues the notice about the run's end (None: no end of this run is known), sends what is left within `seconds`, and ends."""
+        """Queues the notice about the run's end (None: the run's end is not known), sends the remaining notices within `seconds`, and stops."""
         if end is not None:
             self._queue([self._rules.of_end(*end, time.time())])
         with suppress(TimeoutError):
@@ -99,17 +99,17 @@ class _Receiver:
         self._task = asyncio.create_task(self._run(), name=f"notices by {self._section.kind}")
 
     def put(self, notice: Notice) -> None:
-        """Queues a notice about a wanted event. A full queue loses its oldest notice."""
+        """Queues a notice about a configured event. A full queue drops its oldest notice."""
         if notice.event not in self._section.events:
             return
         if self._waiting.full():
             lost = self._waiting.get_nowait()
             self._waiting.task_done()
-            logger.warning("a %s loses a notice, since %d wait: %s", self._section.kind, QUEUE, lost.text)
+            logger.warning("dropped a notice to a %s, because %d are waiting: %s", self._section.kind, QUEUE, lost.text)
         self._waiting.put_nowait(notice)
 
     async def sent(self) -> None:
-        """Waits until the queue is empty and its last notice is delivered or given up."""
+        """Waits until the queue is empty and its last notice has been delivered or abandoned."""
         await self._waiting.join()
 
     async def close(self) -> None:
@@ -141,7 +141,7 @@ class _Receiver:
                 await asyncio.sleep(_BACKOFF.draw(attempt))
         text = f"a notice ({notice.event}) could not be sent by {self._section.kind}: {failure}"
         logger.warning("%s", text)
-        if not self._failed:  # one record is enough: the log has the others
+        if not self._failed:  # one record is enough: all failures are in the log
             self._failed = True
             with suppress(PolyremeError):  # Redis may be unreachable
                 await self._emit({"kind": "notice", "service": "train", "text": text})
@@ -188,7 +188,9 @@ class CommandSender:
         try:
             if not await child.gone(self._section.timeout):
                 found = f"it still runs after {self._section.timeout:g} s"
-                raise UnavailableError(f"the end of {self._section.command[0]}", found, "Raise the timeout, or let it do less.")
+                raise UnavailableError(
+                    f"the end of {self._section.command[0]}", found, "Raise the timeout, or make the program faster."
+                )
             if status := child.poll():
                 raise UnavailableError(f"status 0 of {self._section.command[0]}", f"status {status}", f"See {self._log_path}.")
         finally:

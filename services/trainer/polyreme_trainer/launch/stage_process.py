@@ -1,4 +1,4 @@
-"""One stage on this machine: its learner ranks, kept running to the stage's end, and its records in the directory and on the terminal.
+"""Supervises one stage on this machine: keeps its learner ranks running, and writes its records to the directory and the terminal.
 
 Invariant: the stage is `done` when its ranks have recorded that they are, `stopped` when a stop came first, `failed` (with the reason) when
 they could not be kept running; summary.json has the same state. No rank outlives this process.
@@ -29,12 +29,12 @@ from polyreme_trainer.launch.trainer_process import DRAIN_SECONDS
 logger = logging.getLogger(__name__)
 
 RANK = ("-m", "polyreme_trainer.learner.stage_main")
-"""What Python runs as a rank of a stage."""
+"""Python's arguments for a rank of a stage."""
 _POLL_SECONDS = 0.5
 _STEP_LINE_SECONDS = 5.0
 _STOP_GRACE_SECONDS = 10.0
 _BEFORE_HANDLER = -signal.SIGTERM
-"""Exit status of a rank that is asked to stop before its handler is set: nothing is lost."""
+"""Exit status of a rank that is stopped before it has installed its signal handler. Nothing is lost."""
 
 
 class StageProcess:
@@ -44,7 +44,7 @@ class StageProcess:
         config, run_id: of the stage; its directory has both.
         log_dir: for the ranks' logs.
         console: shows the records.
-        rank: what Python runs as a rank.
+        rank: Python's arguments for a rank.
     """
 
     def __init__(self, config: StageConfig, run_id: str, log_dir: Path, console: Console, rank: Sequence[str] = RANK) -> None:
@@ -62,7 +62,7 @@ class StageProcess:
         self._progress.complete = False
 
     async def run(self) -> RunState:
-        """Runs the ranks until the stage is done, or stopped and saved. Returns which. Raises PolyremeError: they could not be kept running."""
+        """Runs the ranks until the stage is done, or stopped and saved. Returns which. Raises PolyremeError when they cannot be kept running."""
         self._write(RunState.RUNNING, "")
         work = asyncio.create_task(self._supervisor.run())
         stopped = asyncio.create_task(stop_event().wait())
@@ -85,7 +85,7 @@ class StageProcess:
         return state
 
     async def _drain(self, work: "asyncio.Task[None]") -> None:
-        self._console.print("stopping: the step under way is finished and saved; once more ends all at once")
+        self._console.print("stopping after the current step, which will be saved; a second signal stops at once")
         self._supervisor.draining = True
         self._ranks.signal(signal.SIGTERM)
         await asyncio.wait({work}, timeout=DRAIN_SECONDS)
@@ -104,11 +104,11 @@ class StageProcess:
         if self._progress.complete:
             return RunState.DONE, ""
         if stopped:
-            return RunState.STOPPED, f"a stop was asked for after step {self._progress.step} of {self._progress.steps}"
+            return RunState.STOPPED, f"a stop was requested after step {self._progress.step} of {self._progress.steps}"
         raise RunFailedError("the ranks to record the stage's end", "none", "See their logs.")
 
     def _show(self) -> None:
-        """Prints the records that are new; of steps one now and then."""
+        """Prints new records; of the step records, only one per interval."""
         records = self._new_records()
         for record in records:
             self._progress.add(record)
@@ -122,7 +122,7 @@ class StageProcess:
             self._write(RunState.RUNNING, "")
 
     def _new_records(self) -> list[dict[str, Any]]:
-        """This stage's records behind those that were read before; a line that is still being written comes later."""
+        """This stage's records since the previous call. An incomplete last line is left for the next call."""
         with suppress(FileNotFoundError), open(self._config.run_dir / "metrics.jsonl", "rb") as file:
             file.seek(self._read)
             text = file.read()
@@ -136,7 +136,7 @@ class StageProcess:
         try:
             write_summary(self._config.run_dir, self._run_id, state, reason, numbers)
         except OSError as error:
-            logger.error("summary.json does not have the stage's newest numbers: %s", error)
+            logger.error("cannot write the stage's newest numbers to summary.json: %s", error)
 
     def _say_restart(self, name: str, found: str) -> None:
-        self._console.print(f"the {name} is started again: {found}", soft_wrap=True)
+        self._console.print(f"restarting the {name}: {found}", soft_wrap=True)

@@ -16,12 +16,12 @@ _NO_METRICS = ("run", "time", "kind", "step", "steps", "rows", "seconds")
 
 @dataclass
 class StageProgress:
-    """What is known of a stage.
+    """The progress of a stage.
 
     Attributes:
-        step, steps: the newest step that was trained, and the last one; 0 before the first.
+        step, steps: the newest trained step, and the number of steps; both 0 before the first record.
         loss: of that step.
-        seconds: that all steps took.
+        seconds: the time of all steps together.
         before, after: the first and the newest evaluation.
         hf_path: of the trained model.
         complete: whether the newest record is the stage's end.
@@ -68,7 +68,7 @@ def metrics_of(record: Record) -> list[str]:
 
 
 def line_of(record: Record) -> str:
-    """A record as a line for the terminal; empty: it is not shown."""
+    """A record as a line for the terminal; empty for a record that is not shown."""
     match record["kind"]:
         case "step":
             numbers = _numbers(record, ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "tokens_per_second"))

@@ -119,7 +119,7 @@ class TrackerProcess:
                 return
 
     async def _report(self, reason: str = "") -> None:
-        """Counts a failure; the first one is a notice. Without a reason, the end of the process's output is it."""
+        """Counts a failure, and emits a notice for the first. Without a reason, the notice has the end of the process's output."""
         self.failures += 1
         text = reason or (self._child.log_tail(1) if self._child else "")
         if self.failures == 1:

@@ -1,7 +1,7 @@
 """The trainer of one run on this host: its processes, its records, and the run's state from how its processes end.
 
-Invariant: the run is `done` when every child ended well, `stopped` when a stop came before the last iteration, `failed` (with the reason)
-when a child could not be kept running, and untouched when another trainer has taken it over. Its summary.json says the same. All learner
+Invariant: the run is `done` when every child exited with status 0, `stopped` when a stop came before the last iteration, `failed` (with the
+reason) when a child could not be kept running, and unchanged when another trainer has taken it over. summary.json has the same state. All learner
 ranks restart together, from the last checkpoint; the orchestrator restarts alone. Ranks of one machine are started here; `leader_node`
 starts those of several.
 """
@@ -84,7 +84,7 @@ class Trainer:
             await self._run.set_state(*self._end)
         except StaleTermError:
             self._end = None
-            raise  # the run is another trainer's now
+            raise  # another trainer now owns the run
         except PolyremeError as error:
             if not self._orphaned:
                 self._end = RunState.FAILED, str(error)

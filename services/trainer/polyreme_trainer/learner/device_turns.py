@@ -43,7 +43,7 @@ class LearnerTurns:
         ranks: the ranks of this learner.
 
     Attributes:
-        shared: whether there are turns at all.
+        shared: whether the devices are shared, so that there are turns.
         held: whether the ranks may use the devices.
     """
 
@@ -56,10 +56,10 @@ class LearnerTurns:
             self._thread.start()
 
     def take(self) -> bool:
-        """Waits for the devices. Returns whether they have changed hands: False when the ranks held them already.
+        """Waits for the devices. Returns whether they have changed hands; False when the ranks already held them.
 
         Raises:
-            UnavailableError: replicas did not leave them within rollout.start_timeout.
+            UnavailableError: the replicas did not leave the devices within rollout.start_timeout.
             RunFailedError: the run has failed.
         """
         if self.held:
@@ -69,7 +69,7 @@ class LearnerTurns:
         return True
 
     def give_up(self) -> bool:
-        """Lets the replicas have the devices. Returns whether they have changed hands."""
+        """Gives the devices to the replicas. Returns whether the devices have changed hands."""
         if not (self.shared and self.held):
             return False
         self._ranks.on_leader(lambda: self._lease.give_up())
@@ -84,7 +84,8 @@ class LearnerTurns:
     def close(self) -> None:
         """Ends rank 0's thread. Not collective.
 
-        Devices that the ranks still hold are not given up, because this learner's memory is still on them: the grant ends at its deadline.
+        Devices that the ranks still hold are not released, because this learner still occupies their memory. The grant ends at its
+        deadline.
         """
         if self._thread is not None:
             self._thread.close(give_up=not self.held)
@@ -96,7 +97,7 @@ class LearnerTurns:
 
 
 class LeaseThread:
-    """The lease in a thread of its own, which renews it. The methods are awaited in the caller's loop."""
+    """The device lease, with a thread that renews it. The caller awaits the methods in its own event loop."""
 
     def __init__(self, config: RunConfig, redis_url: str, run_id: str) -> None:
         self._config, self._redis_url, self._run_id = config, redis_url, run_id
@@ -125,7 +126,7 @@ class LeaseThread:
         await self._ask(self._renewed())
 
     def close(self, give_up: bool) -> None:
-        """Idempotent. `give_up`: whether a grant or a claim ends now. If not, it ends at its deadline."""
+        """Ends the thread. Idempotent. `give_up`: end a grant or a claim now; otherwise it ends at its deadline."""
         if self._thread.is_alive():
             self._gives_up = give_up
             with suppress(RuntimeError):  # the loop is closed already

@@ -53,7 +53,7 @@ class Written:
         manifest: the sealed manifest; None on ranks other than 0.
         slot: the arena slot's number.
         generation: the slot's generation word, which changes when another version is written there; 0 on ranks other than 0.
-        canary: what a replica of this version must answer; None where the engine has no model.
+        canary: the answer that a replica of this version must give; None when the engine has no model.
     """
 
     manifest: Manifest | None
@@ -70,8 +70,8 @@ class Saved:
         version: its version.
         path: the checkpoint's directory.
         hf_path: the Hugging Face directory of the same version.
-        oldest: the oldest version that still has a checkpoint; right on rank 0.
-        seconds: the time that writing took on rank 0.
+        oldest: the oldest version that still has a checkpoint; valid on rank 0 only.
+        seconds: the time that rank 0 took to write it.
     """
 
     version: int
@@ -86,8 +86,8 @@ class DeviceUse:
     """Device memory of this rank, in bytes.
 
     Attributes:
-        freed_bytes: that leaving the device has freed.
-        peak_bytes: the largest use since the ranks took the device; on CPU the process's largest resident size.
+        freed_bytes: memory that the rank freed when it left the device.
+        peak_bytes: peak memory since the ranks took the device; on CPU, the process's peak resident size.
     """
 
     freed_bytes: int
@@ -164,7 +164,7 @@ class TrainEngine(Protocol):
 
     @property
     def trained_samples(self) -> TrainedSamples | None:
-        """What the newest iteration did with its samples; None before the first. The same on every rank."""
+        """How the newest iteration used its samples; None before the first. The same on every rank."""
         ...
 
     def write(self, slot: int, version: int, term: int) -> Written:
@@ -182,14 +182,13 @@ class TrainEngine(Protocol):
         ...
 
     def finish_save(self, wait: bool) -> Saved | None:
-        """The checkpoint that was being written, once it is complete on all ranks; each is returned once. None while it is not, or when
-        there is none.
+        """Returns a checkpoint once it is complete on all ranks; each is returned once. None while it is incomplete, or when there is none.
 
         Args:
             wait: return only when nothing is being written.
 
         Raises:
-            The error of the writing.
+            The error that writing raised.
         """
         ...
 
@@ -211,13 +210,13 @@ class TrainEngine(Protocol):
         ...
 
     def leave_device(self) -> DeviceUse:
-        """Moves weights, moments and idle roles to the host's memory, and drops gradients. Nothing but `return_to_device` may follow."""
+        """Moves weights, moments and idle roles to the host's memory, and drops gradients. The next call must be `return_to_device`."""
         ...
 
     def return_to_device(self) -> None:
-        """Restores what `leave_device` has moved."""
+        """Moves everything that `leave_device` moved back to the device."""
         ...
 
     def close(self) -> None:
-        """Ends what is being written and removes the arena."""
+        """Ends a running save and removes the arena."""
         ...

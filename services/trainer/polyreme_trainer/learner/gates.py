@@ -39,7 +39,7 @@ class ReplicaLostError(Exception):
 
 @dataclass(frozen=True)
 class GateLimits:
-    """The largest differences that rounding explains, for one dtype of the weights."""
+    """The largest differences that rounding can explain, for one dtype of the weights."""
 
     logits: float
     """Largest difference between a logit of the learner and of the Hugging Face model."""

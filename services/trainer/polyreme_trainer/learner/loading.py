@@ -1,6 +1,6 @@
-"""How far rank 0 has loaded the weights of each role, as records.
+"""Records of the fraction of each role's weights that rank 0 has loaded.
 
-Invariant: of each load at most one record every REPORT_SECONDS, and none about weights that are loaded sooner.
+Invariant: a load emits at most one record every REPORT_SECONDS, and none when it takes less time than that.
 """
 
 import asyncio
@@ -16,21 +16,23 @@ from polyreme_trainer.learner.run_client import ATTACH_SECONDS
 REPORT_SECONDS = 5.0
 
 Loaded = Callable[[float], None]
-"""Takes the fraction of a role's weights that is loaded, up to 1."""
+"""Called with the loaded fraction of a role's weights, up to 1."""
 LoadReports = Callable[[str], Loaded | None]
-"""For a role that begins to load, what takes its fraction; None: it is not reported."""
+"""Returns the function to call with a role's loaded fraction, or None when nothing is reported. Called when the role begins to load."""
 
 
 @dataclass
 class LoadingPace:
-    """When loading began and when it was last reported, in seconds of one clock."""
+    """When loading began and when it was last reported, in seconds on the same clock."""
 
     began: float
     reported: float
 
     def at(self, fraction: float, now: float) -> dict[str, Any] | None:
-        """The record to emit where `fraction` of the weights, above 0, is loaded: when the last one is REPORT_SECONDS old, and after others
-        also at the end, 1."""
+        """Returns the record to emit when `fraction` (above 0) of the weights is loaded; None when no record is due.
+
+        A record is due REPORT_SECONDS after the previous one. If there was an earlier record, one is also due at the end, at fraction 1.
+        """
         over = fraction >= 1 and self.reported > self.began
         if now - self.reported < REPORT_SECONDS and not over:
             return None
@@ -60,8 +62,8 @@ def reports_to(emit: Callable[[dict[str, Any]], None]) -> LoadReports:
 
 
 def reports_to_run(redis_url: str, run_id: str) -> LoadReports:
-    """`LoadReports` whose records go to a run. The learner's client of the run opens after its models exist, so each record has a connection
-    of its own."""
+    """`LoadReports` whose records go to a run. The learner connects to the run only after its models exist, so each record opens its own
+    connection."""
     return reports_to(lambda record: asyncio.run(_emit(redis_url, run_id, record)))
 
 

@@ -40,7 +40,7 @@ class Learner:
         engine: this rank's training engine.
         redis_url, run_id: where rank 0 finds the run.
         ranks: the ranks of this learner.
-        turns: of the ranks, which hold the devices now; the caller closes them. None: the ranks have devices of their own.
+        turns: the ranks' turns on shared devices, which the ranks hold now; the caller closes them. None: the devices are not shared.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Learner:
         self.version = 0
         """The policy's version."""
         self.save_stall = 0.0
-        """Seconds that training stood still for the newest save."""
+        """Seconds for which the newest save stalled training."""
         self.published: Manifest | None = None
         """The newest published version; on rank 0."""
         self.history: list[alarms.Observation] = []
@@ -250,7 +250,7 @@ class Learner:
         return interval > 0 and self.version % interval == 0
 
     def save(self, written: Written) -> None:
-        """Starts to save the current version, which `written` holds, once the save before it is complete."""
+        """Waits for the previous save, then starts to save the current version, which `written` holds."""
         began = time.perf_counter()
         self.finish_save(wait=True)
         facts: dict[str, Any] = {"run_id": self.run_id, "version": self.version, "fingerprint": self.config.fingerprint()}
@@ -259,7 +259,7 @@ class Learner:
         self.save_stall = time.perf_counter() - began
 
     def finish_save(self, wait: bool) -> None:
-        """Reports the save that was being written if it is complete. With `wait`, nothing is being written any more afterwards."""
+        """Reports the running save if it has completed. With `wait`, waits until no save is running."""
         if (saved := self.engine.finish_save(wait)) is not None:
             self.ranks.on_leader(partial(self.release, saved))
 
@@ -289,7 +289,7 @@ class Learner:
         await self.client.committed(self.publisher, self.version, self.config)
 
     async def finish(self) -> None:
-        """Waits until replicas serve the last version, which is evaluated then. On rank 0."""
+        """Waits until replicas serve the last version, so that it can be evaluated. On rank 0."""
         await self.committed()
         await self.client.run.emit({"kind": "done_learning"})
 

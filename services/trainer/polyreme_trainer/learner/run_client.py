@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class DrainError(PolyremeError):
-    """The run drains while this rank waits, so the wait cannot succeed."""
+    """The run began to drain while this rank waited, so the wait cannot succeed."""
 
     exit_code = 0
 
@@ -165,7 +165,7 @@ class RunClient:
     async def _answers(
         self, lease: Lease, questions: gates.Questions, temperature: float, lost: dict[str, str]
     ) -> tuple[Answers, Answers] | None:
-        """One replica's answers; None when it is lost first, with the reason in `lost`. Its lease is checked during the call, since the
+        """One replica's answers; None when it is lost first, and then `lost` has the reason. Its lease is checked during the call, since the
         lease of a dead replica expires before the call times out."""
 
         async def check() -> None:

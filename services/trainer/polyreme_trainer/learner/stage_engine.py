@@ -18,13 +18,13 @@ Sums = Mapping[str, tuple[float, float]]
 
 
 class StageEngine(Protocol):
-    """The model of a stage on this rank, and what happens to it."""
+    """The model of a stage on this rank, and the operations on it."""
 
     def load(self) -> int:
         """Restores the newest intact checkpoint. Returns the number of its step; 0 when there is none.
 
         Raises:
-            ConfigError: there are checkpoints, and none can be used.
+            ConfigError: there are checkpoints, but none can be used.
         """
         ...
 
@@ -33,15 +33,15 @@ class StageEngine(Protocol):
         ...
 
     def measure(self, rows: StageRows) -> Sums:
-        """The metrics of rows that nothing is learned from, the same on every rank."""
+        """The metrics of rows without training on them; the same on every rank."""
         ...
 
     def save(self, number: int, facts: Mapping[str, Any]) -> Path:
-        """Writes the checkpoint of step `number`. `facts`: JSON values; those of rank 0 count. Returns its path."""
+        """Writes the checkpoint of step `number`. `facts`: JSON values; rank 0's are stored. Returns its path."""
         ...
 
     def export(self, path: Path) -> Sequence[Gate]:
-        """Writes the model as a Hugging Face directory, and compares what transformers loads from it with this engine.
+        """Writes the model as a Hugging Face directory, loads it with transformers, and compares that model with this engine's.
 
         Returns:
             The comparison's outcomes; empty on ranks other than 0.
@@ -50,7 +50,7 @@ class StageEngine(Protocol):
 
 
 def mismatched(rows: StageRows, longest: int) -> StageRows:
-    """Each row's prompt with the next row's answer, the first one's after the last, cut to `longest` tokens.
+    """Pairs each row's prompt with the next row's answer (the last prompt with the first answer), cut to `longest` tokens.
 
     KTO estimates from them how far the policy is from the reference beyond the rows' own answers.
     """

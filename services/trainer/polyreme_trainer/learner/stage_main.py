@@ -1,7 +1,8 @@
 """One rank of a stage, under torchrun's contract: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-POLYREME_RUN_DIR names the run directory; all else is in its config.yaml. Invariant: SIGTERM asks to save and leave; the ranks agree on it
-between two steps, so none leaves alone.
+POLYREME_RUN_DIR names the run directory, whose config.yaml has everything else.
+
+Invariant: SIGTERM requests a save and an exit. The ranks agree on it between two steps, so no rank exits alone.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], 
     """Runs one rank of a stage to the stage's end, or until it drains. Returns whether it is complete.
 
     Args:
-        ranks, device: this rank's place. Needs `init_parallel`.
+        ranks, device: the ranks of this stage, and this rank's device. Requires `init_parallel`.
         drains: whether the stage should stop; called on rank 0.
 
     Raises:

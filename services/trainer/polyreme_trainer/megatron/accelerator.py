@@ -1,6 +1,6 @@
 """The models on cuda and npu: megatron-core's own layer spec with torch's norms and a fused kernel for attention over packed sequences.
 
-Invariant: the two specs differ in the attention kernel alone; torch and torch_npu dispatch all other calls to their own kernels.
+Invariant: the two specs differ only in the attention kernel; torch and torch_npu dispatch all other calls to their own kernels.
 """
 
 import functools
@@ -32,14 +32,14 @@ NPU_SEQUENCES = 1024
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    """As `in_blocks`, by torch's flash attention over packed sequences, where it has a kernel."""
+    """As `in_blocks`, with torch's flash attention over packed sequences where torch has a kernel."""
     if query.dtype == torch.float32 or query.shape[2] % 8 or query.shape[2] > FLASH_WIDTH:
         return in_blocks(query, key, value, packing, scale, window)
     from torch.nn.attention.varlen import varlen_attn  # torch_npu's torch has it with other parameters
 
     earlier = -1 if window is None else window - 1  # tokens before its own to which a query attends; -1: all
     grouped = query.shape[1] != key.shape[1]
-    # Its last query is that of the last key, also where there are fewer queries than keys.
+    # The mask aligns the last query with the last key, also where there are fewer queries than keys.
     output = varlen_attn(
         query,
         key,
@@ -52,12 +52,12 @@ def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: fl
         window_size=(earlier, 0),
         enable_gqa=grouped,
     )
-    assert isinstance(output, Tensor)  # the log-sum-exp was not asked for
+    assert isinstance(output, Tensor)  # the log-sum-exp was not requested
     return output
 
 
 def npu_fused(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    """As `in_blocks`, by torch_npu's fused attention in its packed layout TND."""
+    """As `in_blocks`, with torch_npu's fused attention in its packed layout TND."""
     if len(packing.lengths) > NPU_SEQUENCES:
         return in_blocks(query, key, value, packing, scale, window)
     return torch.ops.npu.npu_fusion_attention(  # `Device` has imported torch_npu

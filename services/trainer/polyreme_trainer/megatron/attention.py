@@ -48,7 +48,7 @@ def in_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale
 
 
 def in_halves(attend: Attend, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-    """Attention of one context rank's queries [t, heads, dim] to the keys that the ranks have gathered, [all tokens, groups, dim]."""
+    """Attention of one context rank's queries [t, heads, dim] to the gathered keys of all ranks, [all tokens, groups, dim]."""
     outputs = []
     for half, queries in zip(packing.halves, query.split([sum(half.lengths) for half in packing.halves]), strict=True):
         assert half.keys is not None

@@ -1,7 +1,7 @@
 """Plans the padded blocks in which attention runs where no kernel takes packed sequences: on CPU, and in float32.
 
-Invariant: the plan depends on the sequences' lengths and the width of the queries alone, and is the same on every rank and in the estimate of
-memory. This module imports no torch.
+Invariant: the plan depends only on the sequences' lengths and the width of the queries, so every rank and the memory estimate get the same
+plan. This module imports no torch.
 """
 
 import numpy as np
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 
 CALL_FLOPS = 1e7
-"""Fixed cost of one call of an attention kernel, forwards and backwards, in floating-point operations of the same duration on CPU. It is a
-choice of speed only: on a faster device more calls are made than would be best."""
+"""Fixed cost of one call of an attention kernel, forwards and backwards, in floating-point operations of the same duration on CPU. It
+affects only speed: on a faster device there are more calls than optimal."""
 
 
 def plan_blocks(lengths: IntArray, features: int) -> list[IntArray]:
     """Splits sequences into blocks of least cost, longest first: the indices of each block's sequences.
 
     A block of n sequences, padded to the width w, costs 7 n w^2 floating-point operations for each feature of the queries, forwards and
-    backwards, because a causal mask leaves half of the scores; and CALL_FLOPS. An exact dynamic programme over the cuts between different
-    lengths.
+    backwards, because a causal mask leaves half of the scores, and in addition CALL_FLOPS. The minimum is exact: a dynamic programme over the cuts
+    between different lengths.
     """
     different, counts = np.unique(lengths, return_counts=True)
     widths, before = different[::-1].astype(np.float64), np.concatenate([[0], np.cumsum(counts[::-1])])

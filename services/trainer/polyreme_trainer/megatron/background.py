@@ -19,7 +19,7 @@ class BackgroundWork(Generic[T]):
     """Starts `work` at once.
 
     Args:
-        name: what is done, for the thread and for errors.
+        name: a description of the work, for the thread's name and for errors.
         seconds: the deadline.
     """
 
@@ -45,11 +45,11 @@ class BackgroundWork(Generic[T]):
         return True
 
     def result(self) -> T:
-        """What the finished work returned."""
+        """The return value of the finished work."""
         return self._future.result(0)
 
     def end(self, seconds: float) -> bool:
-        """Waits up to `seconds` for the end of the work, whatever it is. Returns whether it has ended."""
+        """Waits up to `seconds` for the work to end, successfully or not. Returns whether it has ended."""
         return bool(wait([self._future], seconds).done)
 
     def _run(self) -> None:

@@ -28,10 +28,10 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Cost:
-    """What training costs, in tokens: the unit is the way of one token through all weights, forwards and backwards.
+    """The cost of training a sequence. The unit is the cost of one token in all matrix products with weights, forwards and backwards.
 
     Attributes:
-        attention: of each position for each position of its sequence. Measured on CPU in float32, it is 1.06 times what
+        attention: the cost of attention for each pair of positions of a sequence. Measured on CPU in float32, it is 1.06 times what
             `cost_of` computes.
     """
 
@@ -62,7 +62,7 @@ class Sequences:
     Attributes:
         ids: int64 [L] each, L >= 1.
         mask: float32 [t], 1 where the predicted token is trained on.
-        together: so many sequences in a row, counted from the first, stay in one micro-batch.
+        together: the number of consecutive sequences, counted from the first, that stay in one micro-batch.
         routes: for each sequence, the experts that sampled its last tokens, uint8 or uint16 [tokens, layers, top_k]: those of the forward
             pass that predicted each; None: unknown.
     """
@@ -184,8 +184,8 @@ def plan_ranks(
     A rank whose own plan has fewer splits its largest micro-batch in two. A rank with fewer sequences than micro-batches gets empty ones.
 
     Args:
-        tokens, costs: of each sequence.
-        group: of which the number of a rank's micro-batches is a multiple.
+        tokens, costs: the tokens and the cost of each sequence.
+        group: the number of a rank's micro-batches is a multiple of this.
     """
     plans = [plan_micro_batches(tokens, mine, budget) for mine in share(costs, indices, ranks)]
     count = -(-max(map(len, plans)) // group) * group
@@ -220,7 +220,7 @@ def plan_micro_batches(tokens: IntArray, indices: IntArray, budget: int) -> list
 
 
 def _cuts(before: IntArray, budget: int) -> list[int]:
-    """The first sequence of each micro-batch when each takes as many as fit. before: tokens before each sequence, and of all."""
+    """The first sequence of each micro-batch when each takes as many as fit. before: tokens before each sequence, then the total."""
     starts, start = [], 0
     while start < len(before) - 1:
         starts.append(start)
@@ -232,7 +232,7 @@ def pack(sequences: Sequences, indices: IntArray, device: torch.device, multiple
     """The micro-batch of these sequences on `device`. Without a sequence it is one position of padding.
 
     Args:
-        multiple: of which the number of positions is a multiple.
+        multiple: the number of positions is a multiple of this.
     """
     predictions = sequences.lengths[indices] - 1
     starts, row = sequences.offsets[indices], np.repeat(np.arange(len(indices)), predictions)

@@ -32,8 +32,8 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
     """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, context
     ranks, stages, data ranks and expert ranks.
 
-    Tensor ranks are adjacent, the context ranks of a data rank too, and a stage's ranks. The ranks that share experts are adjacent data and
-    context ranks. Every collective has a deadline. Raises ConfigError when the world size is another than the configuration's.
+    Tensor ranks are adjacent; so are the context ranks of a data rank, and the ranks of a stage. The ranks that share experts are adjacent data
+    and context ranks. Every collective has a deadline. Raises ConfigError when the world size differs from the configuration's.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
@@ -44,7 +44,7 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
         )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core overlaps collectives by kernel order
     torch.distributed.init_process_group(device.backend, timeout=COLLECTIVE_TIMEOUT)
-    initialize_rng_tracker(inference_rng_tracker=True)  # that of a model without dropout: no generators of its own
+    initialize_rng_tracker(inference_rng_tracker=True)  # the tracker for models without dropout, which creates no generators
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -132,14 +132,14 @@ def build_chunks(
             for name, param in chunk.named_parameters():
                 if hf_mapping.is_expert(name):
                     param.allreduce = (
-                        False  # over data ranks. megatron-core sums it over them where all ranks have the same experts
+                        False  # over data ranks. megatron-core sums it over them when all ranks have the same experts
                     )
         chunks.append(chunk.to(device.torch))
     return chunks
 
 
 def join_chunks(chunks: Sequence[GPTModel]) -> Any:
-    """A module with those of all chunks under the names of `hf_mapping`, which numbers a rank's layers on from chunk to chunk."""
+    """One module with the modules of all chunks, under the names of `hf_mapping`. Layer numbers continue from one chunk to the next."""
     if len(chunks) == 1:
         return chunks[0]
     whole, decoder = torch.nn.Module(), torch.nn.Module()
@@ -193,7 +193,7 @@ def transformer_config(
         tensor_model_parallel_size=here.tp,
         pipeline_model_parallel_size=here.pp,
         virtual_pipeline_model_parallel_size=here.vpp if here.vpp > 1 else None,
-        # Of two messages between two ranks in one exchange, the interleaved schedule would take one for the other: wrong, without an error.
+        # When two ranks exchange two messages at once, the interleaved schedule would confuse them and compute wrong results without an error.
         overlap_p2p_comm=here.vpp > 1,
         batch_p2p_comm=here.vpp == 1,
         pipeline_dtype=dtype,

@@ -1,5 +1,5 @@
-"""Checkpoints: everything that the ranks need to continue as if they had never stopped: bit for bit on the same layout, and but for rounding
-on any other.
+"""Checkpoints: everything that the ranks need to continue as if they had never stopped. On the same layout the result is equal bit for bit,
+on any other layout up to rounding.
 
 A checkpoint is a directory. `state-R.pt` has what rank R saves of every role that changes: the moments that it updates, and on data rank 0
 the weights of its shard that training changes (of a model with adapters, these alone). `rng-R.pt` has its random generators.
@@ -179,7 +179,8 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]], loads: LoadReports 
     On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
 
     Args:
-        loads: for each role, what takes the fraction of its kinds of state (weights, moments) that this rank has restored.
+        loads: provides for each role the function to call with the fraction of its kinds of state (weights, moments) that this rank has
+            restored.
 
     Raises:
         ConfigError: the checkpoint has another dtype, other roles or other adapters.
@@ -217,7 +218,7 @@ def _reshard(arch: Architecture, here: Rank, shards: Sequence[SavedShard], kind:
 
 
 def _reporting(read: Read, kinds: int, loaded: Loaded) -> Read:
-    """The same function, which also tells `loaded` after each of so many kinds of state but the last."""
+    """Wraps the function so that it also calls `loaded` with the restored fraction after each kind of state except the last."""
     done = 0
 
     def reading(kind: str, names: Iterable[str]) -> dict[str, Tensor]:
@@ -237,7 +238,7 @@ def _read(file: Path) -> Any:
 
 
 def iteration_path(root: Path, iteration: int, prefix: str = "iteration") -> Path:
-    """The path of an iteration's checkpoint, or of a checkpoint whose number counts something else, `prefix`."""
+    """The path of a checkpoint: PREFIX-NUMBER. `prefix` names what the number counts."""
     return root / f"{prefix}-{iteration:06d}"
 
 

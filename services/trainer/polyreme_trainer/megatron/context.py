@@ -1,7 +1,7 @@
 """Context parallelism: ranks share the tokens of a micro-batch, and gather each other's keys and values for attention.
 
-Invariant: outputs are joined, so on every rank losses and metrics are those of whole micro-batches, and no rank knows of another's tokens
-elsewhere.
+Invariant: every rank gets the joined outputs, so losses and metrics are computed from whole micro-batches. Code
+outside the model does not depend on the split.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class ContextRanks:
 
     Args:
         rank, ranks: this rank's number among them, and their count.
-        multiple: of which the number of tokens on each rank is a multiple.
+        multiple: the number of tokens on each rank is a multiple of this.
     """
 
     rank: int
@@ -28,19 +28,19 @@ class ContextRanks:
     multiple: int
 
     def cut(self, ids: PackedIds) -> Cut:
-        """This rank's tokens of `ids`, with the padding that makes them equally many on all ranks."""
+        """This rank's tokens of `ids`, padded so that every rank has the same number."""
         lengths = ids.aligned(self.ranks * self.multiple).lengths
         return cut_sequences(lengths, self.rank, self.ranks, ids.device)
 
     def take(self, ids: PackedIds, values: Tensor, padding: int) -> Tensor:
-        """Of one number for each token of `ids` [t], those for this rank's tokens; `padding` for its padding."""
+        """Selects this rank's entries of an array with one number for each token of `ids` [t]. Padding gets the value `padding`."""
         if self.ranks == 1:
             return values
         cut = self.cut(ids)
         return torch.nn.functional.pad(values, (0, len(cut.places) - len(values)), value=padding).index_select(0, cut.tokens)
 
     def join(self, ids: PackedIds, mine: Tensor) -> Tensor:
-        """Outputs for all tokens of `ids` [t, ...], the same on each rank, from those for this rank's tokens. Collective.
+        """Joins the ranks' outputs for their own tokens to the outputs for all tokens of `ids` [t, ...]. The result is the same on each rank. Collective.
 
         Every rank computes the same loss from them, so each keeps the gradient of its own tokens and nothing is summed.
         """

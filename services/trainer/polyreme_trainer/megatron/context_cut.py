@@ -1,9 +1,9 @@
 """How the tokens of a micro-batch are spread over context ranks.
 
 For c ranks a sequence is cut into 2 c pieces. Rank r has the pieces r and 2 c - 1 - r: an early one that attends to few tokens, and a late one
-that attends to many, so the ranks compute equally much (Grattafiori et al. 2024, section 3.3.2).
+that attends to many, so all ranks have the same amount of computation (Grattafiori et al. 2024, section 3.3.2).
 
-Invariant: every token is on one rank, and the ranks have equally many. The module is pure.
+Invariant: every token is on exactly one rank, and all ranks have the same number of tokens. The module is pure.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Half:
     Attributes:
         lengths: the number of tokens of each piece.
         key_lengths: the number of tokens of its sequence up to the end of the piece.
-        keys: int64 [sum of key_lengths], where these tokens are among those that the ranks gather.
+        keys: int64 [sum of key_lengths], the positions of these tokens among the gathered tokens.
     """
 
     lengths: tuple[int, ...]
@@ -37,9 +37,9 @@ class Cut:
     """One rank's tokens of a micro-batch of t tokens.
 
     Attributes:
-        tokens: int64 [t / ranks], which tokens these are: those of the halves, one half after the other.
-        places: int64 [t], where each token is among those that the ranks gather: the first rank's tokens, then the second's, ...
-        halves: one or two, those that have a token.
+        tokens: int64 [t / ranks], the indices of these tokens: those of the first half, then those of the second.
+        places: int64 [t], the position of each token among the gathered tokens: the first rank's tokens, then the second's, ...
+        halves: the early and the late half; a half without tokens is omitted.
     """
 
     tokens: Tensor
@@ -48,7 +48,7 @@ class Cut:
 
 
 def piece_ends(lengths: IntArray, ranks: int) -> IntArray:
-    """The number of tokens before each of the 2 c pieces of each sequence, and of all: int64 [2 c + 1, sequences].
+    """The number of tokens before each of the 2 c pieces of each sequence, then its total: int64 [2 c + 1, sequences].
 
     Pieces of a sequence differ by at most one token. The tokens that do not divide go to the ranks in turn, from sequence to sequence. So the
     totals of two ranks differ by at most one token as well, and are equal when `ranks` divides the number of all tokens.

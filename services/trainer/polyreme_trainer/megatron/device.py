@@ -73,7 +73,7 @@ class Device:
 
     @property
     def pins(self) -> bool:
-        """Whether memory of the host from which the device copies is page-locked."""
+        """Whether host memory from which the device copies should be page-locked."""
         return self.kind != "cpu"
 
     def synchronize(self) -> None:
@@ -89,8 +89,8 @@ class Device:
         return int(total)
 
     def free_cached(self) -> int:
-        """Returns unused memory of torch's allocator to the device. Returns the largest use since the last call, in bytes; on CPU, that of
-        the process since its start."""
+        """Frees the unused memory of torch's allocator. Returns the peak use since the last call, in bytes; on CPU, the peak of the process
+        since its start."""
         if self.kind == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.synchronize()

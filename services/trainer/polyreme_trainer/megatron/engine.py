@@ -56,7 +56,7 @@ class MegatronEngine:
         config, files: the run's configuration and the model's small files.
         run_id: names the arena.
         ranks, device: the learner's ranks and this rank's device. Requires `init_parallel`.
-        loads: for each role that loads, what takes the fraction of its weights that this rank has loaded.
+        loads: provides for each role the function to call with the fraction of its weights that this rank has loaded.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class MegatronEngine:
         self.state = AlgorithmState()
         """The algorithm's state between iterations."""
         self.trained_samples: TrainedSamples | None = None
-        """What the last iteration trained on."""
+        """How the last iteration used its samples."""
         self.writer = VersionWriter(policy, ranks, run_id, writes=policy.writes)
         self.saves = Saves(config, ranks)
         self.facts: Mapping[str, Any] = {}
         self.rows: Sequences | None = None
         """The supervised rows that iterations mix into their steps."""
         self.offload: Offload | None = None
-        """What has left the device."""
+        """The tensors that have left the device; None while all are on it."""
         self.probes = ModelProbes(config, policy, self.critic.model if self.critic else None, ranks, device)
 
     @property
@@ -221,8 +221,8 @@ class MegatronEngine:
         return role
 
     def make_reference(self, path: Path) -> None:
-        """Creates the reference role with the weights of a Hugging Face directory, version 0's. Where adapters have started from nothing,
-        these are the actor's without its adapters."""
+        """Creates the reference role from the Hugging Face directory of version 0. When `shares_reference` is set, version 0 is the actor
+        without its adapters, so the role uses the actor's memory and reads nothing."""
         if self.config.shares_reference:
             self.reference = BaseRole("reference", self.policy, self.actor.forward, self.shard)
             return

@@ -1,4 +1,4 @@
-"""Models that follow the actor without an optimizer: its moving average, and a reference policy that is renewed.
+"""Models that are updated from the actor, without an optimizer: its moving average, and a reference policy that is renewed.
 
 Invariant: a follower's weights after iteration i depend only on the actor's versions up to i. They are in every checkpoint.
 """
@@ -19,7 +19,7 @@ class Followers:
     Args:
         actor: the model that the followers follow.
         make_role: creates a frozen role of the actor's shapes from a name and a dtype.
-        renew_interval: iterations between two renewals of the reference by the actor's weights; 0 for no such reference.
+        renew_interval: iterations after which the actor's weights (adapters merged) replace the reference; 0 for no such reference.
         decay: the moving average's decay; None for no moving average.
     """
 

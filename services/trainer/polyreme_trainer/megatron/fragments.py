@@ -53,7 +53,7 @@ class Fragment:
         return {name: state[name] for name in MOMENTS if name in state}
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What the optimizer holds of the fragment beside the model's weights, by kind of state."""
+        """The optimizer's tensors for this fragment, by kind of state; the model's own weights are not among them."""
         return self.moments | ({MASTER: self.main.detach()} if self.copied else {})
 
     @property

@@ -1,6 +1,6 @@
 """The weights that training reads but does not change. A checkpoint has their digests in place of their bytes.
 
-Invariant: what a resume trains beside the weights of a directory was saved beside the same weights, for the same use. Rank 0 alone reads the
+Invariant: a resume continues only with the frozen weights, for the same use, with which the checkpoint was trained. Only rank 0 reads the
 files, in a thread, while its heartbeat keeps the other ranks waiting.
 """
 
@@ -35,7 +35,7 @@ class FrozenWeights:
         return found
 
     def read(self, directories: Mapping[str, Path]) -> dict[str, str]:
-        """As `record`, without a collective, by the calling thread. On rank 0; one thread at a time."""
+        """As `record`, but the calling thread reads the files, without a collective. On rank 0; one thread at a time."""
         return {use: self._digest(directory) for use, directory in directories.items()}
 
     def check(self, directories: Mapping[str, Path], recorded: Mapping[str, str]) -> None:

@@ -52,10 +52,10 @@ class Rank:
     """A rank's coordinates in the mesh of tensor, pipeline and expert ranks.
 
     vocab_multiple: rows of the embedding on each tensor rank are a multiple of this.
-    etp_rank, etp: the coordinate among the ranks that cut each expert, and their number, where it is not `tp`; 0: experts are cut over the
-        tensor ranks, as everything else.
-    vpp: the virtual stages of each pipeline stage. The first of all stages have the model's first layers, then the second of all stages have
-        the next. A rank numbers its layers on from one virtual stage to the next.
+        etp_rank, etp: the coordinate among the ranks that cut each expert, and their number if it is not `tp`; 0: the tensor ranks cut
+            experts like all other matrices.
+        vpp: the number of virtual stages of each pipeline stage. The first virtual stages of all pipeline stages have the model's first layers,
+            the second virtual stages have the next, and so on. A rank's layer numbers continue from one virtual stage to the next.
     """
 
     tp_rank: int = 0
@@ -71,7 +71,7 @@ class Rank:
 
     @property
     def expert_cut(self) -> "Rank":
-        """The rank whose tensor coordinates are those among the ranks that cut each expert."""
+        """The same rank, with its coordinates among the ranks that cut each expert as tensor coordinates."""
         return replace(self, tp_rank=self.etp_rank, tp=self.etp) if self.etp else self
 
     @property
@@ -81,19 +81,19 @@ class Rank:
 
     @property
     def places(self) -> int:
-        """The number of ranks that together have all of a stage: the first of its ranks. All further ranks have the same as one of them."""
+        """The number of ranks that together hold all of a stage: the first of its ranks. Every later rank has a copy of one of their parts."""
         return max(self.tp, self.expert_places)
 
     @property
     def place(self) -> int:
-        """The number of the rank among them. Tensor ranks are adjacent, so are the ranks that cut an expert, and next to each other are those
-        with different experts."""
+        """The number of the rank among them. Tensor ranks are adjacent, and so are the ranks that cut an expert. The groups with different
+        experts follow each other."""
         if self.expert_places < self.tp:
             return self.tp_rank
         return self.expert_cut.tp_rank + self.expert_cut.tp * self.ep_rank
 
     def at(self, place: int) -> "Rank":
-        """The rank of the same stage at a place, or at the place of a further rank."""
+        """The rank of the same stage with this number; for a number from `places` on, the rank whose parts it copies."""
         etp_rank = place % self.etp if self.etp else 0
         return replace(self, tp_rank=place % self.tp, ep_rank=place // self.expert_cut.tp % self.ep, etp_rank=etp_rank)
 
@@ -105,7 +105,7 @@ class Rank:
 
 
 def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
-    """The table's rows of this pipeline stage and expert rank, each with whether this rank, or with it other tensor ranks, write it."""
+    """The table's rows of this pipeline stage and expert rank. Each has a flag: whether this rank, alone or with other tensor ranks, writes it."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
     leads, experts_lead = rank.place < rank.tp, rank.place < rank.expert_places
     if rank.etp and not arch.experts:
@@ -137,13 +137,13 @@ def layers_of(arch: Architecture, rank: Rank) -> list[int]:
 
 def stage_of_tensors(arch: Architecture, rank: Rank) -> dict[str, int]:
     """The pipeline stage that writes each Hugging Face tensor."""
-    # Of more tensor ranks than key heads, some have no key; and expert ranks have different experts.
+    # With more tensor ranks than key heads, some ranks have no key. Expert ranks have different experts.
     ranks = [replace(rank, pp_rank=stage).at(place) for stage, place in product(range(rank.pp), range(rank.places))]
     return {piece.hf_name: each.pp_rank for each in ranks for piece in rank_slices(arch, each) if piece.primary}
 
 
 def is_expert(param: str) -> bool:
-    """Whether a parameter belongs to an expert: expert ranks have different numbers in it, and equal ones in all others."""
+    """Whether a parameter belongs to an expert. Its values differ between expert ranks; those of all other parameters are equal."""
     return EXPERT in param
 
 

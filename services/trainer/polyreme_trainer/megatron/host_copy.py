@@ -1,6 +1,6 @@
 """Copies of tensors in host memory, inside plain containers.
 
-Invariant: a copy shares no memory with its source, and has memory for its own elements only, also when the source is a part of a buffer.
+Invariant: a copy shares no memory with its source. It has memory for its own elements only, even if the source is a part of a buffer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ def tensors_in(content: Any) -> Iterator[Tensor]:
 
 
 def copied_to_host(content: Any) -> Any:
-    """The containers anew, with copies of their tensors. Other values are the same objects.
+    """New containers of the same structure with copies of the tensors. Other values are the same objects.
 
     Copies of an accelerator's tensors are in page-locked memory, and complete only after the device has been synchronized.
     """

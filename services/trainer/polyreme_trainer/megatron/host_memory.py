@@ -1,4 +1,4 @@
-"""What a rank keeps in the host's memory while it is not in use: idle models, and the state of optimizers.
+"""Keeps in the host's memory what a rank does not need at the moment: idle models, and the state of optimizers.
 
 Invariant: with `idle_models`, only the models of the newest `use` are on the device. A move changes no byte.
 """
@@ -16,7 +16,7 @@ from polyreme_trainer.megatron.offload import Movable
 
 
 class Resident(Protocol):
-    """A model as far as its memory is concerned. host: who moves it."""
+    """A model whose memory can be moved. host: the object that moves it."""
 
     host: "HostMemory | None"
 
@@ -28,21 +28,21 @@ Model = TypeVar("Model", bound=Resident)
 
 @dataclass
 class Moves:
-    """What was moved between device and host, in both directions."""
+    """The bytes moved between device and host, in both directions, and the time that the moves took."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
 
 class HostMemory:
-    """The models of one rank, and what of them rests in the host's memory.
+    """The models of one rank. It moves them between the device and the host's memory.
 
     Args:
-        config: what rests there.
-        pin: page-locked memory, for accelerators.
+        config: selects what is kept in the host's memory.
+        pin: whether to use page-locked memory, for accelerators.
 
     Attributes:
-        moves: since the last `take_moves`.
+        moves: the moves since the last `take_moves`.
     """
 
     def __init__(self, config: OffloadConfig, pin: bool) -> None:
@@ -80,7 +80,7 @@ class HostMemory:
         return not self._models[model].is_away
 
     def now(self, model: Resident, tensor: Tensor) -> Tensor:
-        """A tensor of a model, wherever its bytes are now. Not to be changed."""
+        """A tensor of a model, on the device or in the host's memory. Do not change it."""
         return self._models[model].now(tensor)
 
     def movable(self, tensors: Callable[[], Iterable[Tensor]]) -> Movable:
@@ -89,7 +89,7 @@ class HostMemory:
 
     @contextmanager
     def visit(self, movable: Movable) -> Iterator[None]:
-        """Within the block, the tensors are on the device. They leave it afterwards, also those that the block has created."""
+        """Within the block, the tensors are on the device. All of them leave it afterwards, including those that the block has created."""
         began = time.perf_counter()
         self.moves.nbytes += movable.come_back()
         self.moves.seconds += time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What one iteration trains on, and what it results in.
+"""The input of one iteration of training, and its results.
 
 Invariant: both are the same on every rank, except the measured seconds.
 """
@@ -48,7 +48,7 @@ class Trained:
     Attributes:
         metrics: metrics by name, the same on every rank.
         state: the algorithm's state for the next iteration.
-        samples: what the iteration did with its samples.
+        samples: how the iteration used its samples.
         seconds: wall-clock seconds of each of PARTS on this rank.
     """
 

@@ -112,7 +112,7 @@ class Losses:
         )
 
     def trained_samples(self) -> TrainedSamples:
-        """What the optimizer steps did with each sample."""
+        """How the optimizer steps used each sample."""
         count = len(self._tokens)
         steps: list[list[int]] = [[] for _ in range(count)]
         for number, step in enumerate(self._steps, start=1):
@@ -129,7 +129,9 @@ class Losses:
     def reduced(self) -> dict[str, float]:
         """Every metric over all micro-batches and data ranks. Collective."""
         policy, critic, rows = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic, self._supervised))
-        if "policy_loss" in policy:  # the sum over a step's tokens is the step's loss, whatever its coefficients add up to
+        if (
+            "policy_loss" in policy
+        ):  # the sum over a step's tokens is the step's loss, even if its coefficients do not add up to 1
             policy["policy_loss"] = (policy["policy_loss"][0], self._policy_steps)
         return finish(policy) | finish(critic) | finish(rows)
 

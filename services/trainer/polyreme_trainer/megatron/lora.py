@@ -4,8 +4,8 @@ The adapter joins the layer's matrix product, before bias, reduction over tensor
 both model specs and sequence parallelism. It runs on the layer's own kernel. A fused layer (queries, keys and values; gate and up) has an A
 for each of its projections, as Hugging Face and PEFT separate them.
 
-Every tensor rank computes with its part of A or of B. For the parameter that all ranks have whole, this gives a part of the gradient; the
-parts are summed once per optimizer step, which exchanges less than a sum for each micro-batch.
+Every tensor rank computes with its part of A or of B. The other one of the two is whole on every rank, and each rank gets only a part of its
+gradient. The parts are summed once per optimizer step, which exchanges less than a sum for each micro-batch.
 
 Invariant: without an optimizer step B is zero, and a model with new adapters is the model without them.
 """
@@ -61,7 +61,7 @@ class Adapter:
         return torch.add(output, outer, alpha=self.scale)
 
     def wide_b(self) -> Tensor:
-        """B as one matrix for the stacked A: [rows, projections * rank], zero where a row meets another projection's A."""
+        """B as one matrix for the stacked A: [rows, projections * rank], zero where row and column belong to different projections."""
         b = self.layer.lora_b
         return b if self.owner is None else (self.owner.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
 
@@ -73,7 +73,7 @@ class Adapter:
 
 
 class Merged(Mapping[str, Tensor]):
-    """A model's weights with its adapters added to them, computed at access. The newest is kept: a parameter has several slices."""
+    """A model's weights with its adapters added, computed at access. The newest result is cached, because a parameter has several slices."""
 
     def __init__(self, params: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
         self._params, self._adapters = params, adapters
@@ -100,11 +100,11 @@ class Adapters:
         module: the rank's part of the model, see `join_chunks`.
         arch: the model's architecture.
         here: this rank.
-        lora: of the configuration. Raises ConfigError for targets that the model cannot have.
-        seed: of the A, which are the same on every layout.
+        lora: the section of the configuration. Raises ConfigError for targets that the model does not have.
+        seed: the seed of every A. The A are the same on every layout.
 
     Attributes:
-        arch: the table of the trained parameters.
+        arch: the mapping table of the trained parameters.
         params: the trained parameters by name.
     """
 
@@ -157,12 +157,12 @@ class Adapters:
                 self.params[piece.param][piece.param_index].copy_(whole[piece.hf_index])
 
     def merge(self, params: Mapping[str, Tensor]) -> Merged:
-        """The model's weights with the adapters added. `params`: its own."""
+        """The model's weights with the adapters added. `params`: the model's own parameters."""
         return Merged(params, self._layers)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within the block, the model is the one without adapters."""
+        """Within the block, the adapters are switched off."""
         for adapter in self._layers.values():
             adapter.on = False
         try:
@@ -172,7 +172,7 @@ class Adapters:
                 adapter.on = True
 
     def sum_gradients(self) -> None:
-        """Sums the gradients of which each tensor rank has a part. Collective over them; once per optimizer step."""
+        """Sums the gradients of which each tensor rank has a part. Collective over the tensor ranks; called once per optimizer step."""
         if not self._partial:
             return
         gradients = [param.main_grad for param in self._partial]  # type: ignore[attr-defined]

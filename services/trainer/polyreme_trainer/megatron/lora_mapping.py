@@ -26,7 +26,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def adapter_architecture(arch: Architecture, lora: LoraConfig) -> Architecture:
-    """The table of a model's adapters. Raises ConfigError for targets that the model cannot have."""
+    """The table of a model's adapters. Raises ConfigError for targets that the model does not have."""
     wanted = targets(arch, lora)
     layer = tuple(part for row in arch.family.layer for part in _adapter_rows(row, wanted, lora.rank))
     return replace(arch, family=replace(arch.family, layer=layer, expert=()), adapter=True)
@@ -45,14 +45,14 @@ def targets(arch: Architecture, lora: LoraConfig) -> tuple[str, ...]:
 
 
 def stacked_ranks(adapter: Architecture) -> int:
-    """The numbers for each token between the A and the B of one layer's adapters, all together."""
+    """The number of values per token between A and B, summed over all adapters of one layer."""
     rows = [row for row in adapter.family.layer if row.param.endswith(A)]
     return sum(shape[0] for row in rows for shape in adapter.shapes(row).values())
 
 
 def wide_numbers(adapter: Architecture) -> int:
-    """The numbers of one layer's B as matrices for the stacked A, see `lora.Adapter.wide_b`, over all tensor ranks. A B that is such a matrix
-    itself counts as 0."""
+    """The size of one layer's B as matrices for the stacked A, see `lora.Adapter.wide_b`, over all tensor ranks, in numbers. A B that already
+    has this form counts as 0."""
     total = 0
     for row in adapter.family.layer:
         if row.param.endswith(B) and len(row.tensors) > 1:
@@ -69,7 +69,7 @@ def projection_of(hf_name: str) -> str:
 
 
 def _adapter_rows(row: MappingRow, wanted: Sequence[str], rank: int) -> Iterator[MappingRow]:
-    """The rows of A and B for a row of the model; none for one without adapters."""
+    """The rows of A and B for a row of the model; none if it has no adapters."""
     modules = {name.removesuffix(".weight"): dims for name, dims in row.tensors.items() if name.endswith("_proj.weight")}
     adapted = {module: dims for module, dims in modules.items() if projection_of(module) in wanted}
     if not adapted:

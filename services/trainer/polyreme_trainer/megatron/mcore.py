@@ -1,6 +1,6 @@
 """The imports of megatron-core.
 
-Invariant: no other module imports megatron, so what its import costs and prints is decided in one place: no warnings about missing CUDA
+Invariant: no other module imports megatron, so one place controls the cost and the output of the import: no warnings about missing CUDA
 packages, no compiler where nothing is compiled, no tracker.
 """
 
@@ -15,14 +15,14 @@ import torch
 
 
 def _uncompiled(function: Callable[..., Any] | None = None, **_: object) -> Callable[..., Any]:
-    """Stands for torch.compile, also where it is called with options."""
+    """Replaces torch.compile, also where it is called with options."""
     return function if function is not None else _uncompiled
 
 
 @contextmanager
 def _light_import() -> Iterator[None]:
     """megatron-core compiles its fused functions when it is imported, and imports wandb where that is installed. Without CUDA no fused
-    function is called, and our trackers run in processes of their own: every rank starts 3 seconds of CPU time earlier.
+    function is called, and trackers run in separate processes. Without both, each rank's start takes 3 seconds of CPU time less.
     """
     compiler, wandb = torch.compile, sys.modules.get("wandb")
     sys.modules["wandb"] = None  # type: ignore[assignment]  # Python's own mark of a module that cannot be imported

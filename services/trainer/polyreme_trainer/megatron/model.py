@@ -1,7 +1,7 @@
 """One rank's shard of a model: built, loaded, copied, gathered and written as Hugging Face tensors.
 
-Invariant: weights enter and leave only through `hf_mapping`, so loading, export and weight sync use one mapping in both directions. What
-leaves has the adapters added to it.
+Invariant: weights enter and leave only through `hf_mapping`, so loading, export and weight sync use one mapping in both directions. Weights
+that leave have the adapters merged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -45,18 +45,18 @@ class ShardedModel:
     Args:
         spec: the model spec; None for the device's.
         recompute: the activations that a backward pass computes again.
-        lora: trains low-rank adapters in place of the weights. None: trains the weights.
-        moe: how experts are balanced. None: they are not.
-        seed: of new adapters.
+        lora: the adapters to train instead of the weights. None: the weights are trained.
+        moe: how experts are balanced. None: they are not balanced.
+        seed: the seed of new adapters.
 
     Attributes:
         chunks: megatron-core's GPTModels, one for each of the rank's virtual stages.
         module: all of them under the names of `hf_mapping`.
         adapters: None without LoRA.
         ddp: the chunks wrapped for data parallelism, with their gradient buffers; none when frozen.
-        routing: the state of its routers; None for a dense model.
+        routing: the state of the model's routers; None for a dense model.
         host: moves the weights between device and host memory; None: they stay on the device.
-        context: the ranks that share the tokens of its micro-batches.
+        context: the ranks that share the tokens of a micro-batch.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class ShardedModel:
             self.module.requires_grad_(False)
 
     def use(self, *others: "ShardedModel") -> None:
-        """Brings the weights to the device, and those of `others`. With `trainer.offload.idle_models`, all other models leave it."""
+        """Moves the weights of this model and of `others` to the device. With `trainer.offload.idle_models`, all other models leave it."""
         if self.host is not None:
             self.host.use(self, *others)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What the model holds for longer than a step, but for its gradients."""
+        """The tensors that the model keeps for longer than a step, except gradients."""
         yield from self.module.parameters()
         yield from self.module.buffers()
 
@@ -114,7 +114,7 @@ class ShardedModel:
         return self.arch if self.adapters is None else self.adapters.arch
 
     def weights(self) -> Mapping[str, Tensor]:
-        """This rank's parameters by name, without adapters because these are added to them. Only what an adapter changes is a copy."""
+        """This rank's parameters by name, with the adapters added to them. Only parameters that an adapter changes are copies."""
         return self.state_dict() if self.adapters is None else self.adapters.merge(self._params)
 
     def load_hf(self, path: Path, loaded: Callable[[float], None] | None = None) -> None:
@@ -143,7 +143,7 @@ class ShardedModel:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes its slices: it is one of the first that together have the whole model."""
+        """Whether this rank writes its slices: whether it is one of the first ranks that together have the whole model."""
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         return self.rank.tp_rank + self.rank.tp * copy < self.rank.places
 
@@ -162,7 +162,7 @@ class ShardedModel:
         return self._full(self.arch, self.weights())
 
     def adapter(self, base: Path) -> PeftAdapter | None:
-        """The adapters for PEFT, likewise; also None without adapters. `base`: the directory of the frozen weights."""
+        """The adapters for PEFT, gathered as in `full_tensors`; also None without adapters. `base`: the directory of the frozen weights."""
         self.use()
         tensors = None if self.adapters is None else self._full(self.adapters.arch, self.adapters.params)
         return None if self.adapters is None or tensors is None else PeftAdapter(tensors, self.adapters.lora, base)
@@ -220,8 +220,8 @@ class ShardedModel:
             param.copy_(state[name])
 
     def own_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` without the parameters of which an earlier data or context rank has a copy. Of a model that has left the device, views
-        of its copy in the host's memory; not to be changed."""
+        """`state_dict` without the parameters of which an earlier data or context rank has a copy. If the model has left the device, these are
+        views of its copy in the host's memory. Do not change them."""
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         first = copy == 0, parallel_state.get_expert_data_parallel_rank() == 0
         mine = {name: param.detach() for name, param in self._trained.items() if first[hf_mapping.is_expert(name)]}
@@ -237,8 +237,8 @@ class ShardedModel:
         return self.context.ranks * self.context.multiple
 
     def hidden(self, ids: Tensor | PackedIds, chunk: GPTModel | None = None) -> Tensor:
-        """Final hidden states of t tokens, [t, hidden]; of a chunk before the model's last, what the next chunk takes. With context ranks, those of
-        this rank's tokens, see `ContextRanks.cut`.
+        """Final hidden states of t tokens, [t, hidden]; for a chunk before the last one, the input of the next chunk. With context ranks, the
+        states of this rank's tokens, see `ContextRanks.cut`.
 
         A chunk after the model's first takes the input that the schedule has set instead of the ids.
 
@@ -272,7 +272,7 @@ class ShardedModel:
         return hidden.squeeze(1)[: len(tokens.ids)] if cut is None else hidden.squeeze(1)
 
     def _gather(self, mine: Mapping[str, Tensor], count: int) -> Iterator[tuple[str, list[Tensor]]]:
-        """Every parameter's name, and on the first of the `count` tensor and expert ranks that of each of them; else an empty list."""
+        """Every parameter's name: on the first of the `count` tensor and expert ranks one list for each of them, on the others an empty list."""
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
         if self.rank.expert_places < self.rank.places:
             group = parallel_state.get_tensor_model_parallel_group()

@@ -1,6 +1,6 @@
 """Runs this rank's models on a few tokens, to compare them with the Hugging Face model and with replicas.
 
-Invariant: nothing of a model changes. Every method is collective, and gates are returned on rank 0 only.
+Invariant: no model changes. Every method is collective, and gates are returned on rank 0 only.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class ModelProbes:
 
     Args:
         config: of the run.
-        policy, critic: the models; no critic: None.
+        policy, critic: the models; None for a run without a critic.
         ranks, device: the learner's ranks and this rank's device.
     """
 

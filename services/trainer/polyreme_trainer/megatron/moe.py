@@ -1,6 +1,6 @@
 """The experts of a layer, in both model specs: megatron-core's MoE layer with a router that decides as transformers and vLLM do.
 
-Invariant: learner and replicas send a token to the same experts, but for the rounding of their matrix products.
+Invariant: learner and replicas send a token to the same experts, except where the rounding of their matrix products differs.
 """
 
 from typing import Any
@@ -45,18 +45,18 @@ class ExpertRouter(TopKRouter):
         return self.trace.follow(layer, rows, logits.view(-1, self.num_experts), probs, chosen), chosen
 
     def _apply_expert_bias(self, *arguments: Any, **options: Any) -> None:
-        """There is none. megatron-core's own does nothing either, but compiles itself at the first step, which takes seconds."""
+        """Does nothing, because there is no expert bias. megatron-core's method also does nothing, but its first call compiles it for seconds."""
 
 
 def follow(module: GPTModel, trace: Routing) -> None:
-    """Makes `trace` that of all routers of a model."""
+    """Sets `trace` on all routers of a model."""
     for part in module.modules():
         if isinstance(part, ExpertRouter):
             part.trace = trace
 
 
 def experts(mlp: MLPSubmodules) -> ModuleSpec:
-    """The slot of the MLP in a layer with experts, each of which is made of `mlp`."""
+    """The module spec that takes the place of the MLP in a layer with experts; `mlp` is the spec of each expert."""
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(

@@ -37,7 +37,7 @@ class ProjectionNorm(torch.nn.Module):
     """An RMS norm over all heads of a projection together, with the interface of megatron-core's norms of single heads. Weight [heads of this
     rank x hidden_size].
 
-    Tensor ranks divide the heads, and sum the squares of all.
+    Tensor ranks divide the heads, and sum the squares over all of them.
 
     Args:
         hidden_size: the size of a head.

@@ -54,11 +54,11 @@ class Offload:
 
 
 class Movable:
-    """Tensors that move between a device and the host's memory together.
+    """Tensors that move together between a device and the host's memory.
 
     Args:
-        tensors: lists them. More of them may exist each time they leave.
-        pin: as of `Offload`.
+        tensors: lists the tensors. The list may grow between two moves.
+        pin: as in `Offload`.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], pin: bool) -> None:
@@ -86,7 +86,7 @@ class Movable:
         return moved.nbytes
 
     def now(self, tensor: Tensor) -> Tensor:
-        """One of the tensors, wherever its bytes are now: itself, or a view of its copy in host memory."""
+        """One of the tensors: itself while it is on the device, otherwise a view of its copy in host memory."""
         return tensor if self._away is None else self._away.copy_of(tensor)
 
 

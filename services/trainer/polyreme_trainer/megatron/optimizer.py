@@ -65,15 +65,16 @@ class Optimizer:
         with model.device.megatron(), torch.no_grad():  # without no_grad, a data rank's part of a parameter would have a graph
             chained = mcore.get_megatron_optimizer(config, self._ddp, overrides, use_gloo_process_groups=False)
         self._inner = chained.chained_optimizers
-        """One for the experts that expert ranks share, which are divided over other ranks, and one for all other parameters."""
+        """One optimizer for the experts that expert ranks share, whose state is divided over other ranks, and one for all other parameters."""
         self._set_hyper_parameters()
         parameters = list(model.module.named_parameters())
         self.fragments = [fragment for inner in self._inner for fragment in find_fragments(parameters, inner)]
-        # Of a parameter that several ranks have, each counts its own fragments, but tensor ranks have the same of what they do not cut.
+        # When several ranks have a parameter, each counts its own fragments. Tensor ranks have equal fragments of the parameters that they do
+        # not cut, so only the first one counts those.
         mine = {piece.param for piece in rank_slices(model.trained_arch, model.rank.at(model.rank.tp_rank)) if piece.primary}
         self._counted = [each for each in self.fragments if each.name in mine or is_expert(each.name)]
         self._parts = OptimizerParts(self.fragments, host) if host is not None and host.config.optimizer else None
-        """The state in parts that rest in the host's memory; None: on the device."""
+        """The optimizer's state in parts that are kept in the host's memory; None: the state stays on the device."""
         if not self._frees_gradients:
             self.zero_grad()
 
@@ -201,13 +202,13 @@ class Optimizer:
     def _norm(self, tensors: Iterable[Tensor]) -> float:
         """The norm over the whole model. `tensors` has one tensor for each fragment that this rank counts. Collective."""
         squared = sum_of_squares(list(tensors), self.model.device.torch)
-        # Of the distributed optimizer, all data ranks have parts; otherwise each has all.
+        # With the distributed optimizer every data rank has a part; otherwise each has everything.
         torch.distributed.all_reduce(squared, group=None if self._distributed else parallel_state.get_model_parallel_group())
         return math.sqrt(squared.item())
 
 
 def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements, fp32 [], on `device`. 0 without tensors: a rank may have none that it counts."""
+    """The sum of the squares of all elements, fp32 [], on `device`; 0 without tensors, since a rank may have none to count."""
     norms = list(torch._foreach_norm(tensors)) if tensors else []
     return torch.stack([*norms, torch.zeros((), device=device)]).square().sum()
 

@@ -1,7 +1,7 @@
-"""An optimizer's moments and full-precision weights, in parts that rest in the host's memory and visit the device for their step.
+"""An optimizer's moments and full-precision weights, in parts that are kept in the host's memory and move to the device for their step.
 
-AdamW computes each element of its own gradient and state, so steps of parts are the bits of one step. While one part is on the device, the
-others are not: the peak of a step is that of its largest part.
+AdamW computes each element from its own gradient and state, so stepping the parts one by one gives the same bits as one step. Only one part
+is on the device at a time, so the largest part determines the peak of a step.
 
 Invariant: outside of `step` and `visits`, no part is on the device.
 """
@@ -23,8 +23,8 @@ class OptimizerParts:
     """The parts of one optimizer.
 
     Args:
-        fragments: all that this rank steps.
-        host: moves the parts.
+        fragments: all fragments that this rank steps.
+        host: the object that moves the parts.
     """
 
     def __init__(self, fragments: Iterable[Fragment], host: HostMemory) -> None:
@@ -38,22 +38,22 @@ class OptimizerParts:
         return self._host.movable(lambda: [tensor for fragment in part for tensor in fragment.state_tensors().values()])
 
     def visits(self) -> Iterator[Sequence[Fragment]]:
-        """Every part, each while it is on the device."""
+        """Yields every part while it is on the device."""
         for part, movable in self._parts:
             with self._host.visit(movable):
                 yield part
 
     def now(self, fragment: Fragment, tensor: Tensor) -> Tensor:
-        """One of a fragment's `state_tensors`, wherever its bytes are now. Not to be changed."""
+        """One of a fragment's `state_tensors`, on the device or in the host's memory. Do not change it."""
         return self._part_of[id(fragment)].now(tensor)
 
     @torch.no_grad()
     def step(self, inner: Sequence[Any]) -> None:
-        """What megatron-core's optimizers `inner` do in `step_with_ready_grads`. Collective over the data ranks."""
+        """Does the work of `step_with_ready_grads` of megatron-core's optimizers `inner`. Collective over the data ranks."""
         gradients = {id(fragment): fragment.main.grad for part, _ in self._parts for fragment in part}
         for part, _ in self._parts:
             for fragment in part:
-                fragment.main.grad = None  # AdamW steps what has a gradient
+                fragment.main.grad = None  # AdamW steps only tensors with a gradient
         for visited in self.visits():
             for fragment in visited:
                 fragment.main.grad = gradients.pop(id(fragment))
@@ -70,7 +70,7 @@ class OptimizerParts:
 
 
 def cut(fragments: Sequence[Fragment]) -> list[list[Fragment]]:
-    """Runs of fragments with at most PART_BYTES of state each, or one fragment."""
+    """Runs of fragments with at most PART_BYTES of state each; a larger fragment is a run of its own."""
     parts: list[list[Fragment]] = []
     room = 0
     for fragment in fragments:

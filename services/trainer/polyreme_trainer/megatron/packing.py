@@ -1,7 +1,7 @@
-"""Sequences in one row of tokens, one after the other, and what attention must know about them.
+"""Sequences in one row of tokens, one after the other, and the description of them that attention needs.
 
 Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment adds tokens
-at the end only, as a sequence of their own. The queries of a sequence are the last of the tokens whose keys they see.
+at the end only, as a separate sequence. The queries of a sequence belong to the last of the tokens whose keys they see.
 """
 
 from dataclasses import dataclass, field, replace
@@ -85,8 +85,8 @@ class Packing(PackedSeqParams):
         features: the width of all queries of this rank.
         full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, head_dim / 2] in the compute
             dtype.
-        halves: of a rank that has a part of each sequence, the packings of its queries, one half after the other; else empty.
-        keys: of a half, where its keys are among those that the ranks gather.
+        halves: on a rank that has a part of each sequence, the packings of its queries, one for each half; otherwise empty.
+        keys: for a half, the positions of its keys among the gathered keys.
     """
 
     lengths: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class Packing(PackedSeqParams):
     def band(self, window: int, dtype: torch.dtype) -> Tensor:
         """[s, s] for the longest sequence: 0 where the row's position attends to the column's, else minus infinity.
 
-        All layers share it, and its first rows and columns are that of a shorter sequence.
+        All layers share it. Its first rows and columns are the mask of a shorter sequence.
         """
         if (window, dtype) not in self._bands:
             width = max(self.lengths)
@@ -112,7 +112,7 @@ class Packing(PackedSeqParams):
         return self._bands[window, dtype]
 
     def mask(self, number: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores of block `number`, [queries, keys] or [rows, 1, queries, keys]; None: it is causal. All layers share it."""
+        """The mask to add to the scores of block `number`, [queries, keys] or [rows, 1, queries, keys]; None: causal. All layers share it."""
         width = self.blocks.shapes[number][1]
         if self.blocks is self.key_blocks:
             return None if window is None or width <= window else self.band(window, dtype)[:width, :width]
@@ -139,7 +139,7 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The blocks of the queries: of the same sequences as those of the keys, and the same if all keys have a query."""
+        """The blocks of the queries. They contain the same sequences as the blocks of the keys, and equal these if every key has a query."""
         if self.lengths == self.key_lengths:
             return self.key_blocks
         return cut_blocks(np.array(self.lengths, dtype=np.int64), self._plan, self.cu_seqlens_q.device)
@@ -158,7 +158,7 @@ class Packing(PackedSeqParams):
 def packing(
     packed: PackedIds, features: int, full: Tensor, sliding: Tensor | None, dtype: torch.dtype, cut: Cut | None = None
 ) -> Packing:
-    """What attention must know of `packed`.
+    """The description of `packed` for attention.
 
     Args:
         features: the width of all queries of this rank.
@@ -187,7 +187,7 @@ def packing(
 
 
 def _of_lengths(lengths: tuple[int, ...], key_lengths: tuple[int, ...], features: int, device: torch.device) -> Packing:
-    """The packing of sequences of so many queries and keys."""
+    """The packing of sequences with these numbers of queries and keys."""
     starts, key_starts = (torch.from_numpy(np.cumsum([0, *each], dtype=np.int32)).to(device) for each in (lengths, key_lengths))
     return Packing(
         qkv_format="thd",

@@ -1,7 +1,7 @@
 """Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Invariant: an adapter that is written is one that PEFT loads. `read_adapter` reads it too, but for a classifier's, whose head is no part of the
-model beside it. A feature of PEFT that would change the merged weights is refused by name, never ignored.
+Invariant: PEFT loads every adapter that is written. `read_adapter` also reads it, except for a classifier's, whose head is not part of the
+base model. A feature of PEFT that would change the merged weights is refused by name, never ignored.
 """
 
 import json
@@ -53,7 +53,7 @@ class PeftAdapter:
 
     Attributes:
         tensors: every tensor, whole, by PEFT's name without its prefix; the value head of a classifier among them.
-        lora: of the configuration.
+        lora: the section of the configuration.
         base: Hugging Face directory of the weights beside which it was trained.
     """
 
@@ -97,7 +97,7 @@ class ReadAdapter:
 
 
 def read_adapter(folder: Path) -> ReadAdapter:
-    """The adapter of a directory in PEFT's format. Raises ConfigError for damage, and for what is no plain LoRA of linear layers."""
+    """The adapter of a directory in PEFT's format. Raises ConfigError for a damaged file, and unless it is a plain LoRA of linear layers."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         tensors = load_file(folder / TENSORS)

@@ -30,8 +30,8 @@ class Job:
 
     Attributes:
         ids: the model's inputs, packed or int64 [b, s].
-        compute: computes with the model's output for `ids` a scalar, which is differentiated.
-        context: what surrounds the micro-batch's forward pass.
+        compute: computes a scalar from the model's output for `ids`. This scalar is differentiated.
+        context: the context manager of the micro-batch's forward pass.
     """
 
     ids: Tensor | PackedIds
@@ -40,7 +40,7 @@ class Job:
 
 
 def run_whole(jobs: Iterable[Job], backward: bool) -> None:
-    """Runs jobs one after the other on a model that one stage holds. `backward`: whether to differentiate."""
+    """Runs jobs one after the other on a model of one stage. `backward`: whether to differentiate."""
     for job in jobs:
         with job.context():
             value = job.compute()

@@ -107,7 +107,7 @@ def build_policy(
     """A language model with the weights of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError.
 
     Args:
-        config: `model.dtype`, `seed`, and of `trainer` `recompute`, `moe` and `lora` are used; adapters only where it is trainable.
+        config: `model.dtype`, `seed`, `trainer.recompute`, `trainer.moe` and `trainer.lora` are used. Only a trainable policy has adapters.
         loaded: see `load_hf`.
     """
     settings = config.trainer

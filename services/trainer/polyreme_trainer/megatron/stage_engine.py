@@ -1,6 +1,6 @@
 """The megatron engine of a stage: one trained model, and a reference where the objective has one.
 
-Invariant: what a step computes depends on its rows, their order and the weights alone, never on ranks or micro-batches (but for rounding).
+Invariant: the result of a step depends only on its rows, their order and the weights. Ranks and micro-batches change it only by rounding.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ from polyreme_trainer.megatron.shard import data_shard
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows as the model reads them, and what is known before the loss.
+    """Rows as sequences for the model, and the numbers that are computed before the loss.
 
     Attributes:
         reference: float32 [t], log-probabilities under the reference.
-        baseline: of KTO.
+        baseline: KTO's estimate of the KL to the reference.
     """
 
     rows: StageRows
@@ -59,12 +59,12 @@ class MegatronStageEngine:
 
     Args:
         config: of the stage.
-        objective: what is minimised.
+        objective: the loss to minimise.
         reference: Hugging Face directory of the reference; None: the stage has none.
         files: the model's small files.
         stop_ids: tokens that end an answer.
-        ranks, device: this rank's place. Needs `init_parallel`.
-        loads: for each model that loads, what takes the fraction of its weights that this rank has loaded.
+        ranks, device: the ranks of this stage, and this rank's device. Requires `init_parallel`.
+        loads: provides for each model the function to call with the fraction of its weights that this rank has loaded.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MegatronStageEngine:
         return Role("model", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
 
     def make_reference(self, path: Path) -> Role[Policy]:
-        """The reference. With adapters, the initial model is the trained one without them."""
+        """The reference. With adapters, the initial model as a reference is the trained model with its adapters switched off."""
         if self.config.shares_reference(path):
             return BaseRole("reference", self.model.model, self.model.forward, self.shard)
         return self.policy_role("reference", path, trainable=False)
@@ -221,7 +221,7 @@ class MegatronStageEngine:
         return base if self.reference_path is None else {"reference": self.reference_path, **base}
 
     def classifier_pad(self) -> int | None:
-        """The padding token for config.json. transformers scores a sequence at its last token that is none, so a stop token is never it."""
+        """The padding token for config.json. transformers scores a sequence at its last token that is not padding, so no stop token is chosen."""
         pad = json.loads(self.files["config.json"]).get("pad_token_id")
         return None if pad in self.stop_ids else pad
 
@@ -240,7 +240,7 @@ class MegatronStageEngine:
         return on_every_stage(model, ids, lambda: model.values(ids), tuple(ids.shape))
 
     def compare(self, path: Path, ids: Tensor, mine: Tensor) -> Gate:
-        """What transformers computes with the exported model, against this engine's numbers. On rank 0."""
+        """Compares the outputs of the exported model in transformers with this engine's. On rank 0."""
         dtype, limits = self.config.model.dtype, LIMITS[self.config.model.dtype]
         if self.objective.head == "value":
             return comparison.values_gate(mine, comparison.load_hf_critic(path, dtype), ids, limits)

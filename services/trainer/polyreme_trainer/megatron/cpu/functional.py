@@ -33,7 +33,7 @@ class _RmsNorm(Function):
         product = (grad * wide).mul_(rstd)  # the terms of the weight's gradient
         grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
         mean = (product.flatten(0, -2) @ factor).view_as(rstd).div_(x.shape[-1])
-        grad_x = torch.mul(grad, factor, out=product).mul_(rstd)  # the terms are summed already
+        grad_x = torch.mul(grad, factor, out=product).mul_(rstd)  # the terms have already been summed
         return grad_x.addcmul_(wide, mean.mul_(rstd).mul_(rstd), value=-1).to(x.dtype), grad_weight, None
 
 

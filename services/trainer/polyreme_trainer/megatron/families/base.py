@@ -31,7 +31,7 @@ class MappingRow:
         share: how tensor ranks share it: "all" (every rank has the whole; several tensors are stacked), "columns" (dimension 1 split evenly), "vocab" (rows, padded), "rows" (dimension 0 split evenly),
             "gate_up" (rows of each tensor split evenly, and stacked on each rank), "qkv" (see `hf_mapping`).
         tensors: name and dimensions of each tensor. A dimension is a number or the name of a size of `Architecture`.
-        absent: names in `tensors` for which the parameter has rows, always zero, and the model no tensor.
+        absent: names in `tensors` that the model does not have. The parameter has rows for them, which are always zero.
     """
 
     param: str
@@ -69,8 +69,8 @@ class Architecture:
         shared_ffn: the width of the expert that every token passes; 0 without one.
         renormalizes: whether the weights of a token's experts are scaled to sum to 1.
         aux_loss_coef: the coefficient of the load-balancing loss with which transformers trains the model.
-        adapter: whether the table has the tensors of a model's adapters alone, see `lora_mapping`. A value head is among them, because
-            it is trained as a whole.
+        adapter: whether the table has only the tensors of a model's adapters, see `lora_mapping`. They include a value head, because all
+            of it is trained.
     """
 
     family: "ModelFamily"
@@ -166,7 +166,7 @@ class Architecture:
 
 
 EXPERT = "mlp.experts.local_experts."
-"""What the name of an expert's parameter has before the expert's number on its rank."""
+"""The part of an expert parameter's name before the expert's number on its rank."""
 EMBEDDING_ROW = MappingRow("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
 FINAL_NORM_ROW = MappingRow("decoder.final_layernorm.weight", "all", {"model.norm.weight": ("hidden",)})
 

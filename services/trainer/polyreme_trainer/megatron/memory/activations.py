@@ -6,7 +6,7 @@ sequence parallelism divides too. Attention is fused, so no [s, s] matrix is sav
 matrix). Where no kernel takes packed sequences, attention pads sequences of similar length to one another, and saves queries, keys, values and
 output of the padding too; a sliding window has a mask [s, s] for the longest sequence, once for all layers.
 
-Invariant: the estimate is that of a full micro-batch, whose sequences have evenly spread lengths as far as padding is concerned.
+Invariant: the estimate is that of a full micro-batch. For padding, the lengths of its sequences count as evenly spread.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class MicroBatchSize:
         tokens: its tokens on one rank, with padding.
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
-        fused: whether gate and product of an MLP are one operation, as on CPU.
+        fused: whether the gate and the product of an MLP are one operation, as on CPU.
         recompute: the activations that the backward pass computes again.
         padded: the tokens of the longest sequence, where attention pads; 0 where it does not.
     """
@@ -47,7 +47,7 @@ class MicroBatchSize:
 
 
 def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
-    """What the trained model adds while it trains one micro-batch: saved activations, then what its peak needs beside them."""
+    """The additional memory of the trained model during one micro-batch: saved activations, then the temporaries of its peak."""
     arch, width = model.arch, model.width
     layers = sharding.layers(arch)
     each = saved_bytes(arch, sharding, width, batch)
@@ -61,7 +61,7 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
     )
     wide = [*_wide_adapters(model, sharding, batch), *_padding(model, sharding, batch, layers)]
     moments = [[saved, peak, *wide] for peak in _peaks(model, sharding, batch)]
-    if sharding.first and model.adapter is None:  # the last gradient of a step, when no layer's activations are left
+    if sharding.first and model.adapter is None:  # the last gradient of a step, computed when no layer's activations remain
         moments.append([_embedding_gradient(model, sharding)])
     return max(moments, key=lambda terms: sum(term.nbytes for term in terms))
 
@@ -102,7 +102,7 @@ def _routed(arch: Architecture, sharding: Sharding, fused: bool) -> int:
 
 
 def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
-    """What the moments with all saved activations need beside them."""
+    """The temporaries that exist while all saved activations do."""
     arch, width, tensor = model.arch, model.width, sharding.rank.tp
     mlp = arch.ffn if not arch.experts else arch.shared_ffn + arch.top_k * arch.expert_ffn
     backward = batch.tokens * width * (2 * arch.hidden + 5 * mlp // tensor)
@@ -121,7 +121,7 @@ def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Adde
 
 
 def _wide_adapters(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
-    """The B of fused layers as matrices, which each micro-batch saves for its backward pass; nothing without them."""
+    """The B of fused layers as matrices, which each micro-batch saves for its backward pass; empty without such layers."""
     numbers = 0 if model.adapter is None else wide_numbers(model.adapter) // sharding.rank.tp
     if not numbers or batch.recompute == "full":
         return []
@@ -132,7 +132,7 @@ def _wide_adapters(model: Model, sharding: Sharding, batch: MicroBatchSize) -> l
 
 
 def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: int) -> list[Addend]:
-    """What padded attention saves beside its tokens, and the mask of a window. Nothing where attention does not pad."""
+    """The activations that attention saves for padding, and the mask of a window. Empty where attention does not pad."""
     if not batch.padded:
         return []
     arch, terms = model.arch, list[Addend]()
@@ -151,7 +151,7 @@ def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: in
 
 
 def _table(model: Model, sharding: Sharding) -> int:
-    """Bytes of the gradient of one rank's part of the embedding, or of the output layer. Beside adapters, they have none."""
+    """Bytes of the gradient of one rank's part of the embedding, or of the output layer; 0 with adapters, because both are frozen."""
     if model.adapter is not None:
         return 0
     return padded_vocab(model.arch, sharding.rank.tp) // sharding.rank.tp * model.arch.hidden * model.width

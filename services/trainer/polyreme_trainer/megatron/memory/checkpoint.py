@@ -1,6 +1,6 @@
-"""The host memory of a checkpoint while it is written in the background: a copy of what it saves.
+"""The host memory of a checkpoint while it is written in the background: a copy of the saved state.
 
-Invariant: as in `estimate`, the term depends on the configuration and the models' config.json files alone.
+Invariant: as in `estimate`, the term depends only on the configuration and the models' config.json files.
 """
 
 from collections.abc import Collection, Sequence

@@ -25,7 +25,7 @@ class RankEstimate:
     Attributes:
         state: the models' weights, gradients and optimizer state, which are on the device at the same time.
         step: the additional memory of training one model; of several trained models, the largest.
-        host: what rests in the host's memory while it is not in use, also some of `state`.
+        host: the terms that are in the host's memory while they are not in use. They may repeat terms of `state`.
     """
 
     state: list[Addend]
@@ -46,7 +46,7 @@ class RankEstimate:
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of device and host together, where both are the same memory."""
+        """Bytes of device and host together, for machines where both are the same memory."""
         return sum(term.nbytes for term in {*self.terms, *self.host})
 
 

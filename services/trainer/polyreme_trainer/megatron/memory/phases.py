@@ -1,9 +1,9 @@
-"""What is on the device while one model trains, and what rests in the host's memory, `trainer.offload`.
+"""Divides the state between the device and the host's memory while one model trains, according to `trainer.offload`.
 
-With offload, gradients exist only during their model's steps. An optimizer step has its own peak: the activations are gone, and a part of the
-moments and full-precision weights is there.
+With offload, gradients exist only during their model's steps. An optimizer step has its own peak: the activations have been freed, and a part
+of the moments and full-precision weights is on the device.
 
-Invariant: the terms of a phase on the device and in the host's memory together are all the state that exists then.
+Invariant: the terms of a phase on the device and in the host's memory together are all the state that exists in this phase.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Phase:
 
     Attributes:
         device, host: where the state is.
-        step: what an optimizer step brings to the device; nothing where it is there anyway.
+        step: the state that an optimizer step moves to the device; empty if the state is always there.
     """
 
     device: list[Addend] = field(default_factory=list)
@@ -45,6 +45,6 @@ def training_phase(states: Sequence[ModelState], working: ModelState, offload: O
 
 
 def resting(states: Sequence[ModelState], offload: OffloadConfig) -> list[Addend]:
-    """All that may be in the host's memory: while models change places, every one of them is."""
+    """All state that can be in the host's memory. While models are exchanged, all of them can be there at once."""
     weights = [term for state in states for term in state.weights] if offload.idle_models and len(states) > 1 else []
     return weights + ([term for state in states for term in state.optimizer] if offload.optimizer else [])

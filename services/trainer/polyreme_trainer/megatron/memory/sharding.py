@@ -15,11 +15,11 @@ class Sharding:
     """One rank's share.
 
     Attributes:
-        rank: the rank's place among the tensor, pipeline and expert ranks; its parameters follow from it.
-        optimizer_ranks: ranks over which each parameter's optimizer state is divided, except for that of experts: those that have the same
-            experts divide theirs.
+        rank: the rank's coordinates among the tensor, pipeline and expert ranks, which determine its parameters.
+        optimizer_ranks: ranks over which each parameter's optimizer state is divided. The state of experts is divided only among the ranks
+            that have the same experts.
         sequence_ranks: ranks over which the activations outside of attention and MLP are divided.
-        micro_batches: micro-batches whose activations of one virtual stage are alive at once. One micro-batch counts in each of them.
+        micro_batches: number of micro-batches whose activations exist at once, counted per virtual stage: a micro-batch counts once in each.
         context_ranks: ranks that share the tokens of a micro-batch; each has all keys and values.
     """
 
@@ -50,11 +50,11 @@ class Sharding:
 
 
 def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
-    """The different shares of the layout: one for each pipeline stage. Ranks of one stage hold equally much.
+    """The different shares of the layout: one for each pipeline stage. All ranks of a stage hold the same amount.
 
     With several data or context ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for itself and one for each stage
-    after it before the first gradient arrives. With virtual stages it starts two for each stage after it, and before them one for each stage in each
-    of its virtual stages but the last (Narayanan et al. 2021, section 2.2).
+    after it before the first gradient arrives. With virtual stages it starts two for each stage after it; before these it starts one for each
+    stage in each of its virtual stages except the last (Narayanan et al. 2021, section 2.2).
     """
     sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
     stages, virtual = parallel.pipeline, parallel.virtual_pipeline

@@ -67,11 +67,11 @@ def expert_parameters(arch: Architecture, sharding: Sharding) -> int:
 
 @dataclass(frozen=True)
 class ModelState:
-    """What one rank holds of a model.
+    """One rank's part of a model, in bytes.
 
     Attributes:
-        weights: also of adapters.
-        gradients, optimizer: nothing of a frozen model.
+        weights: the weights, including adapters.
+        gradients, optimizer: empty for a frozen model.
         largest: bytes of the optimizer's state of the largest parameter.
     """
 
