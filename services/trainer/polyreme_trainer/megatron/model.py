@@ -78,7 +78,7 @@ class ShardedModel:
         self.chunks: list[GPTModel] = build_chunks(arch, DTYPES[dtype][0], device, self.spec, recompute)
         self.module = join_chunks(self.chunks)
         self.rank = rank()
-        self.context = context_ranks(self.rank.tp if self.module.config.sequence_parallel else 1)
+        self.context = context_ranks(self.rank.tp if self.chunks[0].config.sequence_parallel else 1)
         self.slices = hf_mapping.rank_slices(arch, self.rank)
         self.routing = Routing(arch, self.rank, recompute is not None, device.torch) if arch.experts else None
         if self.routing is not None:

@@ -121,8 +121,9 @@ def test_a_layer_of_another_dtype_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["tensor", "pipeline", "expert"])
 def test_a_layout_is_refused(option: str, tmp_path: Path) -> None:
     model = tiny_family_model("llama", tmp_path / "model")
+    layout: dict[str, Any] = {option: 2}
     with pytest.raises(ConfigError, match="torch_dist"):
-        convert(model, tmp_path / "dist", file_format=CheckpointFormat.torch_dist, **{option: 2})
+        convert(model, tmp_path / "dist", file_format=CheckpointFormat.torch_dist, **layout)
 
 
 @pytest.fixture
