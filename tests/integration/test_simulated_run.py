@@ -136,7 +136,7 @@ async def test_an_evaluation_keeps_its_version_while_training_continues(redis_ur
         for version in (4, 8):
             before = told[: told.index(("eval", version))]
             assert {v for kind, v in before if kind == "commit" and v > version} == set(), "a replica left it too early"
-            assert [i for kind, i in before if kind == "iteration" and i > version], "training stood still"
+            assert [i for kind, i in before if kind == "iteration" and i > version], "training stalled"
         assert max(record["staleness/max"] for record in records if record["kind"] == "iteration") <= 2
 
 

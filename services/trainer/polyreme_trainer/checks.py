@@ -31,9 +31,9 @@ from polyreme_trainer.memory_estimate import refuse
 from polyreme_trainer.placement import advice
 
 _PARSED = 20_000
-"""How many rows of a file have their columns checked."""
+"""Number of rows per file whose columns are checked."""
 _ENCODED = 1_000
-"""How many rows of a file pass through the template and the tokenizer."""
+"""Number of rows per file that are encoded with the template and the tokenizer."""
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:

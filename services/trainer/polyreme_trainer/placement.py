@@ -1,4 +1,4 @@
-"""How many devices a run needs on separate and on shared ones, and the advice that follows.
+"""The number of devices that a run needs under each placement, and the advice that follows.
 
 Invariant: pure functions of the configuration and the number of devices of the machine on which the check runs.
 """

@@ -1,4 +1,4 @@
-"""`polyreme convert`: finds out what the source is, and writes the other kind.
+"""`polyreme convert`: detects the kind of the source, and writes the other kind.
 
 Invariant: the target appears whole or not at all, and never replaces an existing file or directory.
 """
@@ -28,7 +28,7 @@ VOCAB_MULTIPLE = 128
 
 
 class CheckpointFormat(StrEnum):
-    """How a Megatron checkpoint is stored."""
+    """The format of a Megatron checkpoint."""
 
     torch = "torch"
     torch_dist = "torch_dist"

@@ -251,7 +251,7 @@ LEARNER = ("-m", "polyreme_trainer.learner")
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where the learner's ranks on other machines find those of this one. Without a host: this machine's address towards Redis; port 0: a
+    """The endpoint at which the learner's other machines reach this one. Without a host: this machine's address towards Redis; port 0: a
     free one."""
 
     host: str | None = None

@@ -174,7 +174,7 @@ class TrainEngine(Protocol):
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
         """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written.
 
-        Requires that no other save is being written. Training may continue at once: what is written has been copied.
+        Requires that no other save is being written. Training may continue at once, because the state to write has been copied.
 
         Args:
             facts: JSON values for the checkpoint; rank 0's are stored.

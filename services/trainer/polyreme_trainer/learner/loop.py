@@ -56,7 +56,7 @@ class Learner:
         self.config, self.files, self.engine, self.ranks = config, files, engine, ranks
         self.turns = turns or LearnerTurns(config, redis_url, run_id, ranks)
         self.device_use = DeviceUse(0, 0)
-        """What the devices' memory was used for in the newest turn."""
+        """The device memory of the newest turn."""
         self.run_id = run_id
         self.version = 0
         """The policy's version."""

@@ -52,7 +52,7 @@ class StageEngine(Protocol):
 def mismatched(rows: StageRows, longest: int) -> StageRows:
     """Pairs each row's prompt with the next row's answer (the last prompt with the first answer), cut to `longest` tokens.
 
-    KTO estimates from them how far the policy is from the reference beyond the rows' own answers.
+    From these mismatched pairs, KTO estimates the KL of the policy to the reference.
     """
     starts = [int(np.argmax(mask)) for mask in rows.loss_mask]
     ids: list[NDArray[np.int32]] = []

@@ -154,7 +154,7 @@ def join_chunks(chunks: Sequence[GPTModel]) -> Any:
 
 
 def _scale(factor: float, _module: Any, _arguments: Any, embedded: Tensor) -> Tensor:
-    """The embedded tokens times `factor`, which transformers rounds to the dtype of the weights."""
+    """The token embeddings times `factor`, which transformers rounds to the dtype of the weights."""
     return embedded * torch.tensor(factor, dtype=embedded.dtype)
 
 

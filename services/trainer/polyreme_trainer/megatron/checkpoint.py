@@ -71,7 +71,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RankContents:
-    """What one rank contributes to a checkpoint.
+    """One rank's contribution to a checkpoint.
 
     Attributes:
         contents: file name -> tensors and plain containers.

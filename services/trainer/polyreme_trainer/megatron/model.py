@@ -272,7 +272,8 @@ class ShardedModel:
         return hidden.squeeze(1)[: len(tokens.ids)] if cut is None else hidden.squeeze(1)
 
     def _gather(self, mine: Mapping[str, Tensor], count: int) -> Iterator[tuple[str, list[Tensor]]]:
-        """Every parameter's name: on the first of the `count` tensor and expert ranks one list for each of them, on the others an empty list."""
+        """Yields every parameter's name and, on the first of the `count` tensor and expert ranks, the parameter of each of them; on the others an
+        empty list."""
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
         if self.rank.expert_places < self.rank.places:
             group = parallel_state.get_tensor_model_parallel_group()

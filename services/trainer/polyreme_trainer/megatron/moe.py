@@ -27,7 +27,7 @@ class ExpertRouter(TopKRouter):
     """The logits are a product in the dtype of the model, as in transformers and vLLM; all that follows is fp32. Without expert bias.
 
     Attributes:
-        trace: what the routers of the model share, see `follow`.
+        trace: the state that the routers of the model share, see `follow`.
     """
 
     trace: Routing

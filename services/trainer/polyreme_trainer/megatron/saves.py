@@ -1,6 +1,6 @@
 """The learner's files in the run directory: checkpoints for resuming, and a Hugging Face directory for each of them.
 
-`save` copies what it needs to host memory and returns; a thread of each rank writes, while training continues. Rank 0's thread writes the
+`save` copies the state to host memory and returns. A thread of each rank writes it while training continues. Rank 0's thread writes the
 export and, once all ranks have written their files, the manifest; then it removes old checkpoints.
 
 Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint has one. At most one save is being

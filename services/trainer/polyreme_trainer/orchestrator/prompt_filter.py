@@ -43,7 +43,7 @@ class PromptFilter:
         return reason is not None
 
     def judge(self, record: GroupRecord) -> Tally | None:
-        """How many of the group's samples are solved; None without a rule."""
+        """The number of solved samples of the group; None without a rule."""
         if self._rule is None:
             return None
         solved = sum(sample.score > self._rule.solved_above for sample in record.sampled)

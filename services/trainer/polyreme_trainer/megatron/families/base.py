@@ -46,7 +46,7 @@ class MappingRow:
         return MappingRow(f"decoder.layers.{param_layer}.{self.param}", self.share, tensors, absent)
 
     def of_expert(self, param_expert: int, hf_expert: int) -> "MappingRow":
-        """The row with the expert's numbers: of the expert on its rank, and in the whole layer."""
+        """The row of one expert, given the expert's number on its rank and in the whole layer."""
         tensors = {name.format(expert=hf_expert): dims for name, dims in self.tensors.items()}
         return MappingRow(self.param.format(expert=param_expert), self.share, tensors)
 
@@ -62,7 +62,7 @@ class Architecture:
         sliding: for each layer, whether its attention has the window; empty when no layer has it.
         sliding_rope: the rotary embedding of the sliding layers; None for that of the other layers.
         query_scale: attention scores are divided by its square root; None for head_dim.
-        embedding_scale: the factor of the embedded tokens.
+        embedding_scale: the factor of the token embeddings.
         experts: the number of experts of each layer; 0 for a dense model, whose MLP has the width `ffn`.
         expert_ffn: the width of an expert.
         top_k: the number of experts to which a token is routed.

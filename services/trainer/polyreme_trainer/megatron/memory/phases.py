@@ -18,7 +18,7 @@ class Phase:
     """The state while one model trains.
 
     Attributes:
-        device, host: where the state is.
+        device, host: the terms on the device and in the host's memory.
         step: the state that an optimizer step moves to the device; empty if the state is always there.
     """
 
@@ -28,7 +28,7 @@ class Phase:
 
 
 def training_phase(states: Sequence[ModelState], working: ModelState, offload: OffloadConfig) -> Phase:
-    """Where the state of all models is while `working` trains."""
+    """The location of all models' state while `working` trains."""
     phase = Phase()
     for state in states:
         is_idle = state is not working
