@@ -25,7 +25,7 @@ class DataSource(Section):
         description="Part of the rows, by a digest of each row's content: [0, 0.9] and [0.9, 1] share no row. null: all rows.",
     )
     split_by: str | None = Field(
-        None, description="Column whose content decides about a row's part, such as the prompt's. null: the whole row's."
+        None, description="Column whose content decides to which part a row belongs, such as the prompt. null: the whole row."
     )
     rename: dict[str, str] = Field({}, description="Columns to add from others of the row: new name to old name or dotted path.")
     add: dict[str, Any] = Field({}, description="Columns to add to every row, with their value.")
@@ -43,7 +43,7 @@ class WeightedSource(DataSource):
     weight: float | None = Field(
         None,
         gt=0,
-        description="Share of the prompts in a pass, relative to the other weights. null for all sources: each row once a pass.",
+        description="Share of the prompts in a pass, relative to the other weights. null for all sources: each row occurs once per pass.",
     )
 
 
@@ -58,7 +58,7 @@ class TextConfig(Section):
 
     train: Path | tuple[Path | DataSource, ...] = Field(description=f"{_FILES} One row is one line or element.")
     eval: Operational[Path | tuple[Path | DataSource, ...] | None] = Field(
-        None, description="Held-out data, likewise. null: no evaluation."
+        None, description="Held-out data, in the same form. null: no evaluation."
     )
     prompt_key: str = Field("prompt", description="Column with the prompt: a string, or a list of chat messages.")
     template: Literal["chat", "none"] = Field(
@@ -85,9 +85,9 @@ class DataConfig(TextConfig):
     label_key: str = Field("answer", description="Column with the reference answer. It is optional in each row.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Maximum prompt length in tokens.")
     overlong: Literal["filter", "error"] = Field("filter", description="What to do with a prompt longer than max_prompt_tokens.")
-    deduplicate: bool = Field(False, description="Leave out prompts whose text is that of an earlier one.")
+    deduplicate: bool = Field(False, description="Leave out prompts with the same text as an earlier one.")
     shuffle: bool = Field(
-        True, description="Whether each pass over the prompts has an order of its own. false: their order in the data."
+        True, description="Whether each pass over the prompts has a different random order. false: their order in the data."
     )
     shuffle_seed: int | None = Field(None, ge=0, description="Seed of the order. null: `seed`.")
 

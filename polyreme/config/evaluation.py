@@ -22,7 +22,7 @@ _SEVERAL = ("mean", "best", "majority")  # METRIC@n, over all n answers
 
 
 class EvaluationSet(Section):
-    """Further held-out prompts, with metrics of their own."""
+    """An additional set of held-out prompts, with separate metrics."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="First part of the set's metrics: NAME/accuracy.")
     data: Path | tuple[Path | DataSource, ...] = Field(description="As data.eval.")
@@ -48,8 +48,8 @@ class EvaluationSet(Section):
         return f"{self.name}/{name}" if self.name else name
 
     def has_metric(self, name: str) -> bool:
-        """Whether the set can have a metric: `mean`, `reward/NAME`, or one over several answers. `pass@k` also needs right and wrong
-        answers, which only the scores show."""
+        """Whether the set can have a metric: `mean`, `reward/NAME`, or one over several answers. `pass@k` also needs scores of right and
+        wrong answers, which this check cannot know."""
         kind, _, count = name.partition("@")
         if not count:
             return name == "mean" or name.startswith("reward/")

@@ -257,14 +257,16 @@ class Shaping(Primitive):
 
 
 class SkipPrompts(Primitive):
-    """Mostly skips prompts whose newest samples were all solved or all unsolved, since these teach nothing."""
+    """Skips most prompts whose newest samples were all solved or all unsolved, since these give no gradient."""
 
     solved_above: float = Field(0.5, description="A sample with a higher score counts as solved.")
-    min_samples: int = Field(16, ge=1, description="Newest samples of a prompt that must agree before it may be skipped.")
+    min_samples: int = Field(
+        16, ge=1, description="Number of newest samples of a prompt that must agree before it may be skipped."
+    )
     always: bool = Field(True, description="Skip prompts whose newest samples were all solved.")
     never: bool = Field(True, description="Skip prompts none of whose newest samples was solved.")
     retry: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="Probability with which such a prompt is sampled nevertheless, since the policy changes."
+        0.1, description="Probability of sampling such a prompt anyway, since the policy changes."
     )
 
 

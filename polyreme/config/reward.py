@@ -62,7 +62,8 @@ class RewardConfig(Section):
         None, description="Column with the name of a row's reward, or a list of names. null: all rewards score every row."
     )
     choices: dict[str, str] = Field(
-        {}, description="Name of a reward by value of the column `choose_by`. A value that is not listed is a name itself."
+        {},
+        description="Maps values of the column `choose_by` to names of rewards. A value that is not listed is itself the name of a reward.",
     )
     item_timeout: float = Field(10.0, gt=0, description="Maximum seconds per item, without its time in the queue.")
     workers: Operational[int] = Field(1, ge=1, description="Worker processes for rewards that run inside the reward service.")

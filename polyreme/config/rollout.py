@@ -14,9 +14,9 @@ class NgramConfig(Section):
     """Speculative decoding without a second model: proposes the tokens that followed the same n-gram earlier in prompt or response."""
 
     method: Literal["ngram"] = Field("ngram", description="How tokens are proposed.")
-    tokens: int = Field(3, ge=1, le=16, description="Tokens that are proposed, and verified in one step.")
-    shortest: int = Field(2, ge=1, le=16, description="Fewest last tokens that must have occurred before.")
-    longest: int = Field(4, ge=1, le=16, description="Most last tokens that are compared.")
+    tokens: int = Field(3, ge=1, le=16, description="Number of tokens that are proposed and then verified in one step.")
+    shortest: int = Field(2, ge=1, le=16, description="Minimum length of the n-gram, in tokens.")
+    longest: int = Field(4, ge=1, le=16, description="Maximum length of the n-gram, in tokens.")
 
     @model_validator(mode="after")
     def _in_order(self) -> "NgramConfig":
@@ -35,20 +35,20 @@ class VllmConfig(Section):
     threads: int = Field(1, ge=1, description="OpenMP threads per engine worker on CPU.")
     prefix_caching: Operational[bool] = Field(
         True,
-        description="Whether the samples of a group share what is computed of their prompt. The cache ends with each version.",
+        description="Whether the samples of a group share the computation of their prompt. Each new version clears the cache.",
     )
     chunked_prefill: Operational[bool | None] = Field(
         None,
-        description="Whether a long prompt is computed in several steps, between the tokens of other samples. null: on accelerators, where"
-        " alone it is possible with seeds.",
+        description="Whether a long prompt is computed in several steps, between the tokens of other samples. null: only on accelerators, where"
+        " it works with seeds.",
     )
     speculative: NgramConfig | None = Field(
         None,
-        description="Speculative decoding, on accelerators alone. The gates before training check its log-probabilities. null: none.",
+        description="Speculative decoding, only on accelerators. The gates before training check its log-probabilities. null: none.",
     )
     sleep_level: Operational[Literal[1, 2]] = Field(
         1,
-        description="What becomes of the weights on an accelerator while a colocated learner trains. 1: they wait in the host's memory. 2: they are dropped and loaded again.",
+        description="How an accelerator's memory is freed of weights while a colocated learner trains. 1: they move to the host's memory. 2: they are dropped, and loaded again afterwards.",
     )
 
 

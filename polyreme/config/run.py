@@ -33,7 +33,7 @@ class RunConfig(BaseConfig):
     group_size: int = Field(ge=1, description="Samples per prompt.")
     placement: Operational[Literal["separate", "colocated"]] = Field(
         "separate",
-        description="separate: learner and replicas have devices of their own. colocated: they share the same devices and use them in turn.",
+        description="separate: learner and replicas use different devices. colocated: they share the same devices and use them in turn.",
     )
     max_staleness: int = Field(0, ge=0, description="Maximum staleness of a sample, in iterations. 0: on-policy.")
     max_attempts: int = Field(3, ge=1, description="Attempts at a group before it counts as failed.")
@@ -43,7 +43,7 @@ class RunConfig(BaseConfig):
     eval_interval: Operational[int] = Field(
         0, ge=0, description="Iterations between evaluations. 0: only before the first iteration and after the last."
     )
-    eval_samples: Operational[int] = Field(500, ge=1, description="Largest number of held-out prompts of an evaluation.")
+    eval_samples: Operational[int] = Field(500, ge=1, description="Maximum number of held-out prompts per evaluation.")
     eval_answers: Operational[int] = Field(
         1,
         ge=1,
@@ -55,10 +55,10 @@ class RunConfig(BaseConfig):
     )
     eval_pattern: Operational[str | None] = Field(
         None,
-        description="Regular expression that finds the answer in a response, for majority@k: its last match, or the first group of that."
+        description="Regular expression that finds the answer in a response, for majority@k: its last match, or the first group of that match."
         " null: the whole response.",
     )
-    eval_sets: Operational[list[EvaluationSet]] = Field([], description="Further sets of held-out prompts, beside data.eval.")
+    eval_sets: Operational[list[EvaluationSet]] = Field([], description="Sets of held-out prompts in addition to data.eval.")
     eval_best: Operational[str | None] = Field(
         None,
         description="SET/METRIC (METRIC for data.eval) that decides about hf/best, early stop and notices: mean, pass@k, mean@n, best@n,"
@@ -76,7 +76,7 @@ class RunConfig(BaseConfig):
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig | None = Field(
-        None, description="What a response is worth. A run that only distils a teacher needs none."
+        None, description="Rewards of a response, and the reward service. A run that only distils a teacher needs none."
     )
     teacher: TeacherConfig | None = Field(None, description="The teacher of an on-policy distillation.")
     trainer: TrainerConfig
@@ -86,7 +86,7 @@ class RunConfig(BaseConfig):
         [], description="Trackers that get the metrics in addition to metrics.jsonl and TensorBoard, at most one of each kind."
     )
     notices: Operational[list[ReceiverConfig]] = Field(
-        [], description="Webhooks and commands that are notified when the run ends, raises an alarm or gets better."
+        [], description="Webhooks and commands that are notified when the run ends, raises an alarm or has a new best evaluation."
     )
     security: Operational[SecurityConfig | None] = Field(
         None, description="TLS and tokens of all services. The section `reward.security` replaces it for the reward service."
@@ -133,11 +133,11 @@ class RunConfig(BaseConfig):
     def _check_vllm_on_cpu(self) -> None:
         if self.rollout.vllm.chunked_prefill:
             raise ValueError(
-                "rollout.vllm.chunked_prefill = true needs device: cuda or npu; on CPU, vLLM cannot take back the seeded draw of a prompt that is not complete, and its engine would crash; use null"
+                "rollout.vllm.chunked_prefill = true needs device: cuda or npu; on CPU, vLLM cannot undo the seeded draw for an incomplete prompt, and its engine would crash; use null"
             )
         if self.rollout.vllm.speculative is not None:
             raise ValueError(
-                "rollout.vllm.speculative needs device: cuda or npu; on CPU, vLLM then reports log-probabilities that the model does not have, and other tokens for the same seed; use null"
+                "rollout.vllm.speculative needs device: cuda or npu; on CPU, vLLM then reports wrong log-probabilities, and samples other tokens for the same seed; use null"
             )
 
     def _check_asynchrony(self) -> None:
@@ -184,7 +184,7 @@ class RunConfig(BaseConfig):
             raise ValueError("data.eval and eval_sets need the section `reward`, which scores the answers of an evaluation")
         names = [each.name for each in self.eval_sets]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set has a name of its own")
+            raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set needs a different name")
         if self.evaluation_sets or self.eval_best:
             best_metric(self.evaluation_sets, self.eval_best)
 
@@ -224,9 +224,9 @@ class RunConfig(BaseConfig):
 
     @property
     def shares_reference(self) -> bool:
-        """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and when it is renewed, the
-        reference also has adapters, so it is a separate model. A checkpoint of adapters is refused when it and the configuration disagree
-        about the warm start."""
+        """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and with `renew_interval`, the
+        reference has the adapters merged into its weights, so it is a separate frozen model. A resume is refused when the checkpoint has
+        adapters and only one of the checkpoint and the configuration has a warm start."""
         kl = self.recipe.kl
         return self.trainer.lora is not None and not self.trainer.sft and not (kl and kl.renew_interval)
 

@@ -82,7 +82,7 @@ class PairData(ConversationData):
     """Pairs of answers to one prompt."""
 
     chosen_key: str = Field("chosen", description="Column with the better answer: a text, or a list of one assistant message.")
-    rejected_key: str = Field("rejected", description="Column with the worse answer, likewise.")
+    rejected_key: str = Field("rejected", description="Column with the worse answer, in the same form.")
 
 
 class RewardModelData(PairData):
@@ -176,11 +176,11 @@ class StageConfig(BaseConfig):
 
     @property
     def title(self) -> str:
-        """The stage, for people."""
+        """The stage's name in messages."""
         return self.stage
 
     def shares_reference(self, path: Path) -> bool:
-        """Whether a reference in this directory is the trained model without its adapters, in the same memory."""
+        """Whether a reference from this directory is the trained model without its adapters, in the same memory."""
         return self.trainer.lora is not None and path == self.model.path
 
     def decisive_length(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The section `teacher`: the model whose log-probabilities an on-policy distillation follows.
+"""The section `teacher`: the model that provides the log-probabilities for on-policy distillation.
 
 Invariant: the teacher's address and protocol do not affect the trained weights; only the choice of its model does.
 """
@@ -25,7 +25,7 @@ class TeacherConfig(Section):
     concurrency: Operational[int] = Field(16, ge=1, description="Maximum number of open requests, one sample each.")
     timeout: Operational[float] = Field(120.0, gt=0, description="Maximum seconds per request.")
     tries: Operational[int] = Field(
-        4, ge=1, description="Requests per sample, while others are answered, before the group's attempt fails."
+        4, ge=1, description="Requests per sample before the group's attempt fails, while other requests succeed."
     )
     outage_timeout: Operational[float] = Field(300.0, gt=0, description="Seconds without any answer after which the run fails.")
     security: Operational[EndpointSecurity | None] = Field(

@@ -66,7 +66,7 @@ class TrackioConfig(TrackerSection):
     module: ClassVar[str] = "trackio"
     kind: Literal["trackio"] = Field("trackio", description=KIND)
     space: str | None = Field(None, description="Hugging Face Space. null: a local database.")
-    directory: Path | None = Field(None, description="Of the local database. null: below the run directory.")
+    directory: Path | None = Field(None, description="Directory of the local database. null: below the run directory.")
 
 
 TrackerConfig = Annotated[WandbConfig | SwanlabConfig | MlflowConfig | TrackioConfig, Field(discriminator="kind")]

@@ -25,7 +25,7 @@ class ParallelConfig(Section):
     virtual_pipeline: Operational[int] = Field(
         1,
         ge=1,
-        description="Virtual pipeline size: virtual stages of each stage, which take turns. Above 1, megatron-core's interleaved schedule is used.",
+        description="Virtual pipeline size: number of virtual stages of each stage, which take turns. Above 1, megatron-core's interleaved schedule is used.",
     )
     context: Operational[int] = Field(
         1, ge=1, description="Context-parallel size: ranks that share the tokens of each micro-batch, cut within every sequence."
@@ -81,7 +81,7 @@ class ParallelConfig(Section):
 
     @property
     def copies(self) -> int:
-        """The number of ranks that hold each weight, expert ranks apart: data ranks x context ranks. They share the optimizer's state."""
+        """The number of ranks that hold each weight, without regard to expert ranks: data ranks x context ranks. They share the optimizer's state."""
         return self.data * self.context
 
     @property
@@ -113,7 +113,7 @@ class OptimizerConfig(Section):
 
 Recompute = Literal["selective", "full"]
 RECOMPUTE = (
-    "Activations that backward passes compute again. selective: those inside each MLP. full: those of every layer. null: none."
+    "Activations that backward passes recompute. selective: those inside each MLP. full: those of every layer. null: none."
 )
 
 
@@ -121,7 +121,7 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on linear layers, beside frozen weights (Hu et al. 2021)."""
+    """Low-rank adapters on linear layers with frozen weights (Hu et al. 2021)."""
 
     rank: int = Field(16, ge=1, description="Rank of every adapter.")
     alpha: float = Field(32.0, gt=0, description="Scale of the adapters: their output is multiplied by `alpha / rank`.")
@@ -129,7 +129,7 @@ class LoraConfig(Section):
     targets: list[LoraTarget] | None = Field(
         None,
         min_length=1,
-        description="Hugging Face names of the linear layers with an adapter. null: all; of a model with experts, those of attention.",
+        description="Hugging Face names of the linear layers with an adapter. null: all layers; in a model with experts, those of attention.",
     )
 
     @property
@@ -138,23 +138,23 @@ class LoraConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-LORA = "Low-rank adapters: of every trained model, only they and a value head are trained. null: all weights are trained."
+LORA = "Low-rank adapters: in every trained model, only the adapters and a value head are trained. null: all weights are trained."
 
 
 class OffloadConfig(Section):
-    """What rests in the host's memory while it is not in use. No setting changes the weights: they are the same bits."""
+    """Offload of state that is not in use to the host's memory. The weights have the same bits with every setting."""
 
     optimizer: Operational[bool] = Field(
-        False, description="Moments and full-precision weights are on the device during optimizer steps only, in parts of 1 GiB."
+        False, description="Moments and full-precision weights are on the device only during optimizer steps, in parts of 1 GiB."
     )
     idle_models: Operational[bool] = Field(
         False,
-        description="Of actor, critic, reference and moving average, only the model that computes is on the device.",
+        description="Only the model that computes is on the device: actor, critic, reference or moving average.",
     )
 
     @property
     def is_set(self) -> bool:
-        """Whether anything rests there."""
+        """Whether anything is offloaded."""
         return self.optimizer or self.idle_models
 
 
@@ -226,7 +226,7 @@ class TrainerConfig(Section):
     )
     sft: list[SftPhase] = Field([], description="Phases of the warm start, which run once before the first iteration.")
     save_interval: Operational[int] = Field(
-        0, ge=0, description="Iterations between checkpoints. The last iteration is always saved. 0: only that."
+        0, ge=0, description="Iterations between checkpoints. The last iteration is always saved. 0: only the last."
     )
     keep_checkpoints: Operational[int] = Field(2, ge=1, description="Number of checkpoints to keep.")
     straggler_timeout: float = Field(

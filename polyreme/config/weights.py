@@ -12,7 +12,7 @@ class WeightsConfig(Section):
     anchor_interval: Operational[int] = Field(
         20,
         ge=1,
-        description="Every so many versions, a replica without the trainer's shared memory receives the whole version; in between it receives only what has changed. 1: always the whole version.",
+        description="Number of versions after which a replica without the trainer's shared memory receives a whole version; in between it receives only what has changed. 1: always the whole version.",
     )
     canary_limit: Operational[float | None] = Field(
         None,
@@ -22,5 +22,5 @@ class WeightsConfig(Section):
     relay_roots: Operational[int] = Field(
         1,
         ge=1,
-        description="Number of replicas without the trainer's shared memory that receive the same version from the trainer. The others fetch it from a replica that has verified it, and from the trainer where that fails.",
+        description="Number of replicas without the trainer's shared memory that receive the same version from the trainer. The others fetch it from a replica that has verified it, or from the trainer if that fails.",
     )

@@ -81,7 +81,7 @@ def _check_engine(arch: Architecture, config: RunConfig) -> Iterator[PolyremeErr
     if arch.head == "tied" and config.rollout.engine == "vllm" and not arch.family.vllm_ties:
         yield ConfigError(
             f"an engine that ties the output layer of {config.model.path} to its embeddings",
-            f"rollout.engine: vllm, whose {arch.family.name} has an output layer of its own",
+            f"rollout.engine: vllm, whose {arch.family.name} has a separate output layer",
             "Save the model with tie_word_embeddings: false and an lm_head.weight.",
         )
 

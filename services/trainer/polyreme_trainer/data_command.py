@@ -33,9 +33,9 @@ from polyreme_trainer.data.template import Template
 from polyreme_trainer.stages.table import TABLE
 
 _SHOWN = 3
-"""How many repeated or shared rows are named."""
+"""Maximum number of repeated or shared rows that are named."""
 _LONGEST_EXAMPLE = 400
-"""Tokens of an example that are printed."""
+"""Maximum number of tokens of an example that are printed."""
 
 data = typer.Typer(no_args_is_help=True, help="Check data as a run reads it, or convert data of other systems.")
 
@@ -72,7 +72,7 @@ def check(
             except DataError as error:
                 if file is None:
                     raise
-                held_out[name] = error  # the columns of another file are none of this one's
+                held_out[name] = error  # another file may lack this file's columns
     console = Console(highlight=False, soft_wrap=True)
     for line in report_lines(found, held_out):
         console.print(line, markup=False)
@@ -142,7 +142,7 @@ def held_out_sets(config: RunConfig | StageConfig) -> dict[str, Sources]:
 
 
 def report_lines(found: Report, held_out: Mapping[str, Report | DataError]) -> Iterator[str]:
-    """The report as lines of text; `held_out`: those of the data which must share no row with it, by name, or why there is none."""
+    """The report as lines of text. `held_out`: by name, the reports on data that must share no row with it, or the errors in their place."""
     lengths = np.array(found.lengths)
     low, middle, high = (int(np.percentile(lengths, q)) for q in (5, 50, 95))
     yield f"rows        {len(lengths):,}"
@@ -157,7 +157,7 @@ def report_lines(found: Report, held_out: Mapping[str, Report | DataError]) -> I
     yield f"duplicates  {len(found.repeated)}{_named(found.repeated)}"
     for name, other in held_out.items():
         if isinstance(other, DataError):
-            yield f"leaks       not looked for in {name}: {other}"
+            yield f"leaks       not checked in {name}: {other}"
             continue
         shared = found.shared_with(other)
         yield f"leaks       {len(shared)} prompts are in {name}, too{_named(shared)}"

@@ -67,7 +67,7 @@ def device_verdict(wanted: str | None, facts: Mapping[str, Any]) -> tuple[str | 
 
 
 def driver_verdict(kind: str, text: str | None) -> Verdict:
-    """The version of an accelerator's driver. text: of its file in DRIVERS; None: it is not there."""
+    """The version of an accelerator's driver. text: the content of its file in DRIVERS; None: the file does not exist."""
     found = re.search(r"\b\d+\.\d+(\.[\w.]+)?", text or "")
     if found is not None:
         return Verdict("ok", "driver", f"{kind} {found.group()}")
@@ -88,7 +88,7 @@ def _advice(kind: str, facts: Mapping[str, Any]) -> str:
 
 
 def collective_verdict(kind: str, ranks: int, failure: str | None) -> Verdict:
-    """Checks that the devices can sum a tensor collectively. failure: why not; None when they can."""
+    """Checks that the devices can sum a tensor collectively. failure: the reason why they cannot; None when they can."""
     found = f"sum over {ranks} {kind} rank(s)"
     if failure is None:
         return Verdict("ok", "collectives", found)
@@ -101,7 +101,7 @@ def collective_verdict(kind: str, ranks: int, failure: str | None) -> Verdict:
 
 
 def _children(arguments: Sequence[str], ranks: int = 1) -> tuple[list[dict[str, Any]], str | None]:
-    """Runs `ranks` processes of the self-test. Returns their answers, and why one failed (None when none did)."""
+    """Runs `ranks` processes of the self-test. Returns their answers, and the reason why one failed (None when none failed)."""
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     children = [
         subprocess.Popen(

@@ -1,6 +1,6 @@
 """The check of the settings for models with experts, before anything starts.
 
-Invariant: a setting that the model cannot follow is an error, never ignored. No torch.
+Invariant: a setting that does not apply to the model is an error and is never ignored. This module imports no torch.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from polyreme.errors import ConfigError, PolyremeError
 from polyreme_trainer.megatron.families import load_architecture
 
 SILENT_ENGINES = ("vllm",)
-"""The engines of this distribution that report no routes. Of any other engine, the replica checks it when it starts."""
+"""The engines of this distribution that report no routes. For any other engine, the replica checks this when it starts."""
 
 
 def check_experts(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
@@ -22,7 +22,7 @@ def check_experts(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
         yield ConfigError("a model with experts, for trainer.moe", f"{arch.family.name}, which is dense", "Remove trainer.moe.")
     if isinstance(config, RunConfig) and replays and config.rollout.engine in SILENT_ENGINES:
         yield ConfigError(
-            "an engine that reports which experts it has chosen, for trainer.moe.replay_routes",
+            "an engine that reports the experts that it chooses, for trainer.moe.replay_routes",
             f"rollout.engine: {config.rollout.engine}, which does not",
             "Remove trainer.moe.replay_routes, or use an engine that reports its routes.",
         )

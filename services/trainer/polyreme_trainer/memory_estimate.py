@@ -34,11 +34,11 @@ class LearnerMemory:
     """The learner's memory.
 
     Attributes:
-        rank: of the rank that needs most.
+        rank: the estimate of the rank that needs most.
         ranks: ranks on each machine.
-        arena: shared memory of the policy's versions on the first machine; None for a stage, which publishes none.
-        checkpoint: host memory on the first machine while a checkpoint is written; None for a stage, which waits for it.
-        shares_device: whether all models rest in the host's memory while replicas have the devices.
+        arena: shared memory of the policy's versions on the first machine; None for a stage, which publishes no versions.
+        checkpoint: host memory on the first machine while a checkpoint is written; None for a stage, which waits until it is written.
+        shares_device: whether all models are in the host's memory while replicas have the devices.
     """
 
     rank: RankEstimate
@@ -49,7 +49,7 @@ class LearnerMemory:
 
     @property
     def shared(self) -> list[Addend]:
-        """What the ranks of the first machine share in the host's memory."""
+        """The terms in the host's memory that the ranks of the first machine share."""
         return [term for term in (self.arena, self.checkpoint) if term is not None]
 
     @property
@@ -59,13 +59,13 @@ class LearnerMemory:
 
     @property
     def kept(self) -> int:
-        """Bytes of each rank that replicas on the same device have it keep in the host's memory: all state but gradients."""
+        """Bytes that each rank keeps in the host's memory while replicas use the same devices: all state except gradients."""
         state = {*self.rank.state, *self.rank.host}
         return sum(term.nbytes for term in state if not term.name.endswith(" gradients"))
 
     @property
     def host(self) -> int:
-        """Bytes of the host's memory beside accelerators, on the first machine."""
+        """Bytes of the host's memory on the first machine, when the ranks use accelerators."""
         each = self.kept if self.shares_device else self.rank.host_bytes
         return self.ranks * each + sum(term.nbytes for term in self.shared)
 
@@ -111,7 +111,7 @@ def models_of(config: RunConfig | StageConfig) -> list[Model]:
 
 
 def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
-    """The largest micro-batch: the budget of tokens, or all that a rank trains on in one optimizer step if that is less."""
+    """The largest micro-batch: the token budget, or all tokens of a rank in one optimizer step if these are fewer."""
     if isinstance(config, StageConfig):
         pairs = isinstance(config, RewardModelConfig) or (isinstance(config, DpoConfig) and config.loss.kind != "kto")
         steps = [(config.trainer.batch_size, config.data.max_tokens * (2 if pairs else 1))]
@@ -186,8 +186,8 @@ def refuse(config: RunConfig | StageConfig, limit: int | None, host: int | None 
     """Yields an error when the models do not divide over the ranks, or the learner cannot fit.
 
     Args:
-        limit: bytes of a device; on CPU, of the machine that all ranks of a node share. None: not known.
-        host: bytes of memory of the machine beside its accelerators. None: not known.
+        limit: memory of a device in bytes; on CPU, of the machine, which all ranks of a node share. None: unknown.
+        host: the machine's own memory in bytes, without its accelerators. None: unknown.
     """
     try:
         memory = learner_memory(config)
@@ -208,7 +208,7 @@ def refuse(config: RunConfig | StageConfig, limit: int | None, host: int | None 
         yield ConfigError(
             f"a learner that keeps at most the {host / GIB:,.1f} GiB of this machine's memory",
             f"{memory.ranks} rank(s) x ({each}){shared}: {memory.host / GIB:,.2f} GiB",
-            "Set less of trainer.offload, or placement: separate, spread the ranks over more machines, or use one with more memory.",
+            "Disable a part of trainer.offload, set placement: separate, spread the ranks over more machines, or use a machine with more memory.",
         )
 
 
@@ -223,10 +223,10 @@ def report(config: RunConfig | StageConfig, limit: int | None) -> Iterator[str |
 
 
 def announce(config: RunConfig | StageConfig, limit: int, host: int, leads: bool) -> None:
-    """Logs the estimate on the rank that leads, before anything is allocated. Raises ConfigError on every rank when it exceeds a limit.
+    """Logs the estimate on rank 0, before anything is allocated. Raises ConfigError on every rank when the estimate exceeds a limit.
 
     Args:
-        limit, host: as of `refuse`.
+        limit, host: as in `refuse`.
     """
     if leads:
         for line in memory_lines(config):

@@ -1,6 +1,6 @@
 """How many devices a run needs on separate and on shared ones, and the advice that follows.
 
-Invariant: pure functions of the configuration and of a number of devices, which is that of the machine where the check runs.
+Invariant: pure functions of the configuration and the number of devices of the machine on which the check runs.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def devices_needed(config: RunConfig, placement: str) -> int:
 
 
 def advice(config: RunConfig, devices: int) -> Iterator[str]:
-    """A notice when this machine's `devices` (0: not known) are fewer than the run's placement needs, or many enough to part them."""
+    """Yields a notice when this machine has fewer `devices` (0: unknown) than the placement needs, or enough for separate devices."""
     if config.device == "cpu" or not devices:
         return
     apart, together = (devices_needed(config, placement) for placement in ("separate", "colocated"))
@@ -24,7 +24,7 @@ def advice(config: RunConfig, devices: int) -> Iterator[str]:
     has = f"this machine has {devices} {config.device} device{'s' if devices > 1 else ''}"
     if config.placement == "separate" and together <= devices < apart:
         yield (
-            f"{has}; learner and replicas need {apart} of their own, and {together} with placement: colocated, which shares them in turn"
+            f"{has}; learner and replicas need {apart} with placement: separate, and {together} with placement: colocated, where they take turns"
             + (f" (and needs {needs})" if needs else "")
         )
     elif devices < devices_needed(config, config.placement):

@@ -1,6 +1,7 @@
 """The trainer's check of a stage before anything starts: model family, tokenizer, chat template, columns and labels of the data.
 
-Invariant: no torch, and bounded work: of long files only the first rows are checked; the others are checked when they are read.
+Invariant: the check imports no torch and does bounded work. Of a long file it checks only the first rows; the others are checked when the stage
+reads them.
 """
 
 from collections.abc import Iterator
@@ -19,11 +20,11 @@ from polyreme_trainer.memory_estimate import refuse
 from polyreme_trainer.stages.table import TABLE
 
 _ENCODED = 1_000
-"""Rows of a file that go through template and tokenizer."""
+"""Number of rows of a file that are encoded with the template and the tokenizer."""
 
 
 def check(config: StageConfig) -> Iterator[str | PolyremeError]:
-    """Notices and errors of what a stage reads."""
+    """Yields notices and errors about everything that a stage reads."""
     stage = TABLE[config.stage]
     try:
         model = load_architecture(config.model.path)
@@ -31,14 +32,16 @@ def check(config: StageConfig) -> Iterator[str | PolyremeError]:
             yield ConfigError(
                 f"a reference with the model's {model.vocab} tokens",
                 f"{load_architecture(reference).vocab}",
-                "Take one of its tokenizer.",
+                "Use a reference with the model's tokenizer.",
             )
     except ConfigError as error:
         yield error
     else:
         yield from check_experts(config)
         yield from refuse(config, memory_limit() if config.device == "cpu" else None)
-    template = Template(read_model_files(config.model.path), config.data)  # without one there is nothing else to check
+    template = Template(
+        read_model_files(config.model.path), config.data
+    )  # raises when there is none: nothing else can be checked then
     yield from check_template(template)
     for sources in config.data.given:
         yield from _check_rows(sources, config, template)

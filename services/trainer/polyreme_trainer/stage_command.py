@@ -64,7 +64,7 @@ async def _run(config: StageConfig, run_id: str, console: Console) -> None:
     console.print(f"run            {run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
     state = await StageProcess(config, run_id, log_dir, console).run()
     if state is RunState.STOPPED:
-        console.print("stopped and saved; go on with --resume")
+        console.print("stopped and saved; continue with --resume")
 
 
 def finished(config: StageConfig, run_id: str) -> int:

@@ -96,7 +96,7 @@ def test_a_file_with_other_columns_than_the_held_out_data_is_reported_all_the_sa
     write(config.parent / "other.jsonl", [{"input": "1+2=", "label": 3}])
     found = report(capsys, config, config.parent / "other.jsonl", ["data.prompt_key=input", "data.label_key=label"])
     assert found["rows"] == "1" and found["unlabelled"].startswith("0")
-    assert found["leaks"].startswith("not looked for in data.eval") and "eval.jsonl:1" in found["leaks"]
+    assert found["leaks"].startswith("not checked in data.eval") and "eval.jsonl:1" in found["leaks"]
     with pytest.raises(DataError):
         check(config, None, ["data.eval=other.jsonl"])
 

@@ -121,5 +121,5 @@ def pairs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where the chosen one is larger, 0.5 where both are equal, [n]."""
+    """1 where the chosen one is larger, 0.5 where both are equal, otherwise 0; [n]."""
     return ((chosen > rejected).float() + (chosen >= rejected).float()) / 2

@@ -1,4 +1,4 @@
-"""Replaces a recipe's advantages or loss by functions of the user.
+"""Replaces a recipe's advantages or loss with functions of the user.
 
 Invariant: everything around the two functions comes from the recipe: shaping, KL in the reward, distillation, aggregation and the critic's
 loss. The result of a user's function is checked before it is used.

@@ -40,6 +40,6 @@ def with_adapter(tensors: Mapping[str, Tensor], folder: Path, shapes: Mapping[st
             raise ConfigError(
                 f"an adapter in {folder} of the model's weights",
                 f"A {tuple(a.shape)} and B {tuple(b.shape)} for {name}, which is {shapes.get(name, 'no weight of the model')}",
-                "Give the adapter that was trained beside this model.",
+                "Give an adapter that was trained for this model.",
             )
     return WithAdapter(tensors, adapter)

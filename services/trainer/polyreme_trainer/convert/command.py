@@ -1,6 +1,6 @@
 """`polyreme convert`: finds out what the source is, and writes the other kind.
 
-Invariant: the target appears whole or not at all, and never over something that is there.
+Invariant: the target appears whole or not at all, and never replaces an existing file or directory.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class CheckpointFormat(StrEnum):
 
 
 class Layers(StrEnum):
-    """Whose names the parameters have."""
+    """The layers whose parameter names are used."""
 
     local = "local"
     transformer_engine = "transformer_engine"
@@ -80,8 +80,8 @@ def convert(
     if target.exists():
         raise ConfigError(
             f"no {target} yet",
-            "something is there",
-            "Name a new directory. Actor and critic have files of equal names: each needs a directory of its own.",
+            "it exists",
+            "Name a new directory. Actor and critic have files of equal names, so each needs its own directory.",
         )
     to_megatron = adapter is None and config is None and (source / "config.json").is_file()
     described = source if config is None else config
@@ -135,14 +135,14 @@ def check_no_layout(layout: Rank, layers: Layers, file_format: CheckpointFormat)
     }
     if changed := [f"{option} {value}" for option, (value, default) in given.items() if value != default]:
         raise ConfigError(
-            "no layout beside --adapter, which writes a Hugging Face directory",
+            "no layout together with --adapter, which writes a Hugging Face directory",
             ", ".join(changed),
             "Merge the adapter first, then convert the merged directory.",
         )
 
 
 def check_layout(arch: Architecture, layout: Rank, layers: Layers, file_format: CheckpointFormat) -> None:
-    """Raises ConfigError for a layout that the model does not divide over, or that the format does not have."""
+    """Raises ConfigError when the model does not divide over the layout, or the format does not support it."""
     if file_format is CheckpointFormat.torch_dist:
         if (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
             raise ConfigError(

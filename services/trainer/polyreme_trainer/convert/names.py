@@ -45,7 +45,7 @@ def engine_name(name: str) -> str:
 
 
 def experts_engine_name(name: str) -> str:
-    """As `engine_name`, in a model with experts: their norm is a layer of its own."""
+    """As `engine_name`, in a model with experts, where the norm before the experts is a separate layer."""
     return name if name.endswith(".pre_mlp_layernorm.weight") else engine_name(name)
 
 

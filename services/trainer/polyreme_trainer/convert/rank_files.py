@@ -1,6 +1,6 @@
 """A Megatron checkpoint in the format `torch`: iter_*/mp_rank_*/model_optim_rng.pt, a file for each model-parallel rank.
 
-Invariant: a directory is read only when all ranks of one layout are there, all of one model, and copies that several ranks hold are equal.
+Invariant: a directory is read only if it has all ranks of one layout and one model, and if copies that several ranks hold are equal.
 Layers are numbered within their pipeline stage. A critic's head is `rm_head`, cut over the tensor ranks along its input.
 """
 
@@ -43,7 +43,7 @@ def folder_of_iteration(source: Path, iteration: int | None) -> Path:
     else:
         raise ConfigError(f"{TRACKER}, iter_* or mp_rank_* in {source}", "none of them", "Give a checkpoint's directory.")
     if not folder.is_dir():
-        raise ConfigError(f"a directory {folder}", "none", "Choose an iteration that is there with --iteration.")
+        raise ConfigError(f"a directory {folder}", "none", "Choose an existing iteration with --iteration.")
     return folder
 
 
@@ -77,7 +77,7 @@ class TensorPart:
 
 
 class RankFiles(Mapping[str, Tensor]):
-    """The Hugging Face tensors of a checkpoint, put together when they are read. Raises ConfigError for what does not fit."""
+    """The Hugging Face tensors of a checkpoint, assembled when they are read. Raises ConfigError when they do not fit."""
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._shapes = hf_mapping.hf_shapes(arch)
@@ -123,7 +123,7 @@ class RankFiles(Mapping[str, Tensor]):
                     f"{CRITIC_BIAS} of zero in {where}", "another number", "Convert a critic whose head has no bias."
                 )
             found.pop(OUTPUT_LAYER, None)  # the language model's head, which a critic may keep and never uses
-        for name in (EMBEDDING_ROW.param, OUTPUT_LAYER):  # other padding than was assumed
+        for name in (EMBEDDING_ROW.param, OUTPUT_LAYER):  # the padding may differ from the expected one
             rows = found.get(name, (0,))[0]
             if name in expected and min(arch.vocab - rank.tp_rank * rank.vocab_multiple, rank.vocab_multiple) <= rows:
                 expected[name] = (rows, *expected[name][1:])
@@ -131,7 +131,7 @@ class RankFiles(Mapping[str, Tensor]):
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor: a number that is none equals itself in them."""
+    """The bytes of a tensor. In bytes, a NaN equals itself."""
     return tensor.contiguous().view(torch.uint8)
 
 
@@ -140,7 +140,7 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], layou
 
     Args:
         layout: the numbers of ranks, and the padding of the vocabulary.
-        engine: name the parameters as Transformer Engine's layers do.
+        engine: whether to name the parameters as Transformer Engine's layers do.
     """
     folder = target / f"iter_{ITERATION:07d}"
     for rank in counted(every_rank(layout), "converting", layout.tp * layout.pp * layout.ep):
@@ -150,7 +150,9 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], layou
             if piece.param not in state:
                 state[piece.param] = torch.zeros(file_shapes(arch, rank)[piece.param], dtype=tensor.dtype)
             state[piece.param][piece.param_index] = tensor[piece.hf_index]
-        for name, shape in file_shapes(arch, rank).items():  # a rank may have padding alone, and a critic's head a bias of zero
+        for name, shape in file_shapes(
+            arch, rank
+        ).items():  # a rank may have only padding, and a critic's head has a bias of zero
             state.setdefault(name, torch.zeros(shape, dtype=next(iter(state.values())).dtype))
         file = folder / directory_name(rank) / FILE
         file.parent.mkdir(parents=True)
@@ -166,7 +168,7 @@ def every_rank(layout: Rank) -> Iterator[Rank]:
 
 
 def directory_name(rank: Rank) -> str:
-    """Of a rank's file: tensor rank, then pipeline rank and expert rank where there are several."""
+    """The name of a rank's directory: tensor rank, then pipeline rank and expert rank if there are several."""
     name = f"mp_rank_{rank.tp_rank:02d}"
     for number, count in ((rank.pp_rank, rank.pp), (rank.ep_rank, rank.ep)):
         if count > 1:
@@ -175,7 +177,7 @@ def directory_name(rank: Rank) -> str:
 
 
 def arguments(arch: Architecture, rank: Rank) -> argparse.Namespace:
-    """What Megatron compares with its own command line."""
+    """The arguments that Megatron compares with its own command line."""
     return argparse.Namespace(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -236,7 +238,7 @@ def _check_one_model(folder: Path, states: Mapping[tuple[int, ...], Mapping[str,
         raise ConfigError(
             f"the files of one model in {folder}",
             f"those of an actor and of a critic: {len(heads)} files, {sum(critics)} with {CRITIC_HEAD}",
-            "Save actor and critic to paths of their own.",
+            "Save actor and critic to separate paths.",
         )
 
 

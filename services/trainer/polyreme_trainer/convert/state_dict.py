@@ -45,7 +45,7 @@ def _unwrapped(content: Any, file: Path) -> dict[str, Tensor]:
             break
         (content,) = inner
     found = f"keys {sorted(map(str, content))[:8]}" if isinstance(content, Mapping) else type(content).__name__
-    raise ConfigError(f"tensors, or one of {', '.join(WRAPPERS)} around them, in {file}", found, "Save the weights alone.")
+    raise ConfigError(f"tensors, or one of {', '.join(WRAPPERS)} around them, in {file}", found, "Save only the weights.")
 
 
 def _without_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

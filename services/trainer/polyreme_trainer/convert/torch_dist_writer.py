@@ -1,7 +1,7 @@
 """Writes a Megatron checkpoint in the format `torch_dist`, as `megatron.core.dist_checkpointing` saves one of a single rank.
 
-torch writes the files. Every layer (and expert) is a piece of its own in a tensor of all layers, so a rank that loads the checkpoint reads
-the pieces of its own layers only, in whatever layout it is.
+torch writes the files. Every layer (and expert) is a separate piece in a tensor of all layers, so a rank that loads the checkpoint reads
+the pieces of its own layers only, in any layout.
 
 Invariant: one parameter at a time is in memory.
 """
@@ -31,7 +31,7 @@ CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common
 """metadata.json: the format, and its version, by which megatron-core chooses how to load."""
 
 _LINEAR = re.compile(r"^decoder\.layers\..*linear_(qkv|proj|fc1|fc2)\.weight$")
-"""The weights of parallel linear layers, which have an extra state beside them: None for megatron-core's local layers."""
+"""The weights of parallel linear layers. Each has an additional extra state, which is None for megatron-core's local layers."""
 
 
 def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], vocab_multiple: int, *, engine: bool) -> None:
@@ -75,7 +75,7 @@ class _Parameters(DefaultSavePlanner):
         """Called for every item that is written."""
 
     def items(self, name: Callable[[str], str]) -> list[WriteItem]:
-        """What is to be written: a piece for each parameter, and the extra states of linear layers. `name` names parameters."""
+        """The items to write: a piece for each parameter, and the extra states of linear layers. `name` returns a parameter's name."""
         items, dtypes = list[WriteItem](), dict[str, torch.dtype]()
         for param, shape in self._shapes.items():
             key, place, counts = stacked(name(param), self._arch)
@@ -109,6 +109,6 @@ class _Parameters(DefaultSavePlanner):
         return whole.view(write_item.tensor_data.chunk.sizes)
 
     def _dtype(self, param: str) -> torch.dtype:
-        """The dtype of a parameter's tensors; of one that has none, as a critic's bias, that of the first tensor."""
+        """The dtype of a parameter's tensors; for a parameter without tensors, such as a critic's bias, that of the first tensor."""
         name = self._slices[param][0].hf_name if self._slices[param] else next(iter(self._tensors))
         return self._tensors[name].dtype

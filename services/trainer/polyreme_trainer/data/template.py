@@ -230,7 +230,7 @@ class Template:
             after = self._apply([messages[: place + 1]], generation_prompt=False)[0]
             if not whole.startswith(before) or not whole.startswith(after):
                 raise DataError(
-                    "a chat template that writes an answer alike whether it is the last or not",
+                    "a chat template that writes an answer in the same way whether it is the last one or not",
                     f"another text in message {place + 1} of {len(messages)}",
                     "Make one row of each answer, with the prompt and response columns.",
                 )

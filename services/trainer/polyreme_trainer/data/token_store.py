@@ -1,4 +1,4 @@
-"""Token sequences on disk, of which only those in use are in memory.
+"""Token sequences on disk. Only those in use are in memory.
 
 Invariant: a sequence is read back as it was stored. The sequences are in unnamed temporary files (TMPDIR) that end with the process, 5 bytes
 per token, and are read through a memory map; memory grows by 8 bytes per sequence.
@@ -20,11 +20,11 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 class Slices(Sequence[NDArray[Number]], Generic[Number]):
-    """n arrays that stand one after the other in one array.
+    """n arrays, stored one after the other in one array.
 
     Args:
-        values: of all arrays.
-        ends: int64 [n], where each array ends.
+        values: the values of all arrays.
+        ends: int64 [n], the end of each array.
     """
 
     def __init__(self, values: NDArray[Number], ends: NDArray[np.int64]) -> None:
@@ -74,7 +74,7 @@ class TokenStore:
 
 def _mapped(file: Any, kind: type[Number]) -> NDArray[Number]:
     with file:
-        if file.tell() == 0:  # no map may be empty
+        if file.tell() == 0:  # an empty file cannot be mapped
             return np.empty(0, dtype=kind)
         file.flush()
         return np.asarray(np.memmap(file, dtype=kind, mode="r"))

@@ -46,7 +46,7 @@ _RECORDS_BLOCK_MS = 1000
 _RECORDS_RETRY_SECONDS = 5.0
 _INCOMPARABLE = (
     "earlier results of the evaluation no longer count for hf/best and notices: expected the metric and the held-out data of this start; "
-    "found others. Fix: resume with the earlier data.eval, eval_sets and eval_best to go on with them."
+    "found others. Fix: to keep the earlier results, resume with the earlier data.eval, eval_sets and eval_best."
 )
 RECORDS_KEPT = 2000
 """At least this many records stay in Redis after they are on disk, because live views read them there; at most twice as many."""

@@ -74,7 +74,7 @@ def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], 
 
 
 async def no_records(record: Any) -> None:
-    raise AssertionError("rank 0 alone writes records")
+    raise AssertionError("only rank 0 writes records")
 
 
 def main() -> None:

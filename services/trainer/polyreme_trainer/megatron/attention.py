@@ -1,6 +1,6 @@
 """The core attention of both model specs: rotary embedding, then causal attention within each of the packed sequences.
 
-Invariant: a token attends to tokens of its own sequence only, up to its own and within the layer's window. A mask exists only where a
+Invariant: a token attends only to its own sequence, up to its own position and within the layer's window. A mask exists only where a
 sequence is longer than the window.
 """
 

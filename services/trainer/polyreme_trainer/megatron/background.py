@@ -1,4 +1,4 @@
-"""One piece of work in a thread of its own, with a deadline.
+"""One piece of work in a separate thread, with a deadline.
 
 Invariant: the caller learns of a failure: `finished` raises the work's error, or its own once the deadline has passed. The thread is a
 daemon, so work that never returns, as on a dead file system, does not keep the process alive.

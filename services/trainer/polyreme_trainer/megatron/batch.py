@@ -204,7 +204,7 @@ def plan_micro_batches(tokens: IntArray, indices: IntArray, budget: int) -> list
     """Cuts `indices`, in order of decreasing length, into the least number of micro-batches of at most `budget` tokens.
 
     Of such cuts it takes the one whose largest micro-batch is smallest, so that memory and a pipeline's stages are used evenly. A sequence of
-    more than `budget` tokens is a micro-batch of its own.
+    more than `budget` tokens forms its own micro-batch.
 
     Returns:
         Index arrays that together contain every index once, longest sequences first: attention pads sequences of similar length together.

@@ -162,7 +162,7 @@ _ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.
 
 
 def recomputation(recompute: Recompute | None, experts: bool) -> dict[str, Any]:
-    """The fields of megatron-core's TransformerConfig that say which activations backward passes compute again."""
+    """The fields of megatron-core's TransformerConfig that select the activations that backward passes recompute."""
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if recompute == "selective":

@@ -2,7 +2,7 @@
 on any other layout up to rounding.
 
 A checkpoint is a directory. `state-R.pt` has what rank R saves of every role that changes: the moments that it updates, and on data rank 0
-the weights of its shard that training changes (of a model with adapters, these alone). `rng-R.pt` has its random generators.
+the weights of its shard that training changes (in a model with adapters, only these). `rng-R.pt` has its random generators.
 `checkpoint.json` has the format, the iteration, the layout, the learner's facts, the xxh3_64 of every file, and its own digest.
 
 `save` writes one at once. `begin`, `rank_contents`, `write` and `complete` are its parts; `write` and `complete` use no collective, so a thread
@@ -233,7 +233,7 @@ def _reporting(read: Read, kinds: int, loaded: Loaded) -> Read:
 
 
 def _read(file: Path) -> Any:
-    """Tensors and plain containers of a file. The tensors' bytes are read where they are used."""
+    """Tensors and plain containers of a file. The tensors' bytes are read when they are used."""
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 

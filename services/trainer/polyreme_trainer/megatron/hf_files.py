@@ -43,7 +43,7 @@ class HfTensors(Mapping[str, Tensor]):
         for name in self._files:
             if name.endswith(EXPERT_BIASES):
                 raise ConfigError(
-                    f"experts that are chosen by the router alone, in {self._path}",
+                    f"experts that only the router chooses, in {self._path}",
                     f"{name}, which balances them without a loss",
                     "Choose a model without this bias: the learner neither updates nor pushes it.",
                 )

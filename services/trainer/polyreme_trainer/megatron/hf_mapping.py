@@ -105,7 +105,7 @@ class Rank:
 
 
 def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
-    """The table's rows of this pipeline stage and expert rank. Each has a flag: whether this rank, alone or with other tensor ranks, writes it."""
+    """The table's rows of this pipeline stage and expert rank. Each has a flag: whether this rank, perhaps with other tensor ranks, writes it."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
     leads, experts_lead = rank.place < rank.tp, rank.place < rank.expert_places
     if rank.etp and not arch.experts:

@@ -1,12 +1,12 @@
 """The mapping table of a model's adapters: which parameters of megatron-core's fused layers hold PEFT's `lora_A` and `lora_B` of each
 projection.
 
-The layer of a weight [out, in] has the parameters `lora_a` and `lora_b` beside it. `lora_a` has the A of each adapted projection, [rank, in],
+The layer of a weight [out, in] also has the parameters `lora_a` and `lora_b`. `lora_a` has the A of each adapted projection, [rank, in],
 one below the other. `lora_b` has one row of `rank` numbers for each row of the weight, the B of the row's projection, so tensor ranks
 share it as they share the weight. Rows of a projection without an adapter are zero. Where tensor ranks split the columns of the weight, they
 split those of `lora_a`, and all have the whole `lora_b`.
 
-Invariant: adapters are an `Architecture` of their own, so saving, resuming in another layout, export and the memory estimate handle them
+Invariant: adapters are a separate `Architecture`, so saving, resuming in another layout, export and the memory estimate handle them
 through `hf_mapping` as they handle weights. The module is pure and imports no torch.
 """
 

@@ -169,7 +169,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def _full(self, arch: Architecture, mine: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """The whole tensors of a table, of which this rank has the parameters `mine`. Collective as `full_tensors`."""
+        """The whole tensors of a table. `mine`: this rank's parameters of the table. Collective as `full_tensors`."""
         here = self.rank
         ranks = [here.at(place) for place in range(here.places)]
         if here != ranks[0]:

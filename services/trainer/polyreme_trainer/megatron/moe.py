@@ -81,7 +81,7 @@ def options(arch: Architecture, here: Rank) -> dict[str, Any]:
         "moe_ffn_hidden_size": arch.expert_ffn,
         "moe_shared_expert_intermediate_size": arch.shared_ffn or None,
         "moe_shared_expert_gate": arch.shared_ffn > 0,
-        "moe_router_pre_softmax": not arch.renormalizes,  # softmax over the chosen experts alone is softmax, then renormalization
+        "moe_router_pre_softmax": not arch.renormalizes,  # a softmax over only the chosen experts equals softmax, then renormalization
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall" if here.ep > 1 or here.etp > 1 else "allgather",

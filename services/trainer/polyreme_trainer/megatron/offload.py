@@ -71,14 +71,14 @@ class Movable:
         return self._away is not None
 
     def leave(self) -> int:
-        """Moves the tensors to the host's memory. Returns the bytes moved: 0 where they are there already."""
+        """Moves the tensors to the host's memory. Returns the bytes moved; 0 if they are already there."""
         if self._away is not None:
             return 0
         self._away = Offload(self._tensors(), (), self._pin)
         return self._away.nbytes
 
     def come_back(self) -> int:
-        """Moves the tensors to the device. Returns the bytes moved: 0 where they are there already."""
+        """Moves the tensors to the device. Returns the bytes moved; 0 if they are already there."""
         if self._away is None:
             return 0
         moved, self._away = self._away, None

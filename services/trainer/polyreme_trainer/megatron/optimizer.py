@@ -135,7 +135,7 @@ class Optimizer:
         return sum(tensor.nbytes for fragment in self.fragments for tensor in fragment.state_tensors().values())
 
     def tensors(self) -> Iterator[Tensor]:
-        """The moments and the fp32 tensors that AdamW steps, of which some are parts of the model's weights."""
+        """The moments and the fp32 tensors that AdamW steps. Some of these tensors are parts of the model's weights."""
         for fragment in self.fragments:
             yield fragment.main
             yield from fragment.moments.values()

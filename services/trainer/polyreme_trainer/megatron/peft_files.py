@@ -54,7 +54,7 @@ class PeftAdapter:
     Attributes:
         tensors: every tensor, whole, by PEFT's name without its prefix; the value head of a classifier among them.
         lora: the section of the configuration.
-        base: Hugging Face directory of the weights beside which it was trained.
+        base: Hugging Face directory of the frozen weights with which it was trained.
     """
 
     tensors: Mapping[str, Tensor]

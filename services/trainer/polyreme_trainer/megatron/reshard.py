@@ -1,4 +1,4 @@
-"""Cuts the saved state of ranks anew, for ranks of the same or of another layout.
+"""Divides the saved state of ranks again, for ranks of the same or of another layout.
 
 Every rank saves the weights of its trained parameters and the parts of their moments that it updates (`RankState`). The mapping table says
 which elements of the Hugging Face tensors these are, so it leads from the ranks that saved to the ranks that load.
@@ -21,18 +21,19 @@ WEIGHTS = "weights"
 """Kind of state: the weights of the parameters that training changes. The others are the optimizer's: moments, and full-precision copies."""
 
 RankState = Mapping[str, Any]
-"""One role on one rank: `steps`, the optimizer's steps; and by kind of state and parameter a pair (start, flat tensor): the elements from
-`start` on of the flat parameter. Data ranks have different elements, or no element, of the same parameters, or have other experts."""
+"""The state of one role on one rank. `steps` is the number of optimizer steps. For each kind of state and parameter there is a pair
+(start, flat tensor): the elements of the flat parameter from `start` on. Of the same parameters, data ranks have different elements or none;
+with expert ranks they also have different experts."""
 
 
 @dataclass(frozen=True)
 class RankMesh:
     """The numbers of ranks in each direction. Ranks are numbered as in megatron-core: tensor ranks are adjacent, then data ranks.
 
-    data: data ranks x context ranks, which have the same weights alike. Of a data rank, the context ranks are adjacent.
-    expert: so many adjacent data ranks share the experts.
-    virtual_pipeline: the virtual stages of each stage.
-    expert_tensor: the ranks that cut each expert; 0: the tensor ranks.
+    data: data ranks x context ranks; all of them have the same weights. The context ranks of a data rank are adjacent.
+    expert: the number of adjacent data ranks that share the experts.
+    virtual_pipeline: the number of virtual stages of each stage.
+    expert_tensor: the number of ranks that cut each expert; 0: the tensor ranks cut experts.
     """
 
     tensor: int
@@ -54,7 +55,7 @@ class RankMesh:
         return [stage.at(place) for stage in stages for place in range(stage.places)]
 
     def files(self, here: Rank) -> list["ShardFiles"]:
-        """What the rank `here` of a perhaps different layout reads."""
+        """The files that the rank `here` reads; it may belong to another layout."""
         shards = self.shards
         return [self._files_of(shard) for shard in ([here] if here in shards else shards)]
 
@@ -72,7 +73,7 @@ class RankMesh:
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """A shard of the model, and the numbers of the ranks that saved it: of those with its experts, and of those with the rest of it."""
+    """A shard of the model. `expert_numbers`: the ranks that saved its experts; `numbers`: the ranks that saved everything else."""
 
     rank: Rank
     numbers: list[int]
@@ -84,7 +85,7 @@ class SavedShard:
 
     Args:
         files: the ranks that saved it.
-        states: those of the ranks, by number.
+        states: the states of these ranks, by number.
     """
 
     def __init__(self, arch: Architecture, files: ShardFiles, states: Mapping[int, RankState]) -> None:
@@ -109,10 +110,10 @@ class SavedShard:
 
 
 def reshard(arch: Architecture, kind: str, names: Iterable[str], here: Rank, shards: Sequence[SavedShard]) -> dict[str, Tensor]:
-    """One kind of state of the rank `here`'s parameters `names`, whole; padding is zero.
+    """One kind of state of the whole parameters `names` on the rank `here`; padding is zero.
 
     Args:
-        shards: all shards of the layout that saved; or, if `here` is one of its ranks, that rank's alone.
+        shards: all shards of the layout that saved; if `here` is one of its ranks, only that rank's shard.
     """
     wanted: dict[str, list[Slice]] = {}
     chosen = set(names)

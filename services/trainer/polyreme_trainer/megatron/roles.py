@@ -1,6 +1,6 @@
 """Roles: actor, critic, reference and moving average are the same kind of object, a model with an optimizer if it is trained.
 
-With adapters, a reference that is the actor's initial model needs no model of its own, see `BaseRole`.
+With adapters, a reference that is the actor's initial model needs no separate model, see `BaseRole`.
 
 Invariant: a role without an optimizer changes only between two iterations, if at all. Checkpoints and resumes iterate over roles and handle
 all of them alike.
@@ -63,9 +63,9 @@ class Role(Generic[Model]):
         self.replays = False
 
     def make_optimizer(self, adam: Adam) -> None:
-        """Creates an optimizer with zero moments. With bfloat16 weights it takes a full-precision copy of them now."""
+        """Creates an optimizer with zero moments. If the weights are bfloat16, it copies them in full precision now."""
         self.model.use()
-        self.optimizer = None  # whose memory is free before the new one's is allocated
+        self.optimizer = None  # frees its memory before the new one is allocated
         self.optimizer = Optimizer(self.model, adam)
 
     @torch.no_grad()
@@ -118,11 +118,11 @@ class Role(Generic[Model]):
 
     @property
     def routing_metrics(self) -> Metrics:
-        """What the routers did in the last optimizer step, the same on every rank; nothing for a dense model."""
+        """The routers' metrics of the last optimizer step, the same on every rank; empty for a dense model."""
         return {} if self.model.routing is None else self.model.routing.metrics()
 
     def _routing(self, terms: Sequence[LossTerm]) -> AbstractContextManager[None]:
-        """Around the backward passes of an optimizer step."""
+        """The context of the backward passes of an optimizer step."""
         if self.model.routing is None:
             return nullcontext()
 
@@ -142,7 +142,7 @@ class Role(Generic[Model]):
 
         def job(batch: MicroBatch) -> Job:
             context = nullcontext if routing is None else partial(routing.micro_batch, batch, self.replays)
-            if not len(batch.indices):  # it only takes part in what the ranks exchange
+            if not len(batch.indices):  # the rank only takes part in the collectives
                 return Job(batch.ids, lambda: 0 * forward(batch).sum(), context)
             return Job(batch.ids, lambda: term.loss(batch, forward(batch)), context)
 
@@ -154,14 +154,14 @@ class Role(Generic[Model]):
             run_stages(self.model, jobs, backward)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that this rank holds of the role for longer than a step: weights, buffers, moments."""
+        """The role's tensors that this rank keeps for longer than a step: weights, buffers, moments."""
         yield from self.model.tensors()
         if self.optimizer is not None:
             yield from self.optimizer.tensors()
 
     def rank_state(self) -> RankState:
-        """What training changes, weights and moments, as far as this rank saves it (not copies). Of the ranks that have the same weights, the
-        first saves them."""
+        """The weights and moments that training changes and that this rank saves (not copies). If several ranks have the same weights, the
+        first one saves them."""
         weights = {name: (0, param.flatten()) for name, param in self.model.own_state_dict().items()}
         state: dict[str, Any] = {"steps": 0, WEIGHTS: weights}
         if self.optimizer is not None:

@@ -1,12 +1,12 @@
-"""The routers of one model on one rank: what they observe and how they are balanced.
+"""The routers of one model on one rank: their statistics and the losses that balance them.
 
 The balancing loss of an optimizer step is, averaged over the layers, experts x sum over experts e of f_e P_e: f_e is the number of choices of e
 per token, P_e the mean of its probability (Fedus et al. 2021, equations 4 to 6, with f of the whole step as in Qiu et al. 2025). With f known,
-this is a sum over tokens. So a step first counts the choices in a forward pass of its own, then each token adds its part of the loss. The z-loss
+this is a sum over tokens. So a step first counts the choices in a separate forward pass, then each token adds its part of the loss. The z-loss
 is the mean square of the log-sum-exp of a token's router logits (Zoph et al. 2022, equation 5).
 
-Invariant: padding is neither counted nor balanced, and every token counts once, also where activations are computed again. Numbers and
-gradients of a step are sums over its tokens, so they depend neither on the layout nor on micro-batches.
+Invariant: padding is neither counted nor balanced, and every token counts once, even if activations are recomputed. Metrics and gradients of a
+step are sums over its tokens, so they depend neither on the layout nor on micro-batches.
 """
 
 from collections import deque
@@ -30,11 +30,11 @@ from polyreme_trainer.megatron.mcore import parallel_state
 
 @dataclass(frozen=True)
 class Rows:
-    """What a micro-batch's positions are for the routers of this rank, in the order in which layers compute them.
+    """A description of a micro-batch's positions for the routers of this rank, in the order in which layers compute them.
 
     Attributes:
         real: bool [rows], whether a position holds a token.
-        routes: int64 [rows, layers, top_k], the experts to which a position goes; -1 where the router decides. None: it does everywhere.
+        routes: int64 [rows, layers, top_k], the experts to which a position goes; -1 where the router decides. None: it decides everywhere.
     """
 
     real: Tensor
@@ -42,8 +42,8 @@ class Rows:
 
 
 class Replayed:
-    """Takes the place of the choice of the most probable experts, with the interface of megatron-core's RouterReplay (Ma et al. 2025). The weights
-    remain those of the router.
+    """Replaces the choice of the most probable experts, with the interface of megatron-core's RouterReplay (Ma et al. 2025). The router still
+    computes the weights.
 
     Args:
         routes: int64 [rows, top_k], as in `Rows`.
@@ -55,7 +55,7 @@ class Replayed:
     def get_replay_topk(
         self, scores: Tensor, topk: int, groups: int | None, group_topk: int | None, choose: Callable[..., tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of the chosen experts, [rows, top_k], from the scores of all experts [rows, experts]."""
+        """Scores and indices of the chosen experts, [rows, top_k], from the scores of all experts [rows, experts]."""
         own = choose(scores, topk, num_groups=groups, group_topk=group_topk)[1]
         chosen = torch.where(self.routes < 0, own, self.routes)
         return scores.gather(1, chosen), chosen
@@ -80,18 +80,18 @@ class Routing:
         self._waiting: dict[int, deque[Rows | None]] = {}
         self._tokens = 0
         self._choices: Tensor | None = None
-        """fp32 [layers, experts], each expert's choices per token of the step, where they were counted before."""
+        """fp32 [layers, experts], the number of times that each expert is chosen per token of the step; None when they were not counted."""
         self._observed = torch.zeros(arch.layers, 2 * arch.experts + 1, dtype=torch.float64, device=device)
-        """Of the last step, for each layer: the choices of every expert, the sum of its probabilities, and the sum of squared log-sum-exps."""
+        """For each layer in the last step: the choices of every expert, the sums of its probabilities, and the sum of squared log-sum-exps."""
 
     def balance(self, moe: MoeConfig) -> None:
-        """Sets the coefficients. Without one for the balancing loss, the model's config.json decides."""
+        """Sets the coefficients. The balancing loss has that of the model's config.json unless one is configured."""
         self.aux_coef = self.arch.aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
         self.z_coef = moe.z_loss_coef
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch, replays: bool) -> Iterator[None]:
-        """Forward passes in this block are of `batch`. `replays`: positions go to the experts of its routes."""
+        """Within the block, forward passes compute `batch`. `replays`: positions go to the experts of its routes."""
         self._batch, self._replays = batch, replays and batch.routes is not None
         try:
             yield
@@ -107,13 +107,13 @@ class Routing:
         self._rows = Rows(self._mine(batch.real, cut), routes)
 
     def _mine(self, rows: Tensor, cut: Cut | None) -> Tensor:
-        """This rank's part: with sequence parallelism, each tensor rank has an equal run of the context rank's positions."""
+        """This rank's part of the rows: with sequence parallelism, each tensor rank has an equal run of the context rank's positions."""
         mine = rows if cut is None else rows.index_select(0, cut.tokens)
         return mine.chunk(self.here.tp)[self.here.tp_rank]
 
     @contextmanager
     def step(self, tokens: int, count: Callable[[], None], total: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """The backward passes of an optimizer step.
+        """The context of the backward passes of an optimizer step.
 
         Args:
             tokens: the step's tokens, over all ranks.
@@ -138,13 +138,13 @@ class Routing:
             self._sum(total)
 
     def _sum(self, total: Callable[[Tensor], Tensor]) -> None:
-        """Sums what was observed over all ranks. Collective."""
+        """Sums the statistics over all ranks. Collective."""
         total(self._observed)
         if parallel_state.get_tensor_and_context_parallel_world_size() > 1:
             torch.distributed.all_reduce(self._observed, group=parallel_state.get_tensor_and_context_parallel_group())
 
     def rows(self, layer: int) -> Rows | None:
-        """What the router of `layer` computes now. Backward passes compute a layer's micro-batches again in the order of their forward
+        """The rows that the router of `layer` computes now. Backward passes recompute a layer's micro-batches in the order of their forward
         passes."""
         if self._phase != "train" or not self.recomputes:
             return self._rows
@@ -155,7 +155,7 @@ class Routing:
         return self._rows
 
     def follow(self, layer: int, rows: Rows | None, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
-        """Observes a router's decisions, and adds the losses of its tokens to what is differentiated through `probs`.
+        """Adds a router's decisions to the statistics. Returns `probs`; differentiating the result also differentiates the losses of the tokens.
 
         Args:
             layer: the layer's number in the whole model, from 0.
@@ -203,7 +203,7 @@ def _per_token(logits: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _WithLoss(Function):
-    """`output`, where everything that is differentiated through it is differentiated together with `loss`, a scalar."""
+    """Returns `output`. Its backward pass also differentiates the scalar `loss`, with the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The samples of an iteration's groups as what its two readers take: sequences for the models, numbers per token for the algorithm.
+"""Converts the samples of an iteration's groups for their two readers: sequences for the models, numbers per token for the algorithm.
 
 Invariant: both have the samples in the order of the log, and per-token arrays in the order of `Sequences.offsets`.
 """

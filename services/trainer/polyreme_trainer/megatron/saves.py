@@ -32,14 +32,14 @@ WARM_START = "warm-start"
 """Prefix of the checkpoints between the steps of a warm start."""
 
 FROZEN = "frozen"
-"""The fact of a checkpoint with the digests of the weights that it was trained beside."""
+"""The checkpoint's fact with the digests of the frozen weights that training used."""
 
 WRITE_SECONDS = 300.0
 SLOWEST_WRITE = 10e6
-"""Bytes per second. A save's deadline is `WRITE_SECONDS` and the time of its bytes at this speed."""
+"""Bytes per second. A save's deadline is `WRITE_SECONDS` plus the time of its bytes at this speed."""
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 30.0
-"""How long a learner that ends by an error waits for the save that is being written."""
+"""Seconds for which a learner that ends with an error waits for the running save."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Saves:
             Its version and facts; None when the run has no checkpoint yet.
 
         Raises:
-            ConfigError: there are checkpoints, but all of them are damaged. Or they belong to adapters of other weights.
+            ConfigError: all checkpoints are damaged, or they belong to adapters of other weights.
         """
         found = find_newest(self._ranks, self._root)
         if found is None:
@@ -131,7 +131,7 @@ class Saves:
         Args:
             roles: the roles to save in the checkpoint.
             facts: facts for the checkpoint; rank 0's are stored.
-            exports: the models to export, by the name of their subdirectory, the policy's being "". Their tensors do not change until the
+            exports: the models to export, by the name of their subdirectory; "" is the policy. Their tensors do not change until the
                 save is finished. Used on rank 0.
         """
         assert self._pending is None, "one save at a time"
@@ -156,13 +156,13 @@ class Saves:
         self._pending = Pending(version, BackgroundWork(f"the checkpoint of version {version}", write, seconds))
 
     def finish(self, wait: bool) -> Saved | None:
-        """The save that was being written, once it is complete on all ranks. None while it is not, or when there is none. Collective.
+        """The running save once it is complete on all ranks. None while it is incomplete, or when there is none. Collective.
 
         Args:
             wait: return only when nothing is being written.
 
         Raises:
-            The error of this rank's thread. Of rank 0's thread, LeaderError on the others.
+            The error of this rank's thread. An error of rank 0's thread is a LeaderError on the other ranks.
         """
         while (pending := self._pending) is not None:
             seconds = POLL_SECONDS if wait else 0.0
@@ -178,12 +178,12 @@ class Saves:
         return None
 
     def close(self) -> None:
-        """Gives a save that is being written a last time to end, after an error elsewhere. Not collective."""
+        """Waits once more for a running save after an error elsewhere. Not collective."""
         if self._pending is not None and not self._pending.work.end(CLOSE_SECONDS):
             logger.warning("the checkpoint of version %d was not completed", self._pending.version)
 
     def _further_facts(self) -> dict[str, Any]:
-        """What a resume checks, for the manifest."""
+        """The facts for the manifest that a resume checks."""
         frozen = {FROZEN: self._frozen.read(self._bases), "warm_started": bool(self._config.trainer.sft)}
         return {**self._frozen.read(self._reference), **frozen}
 
@@ -237,8 +237,8 @@ class Saves:
     def _check_warm_start(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
 
-        Reference and critic then stand beside the wrong frozen weights: after a warm start they start from version 0's export, and otherwise
-        from the weights beside the adapters.
+            The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export, otherwise from the
+        actor's frozen weights.
         """
         trainer = self._config.trainer
         if trainer.lora is not None and facts["warm_started"] != bool(trainer.sft):
@@ -247,12 +247,12 @@ class Saves:
             raise ConfigError(
                 f"{expected}, as in the run that saved the checkpoint",
                 found,
-                "With adapters, a warm start decides the weights of the reference and of the critic: set trainer.sft as it was there.",
+                "With adapters, a warm start decides the weights of the reference and of the critic: set trainer.sft as it was in that run.",
             )
 
     @property
     def _bases(self) -> dict[str, Path]:
-        """The directories of the weights beside which adapters are trained, by the key that names them."""
+        """The directories of the frozen weights of adapters, by the configuration key that names them."""
         if self._config.trainer.lora is None:
             return {}
         critic = self._config.trainer.critic.path if self._config.algorithm.has_critic else None
@@ -264,5 +264,5 @@ class Saves:
 
 
 async def _finished(work: BackgroundWork[Any], seconds: float) -> bytes:
-    """One byte: whether work finishes within so many seconds."""
+    """One byte: whether the work finishes within `seconds`."""
     return bytes([await asyncio.to_thread(work.finished, seconds) if seconds else work.finished()])

@@ -45,17 +45,17 @@ class DataShard:
     def micro_batches(
         self, sequences: Sequences, indices: IntArray, cost: Cost, multiple: int = 1, group: int = 1
     ) -> Iterator[MicroBatch]:
-        """This rank's share of `indices`: as many micro-batches as on every other rank, of which some may have no sequence.
+        """This rank's share of `indices`. Every rank has the same number of micro-batches; some of them may be empty.
 
         Args:
-            indices: the sequences; those that belong together are all there, one after the other.
-            cost: what the model's sequences cost.
-            multiple: of which the number of a micro-batch's positions is a multiple.
-            group: of which the number of micro-batches is a multiple.
+            indices: the sequences. They contain all sequences of a row, one after the other.
+            cost: the cost function of the model's sequences.
+            multiple: the number of a micro-batch's positions is a multiple of this.
+            group: the number of micro-batches is a multiple of this.
         """
         together = sequences.together
         rows = indices[::together] // together
-        # Of each row of sequences that stay together.
+        # The tokens and the cost of each row, whose sequences stay together.
         tokens, costs = (each.reshape(-1, together).sum(axis=1) for each in (sequences.lengths, cost.of(sequences.lengths)))
         for part in plan_ranks(tokens, costs, rows, self.ranks, self.micro_batch_tokens, group)[self.rank]:
             yield pack(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device, multiple)
@@ -63,7 +63,7 @@ class DataShard:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the data-parallel ranks and the stages in place, and returns it. Collective.
 
-        Where it comes from a model's output, the stages before the last have zeros.
+        If it comes from a model's output, the stages before the last have zeros.
         """
         for group in self.groups:
             dist.all_reduce(tensor, group=group)
@@ -71,11 +71,11 @@ class DataShard:
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """The groups over which results of micro-batches are spread: of data-parallel ranks and of stages, where there are several."""
+        """The process groups over which results of micro-batches are spread: the data-parallel ranks and the stages, if there are several."""
         return ([self.group] if self.ranks > 1 else []) + ([self.stages] if self.stages is not None else [])
 
     def gather(self, payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-        """The payloads of all ranks of one of `groups`, by rank. Collective."""
+        """The payloads of all ranks of `group`, one of `groups`, by rank. Collective."""
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(dist.get_world_size(group))]
         dist.all_gather(sizes, torch.tensor([len(payload)], device=self.device), group=group)
         longest = max(int(size) for size in sizes)

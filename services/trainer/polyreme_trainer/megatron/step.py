@@ -1,6 +1,6 @@
 """One iteration of training: advantages of the whole batch, then optimizer steps over micro-batches and data ranks.
 
-Invariant: the algorithm decides which samples have a gradient, and every rank takes the same optimizer steps, also where no sample has one.
+Invariant: the algorithm decides which samples have a gradient, and every rank takes the same optimizer steps, even if no sample has one.
 """
 
 import time
@@ -112,7 +112,7 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
                 routed.append(models.actor.routing_metrics)
     for step in (
         batch.steps if models.critic is not None else ()
-    ):  # after the actor's, so that each model comes to the device once
+    ):  # after the actor's steps, so that each model moves to the device once
         assert models.critic is not None
         trained = step[sequences.trained[step] > 0]
         with clock.part("update_critic"):
@@ -130,7 +130,7 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     measured["trained_samples"] = int((moving & has_advantage(tokens, advantages)).sum())
     named = {RECORDED_AS.get(name, name): value for name, value in measured.items()}
     state = advantages.state
-    if not batch.trains_actor:  # a KL of 0 says nothing about the coefficient while the policy stays the reference
+    if not batch.trains_actor:  # while the policy equals the reference, the KL is 0 and must not change the coefficient
         state = replace(state, kl_coef=batch.state.kl_coef)
     return Trained(named, state, losses.trained_samples(), clock.seconds)
 

@@ -20,12 +20,12 @@ class Observation:
     reward_min: float
     reward_max: float
     trained_samples: int
-    """Samples with an advantage other than zero."""
+    """Number of samples with an advantage other than zero."""
     learning_rate: float
     changed_tensors: int
-    """Weight tensors whose bytes differ from the previous version's."""
+    """Number of weight tensors whose bytes differ from the previous version's."""
     empty_fraction: float
-    """Fraction of samples whose response is empty or the stop token alone."""
+    """Fraction of samples whose response is empty or only the stop token."""
     repetitive_fraction: float
     """Fraction of samples that end in a short cycle, as `is_repetitive` decides."""
     length_stop_fraction: float
@@ -115,12 +115,12 @@ def recent(history: Sequence[Observation]) -> list[Observation]:
 
 
 def announcements(holding: Mapping[str, str], before: Set[str], onsets: Counter[str]) -> list[str]:
-    """The texts of the alarms that begin to hold, each at its first, second, fourth, eighth ... onset: one that comes and goes is not
-    announced without bound.
+    """The texts of the alarms that begin to hold. An alarm is announced at its first, second, fourth, eighth, ... onset, so one that comes and
+    goes is announced only a few times.
 
     Args:
         holding: name -> text of the alarms that hold.
-        before: names of those that held after the iteration before.
+        before: names of the alarms that held after the previous iteration.
         onsets: how often each alarm began to hold; counted here.
     """
     texts = []

@@ -29,8 +29,8 @@ class BestExport:
         """Links the best version's export if it is a new best. Logs an export that cannot be linked.
 
         Args:
-            evaluations: results by version, all of one metric. A version in hf/best without a result in them is replaced by one with a
-            result.
+            evaluations: results by version, all of the same metric. If the version in hf/best has no result here, a version with a result
+            replaces it.
         """
         kept = self.version()
         there = {version for version in evaluations if version == kept or (self._export(version) / "config.json").is_file()}

@@ -102,7 +102,7 @@ class Exporter(Collector):
             versions.add_metric([replica], version)
         yield versions
         failures = GaugeMetricFamily(
-            "polyreme_train_tracker_failures", "How often the tracker failed since the newest start.", labels=["tracker"]
+            "polyreme_train_tracker_failures", "Number of the tracker's failures since the newest start.", labels=["tracker"]
         )
         for tracker, count in shown.tracker_failures.items():
             failures.add_metric([tracker], count)

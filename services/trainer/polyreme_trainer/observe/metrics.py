@@ -1,6 +1,6 @@
 """One iteration as a metric record and as an observation for the alarms: pure functions of groups, training metrics and timings.
 
-Invariant: every number of a record has its row in `registry`, which says what it means.
+Invariant: every number of a record has a row in `registry`, which defines it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,7 +98,7 @@ def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, Any]
 
 
 def carried(samples: Sequence[SampleRecord]) -> dict[str, Any]:
-    """The metrics of partial rollouts: samples and tokens that newer versions continued. A part is what one version sampled of a response."""
+    """The metrics of partial rollouts: samples and tokens that newer versions continued. A part is the tokens that one version sampled."""
     parts = [len({version for version, _, _ in sample.spans}) for sample in samples]
     tokens = 0
     for sample in samples:

@@ -1,7 +1,7 @@
 """Which records of a run are worth a notice, and its content.
 
-Invariant: pure; a record gives at most one notice. The first evaluated version is the one to compare with, so it is no new best; so is the
-first one with another metric, which a resume may have chosen.
+Invariant: pure; a record gives at most one notice. The first evaluated version is only the basis of later comparisons, so it is not a new best.
+The same holds for the first version with another metric, which a resume may have chosen.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,13 +17,13 @@ _ENDS: Mapping[RunState, Event] = {RunState.DONE: "done", RunState.STOPPED: "sto
 
 @dataclass(frozen=True)
 class Notice:
-    """What a receiver gets, as one JSON object.
+    """A notice, which a receiver gets as one JSON object.
 
     Attributes:
         event: what happened.
         run, name, run_dir: id, name and directory of the run.
         time: Unix time in seconds.
-        text: one sentence for people.
+        text: one sentence that describes the event.
         facts: further values: `version`, `metric`, `value` of a new best; `reason` of an end.
     """
 
@@ -36,7 +36,7 @@ class Notice:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def payload(self) -> dict[str, Any]:
-        """The object, with the facts beside the other values."""
+        """The object, with the facts next to the other values."""
         values = asdict(self)
         return {**values.pop("facts"), **values}
 

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 _TAIL = 1 << 16
 
 GroupsOf = Callable[[int], Awaitable[tuple[list[bytes], bytes | None]]]
-"""The payloads of an iteration's groups, and what the iteration did with their samples (None: unknown). Raises PolyremeError when the log no
-longer has them."""
+"""Returns the payloads of an iteration's groups, and how the iteration used their samples (None: unknown). Raises PolyremeError when the log
+no longer has them."""
 _DIGITS = 5
 
 
@@ -43,7 +43,7 @@ class Recorder:
 
     Args:
         config, run_id: the run's configuration and id. Its directory exists.
-        groups_of: reads an iteration's groups from the experience log, and what it did with their samples.
+        groups_of: reads an iteration's groups from the experience log, and how the iteration used their samples.
 
     Attributes:
         cursor: stream id of the last record that was taken.
@@ -174,7 +174,7 @@ class Board:
 
 
 def of_samples(groups: list[GroupRecord], trained: bytes | None) -> list[Record]:
-    """For each sample, its advantage, its weight and the optimizer steps that had it; {} where these are unknown."""
+    """For each sample, its advantage, its weight and the optimizer steps that used it; {} if these are unknown."""
     samples = [sample for group in groups for sample in group.samples]
     if trained is None:
         return [{} for _ in samples]

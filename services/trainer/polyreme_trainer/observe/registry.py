@@ -48,19 +48,19 @@ REWARDS = (
     Metric("NAME_rewards/mean", "score", "Mean of one reward without its weight; parts of a reward have none."),
     *statistics("critic/score", "score", "score of a sample as the reward service gave it"),
     *statistics("critic/rewards", "score", "score of a sample after shaping, with the KL penalty where it is in the reward"),
-    Metric("truncated_sample_fraction", "1", "Samples that were cut off at their longest length."),
-    Metric("masked_sample_fraction", "1", "Samples that the recipe leaves out of the loss."),
-    Metric("zero_variance_group_fraction", "1", "Groups whose samples all have the same score."),
-    Metric("trained_samples", "samples", "Samples with a gradient."),
+    Metric("truncated_sample_fraction", "1", "Fraction of samples that were cut off at the maximum length."),
+    Metric("masked_sample_fraction", "1", "Fraction of samples that the recipe leaves out of the loss."),
+    Metric("zero_variance_group_fraction", "1", "Fraction of groups whose samples all have the same score."),
+    Metric("trained_samples", "samples", "Number of samples with a gradient."),
 )
 LENGTHS = (
     *statistics("response_length", "tokens", "number of sampled tokens of a response"),
     *statistics("prompt_length", "tokens", "number of tokens of a prompt"),
-    Metric("stop/length_fraction", "1", "Responses that ended at their longest length."),
+    Metric("stop/length_fraction", "1", "Fraction of responses that reached the maximum length."),
 )
 ACTOR = (
     Metric("actor/pg_loss", "1", "Policy loss, aggregated as the recipe says; the mean over the optimizer steps."),
-    Metric("actor/pg_clipfrac", "1", "Trained tokens whose clipped branch is active.", "with a clipped loss"),
+    Metric("actor/pg_clipfrac", "1", "Fraction of trained tokens whose clipped branch is active.", "with a clipped loss"),
     Metric("actor/ppo_kl", "nats", "Mean of log p_old - log p over the trained tokens: k1 of the policy before the iteration."),
     Metric("actor/kl_loss", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the loss"),
     Metric(
@@ -82,10 +82,12 @@ ACTOR = (
         "Mean of log p - log p_teacher over the trained tokens: an estimate of the KL to the teacher.",
         "with a teacher",
     ),
-    Metric("dual_clip_fraction", "1", "Trained tokens whose loss is cut at the dual clip.", "with a dual clip"),
+    Metric("dual_clip_fraction", "1", "Fraction of trained tokens whose loss is limited by the dual clip.", "with a dual clip"),
     Metric("reward_kl", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the reward"),
     Metric("kl_coef", "1", "Coefficient of the KL penalty.", "with KL in the reward"),
-    Metric("reference/version", "1", "Version of the policy that the reference was.", "with a reference that is renewed"),
+    Metric(
+        "reference/version", "1", "Policy version of the reference that the iteration used.", "with a reference that is renewed"
+    ),
     Metric(
         "ptx_loss", "nats", "Mean cross entropy of the response tokens of the supervised rows that are mixed in.", "with `ptx`"
     ),
@@ -101,8 +103,8 @@ ROUTING = (
     ),
     Metric("moe/z_loss", "1", "Mean squared log-sum-exp of a token's router logits, over tokens, layers and steps.", EXPERTS),
     Metric("moe/imbalance", "1", "Tokens of a layer's most used expert / mean over its experts; the mean over layers.", EXPERTS),
-    Metric("moe/imbalance_max", "1", "The same of the layer and step where it is largest.", EXPERTS),
-    Metric("moe/unused_expert_fraction", "1", "Experts that no token of an optimizer step was sent to.", EXPERTS),
+    Metric("moe/imbalance_max", "1", "The largest of these ratios over all layers and steps.", EXPERTS),
+    Metric("moe/unused_expert_fraction", "1", "Fraction of experts to which an optimizer step sends no token.", EXPERTS),
 )
 REPLAY = (
     Metric(
@@ -119,7 +121,7 @@ VALUES = (
     Metric(
         "critic/vf_loss", "1", "Value loss: half the squared error, the larger of clipped and free, over trained tokens.", CRITIC
     ),
-    Metric("critic/vf_clipfrac", "1", "Trained tokens whose clipped value error is the larger one.", CRITIC),
+    Metric("critic/vf_clipfrac", "1", "Fraction of trained tokens whose clipped value error is the larger one.", CRITIC),
     Metric("critic/explained_variance", "1", "1 - Var(return - value) / Var(return) over the trained tokens.", CRITIC),
     Metric(
         "critic/grad_norm", "1", "Norm of the critic's gradient before it is clipped; the mean over the optimizer steps.", CRITIC
@@ -130,54 +132,59 @@ CORRECTION = (
     Metric(
         "mismatch_kl",
         "nats",
-        "k3 of KL(sampling || learner) over samples that the policy before the step sampled alone: what the engines differ by.",
+        "k3 of KL(sampling || learner) over samples that the policy before the step sampled completely: the difference between the engines.",
     ),
     Metric("off_policy_kl", "nats", "k3 of KL(sampling policy || policy before the step) over the trained tokens."),
     Metric("importance/weight_mean", "1", "Mean of w = p_old / p_sampling over the trained tokens."),
     Metric("importance/weight_max", "1", "Largest w."),
-    Metric("importance/truncated_fraction", "1", "Trained tokens whose weight was cut to its cap.", "with a capped weight"),
+    Metric(
+        "importance/truncated_fraction",
+        "1",
+        "Fraction of trained tokens whose weight was reduced to its cap.",
+        "with a capped weight",
+    ),
     Metric("correction_factor", "1", "Mean factor of the corrections.", CORRECTED),
-    Metric("dropped_token_fraction", "1", "Trained tokens whose factor is 0.", CORRECTED),
-    Metric("dropped_sequence_fraction", "1", "Samples whose every token has the factor 0.", CORRECTED),
+    Metric("dropped_token_fraction", "1", "Fraction of trained tokens whose factor is 0.", CORRECTED),
+    Metric("dropped_sequence_fraction", "1", "Fraction of samples in which every token has the factor 0.", CORRECTED),
 )
 STALENESS = (
-    Metric("staleness/mean", "iterations", "Mean staleness: the iteration - 1 - the oldest version among a sample's tokens."),
+    Metric("staleness/mean", "iterations", "Mean staleness of a sample: iteration - 1 - oldest version among its tokens."),
     Metric("staleness/max", "iterations", "Largest staleness."),
-    Metric("staleness/samples", "samples", "How many samples have staleness 0, 1, ...: a list."),
-    Metric("staleness/mixed_fraction", "1", "Samples that more than one version wrote."),
+    Metric("staleness/samples", "samples", "A list of the numbers of samples with staleness 0, 1, ..."),
+    Metric("staleness/mixed_fraction", "1", "Fraction of samples that more than one version sampled."),
 )
 PARTIAL = (
     Metric(
         "partial/carried_samples",
         "samples",
-        "Trained samples that more than one version sampled: partial rollouts that were continued.",
+        "Number of trained samples that more than one version sampled: partial rollouts that were continued.",
     ),
-    Metric("partial/carried_tokens", "tokens", "Their tokens that versions before their newest one sampled."),
-    Metric("partial/parts_mean", "1", "Parts of a trained sample; a part is what one version sampled of it. The mean."),
-    Metric("partial/parts_max", "1", "The most parts of a trained sample."),
+    Metric("partial/carried_tokens", "tokens", "Number of their tokens that were sampled before their newest version."),
+    Metric("partial/parts_mean", "1", "Mean number of parts of a trained sample; a part is what one version sampled."),
+    Metric("partial/parts_max", "1", "Largest number of parts of a trained sample."),
 )
 LOOP = (
-    Metric("time/iteration", "s", "Wall-clock time of the iteration on the learner's rank 0, as all times."),
-    Metric("time/learner_wait", "s", "Part of it: waiting for samples."),
-    Metric("time/train", "s", "Part of it: everything from reading the samples to the last optimizer step."),
-    Metric("time/write", "s", "Part of it: writing the new version for the replicas."),
+    Metric("time/iteration", "s", "Wall-clock time of the iteration, measured on the learner's rank 0 like its parts."),
+    Metric("time/learner_wait", "s", "Part of `time/iteration`: waiting for samples."),
+    Metric("time/train", "s", "Part of `time/iteration`: everything from reading the samples to the last optimizer step."),
+    Metric("time/write", "s", "Part of `time/iteration`: writing the new version for the replicas."),
 )
 _COLOCATED = "with placement: colocated"
 DEVICES = (
     Metric("time/device_leave", "s", "Part of `time/iteration`: leaving the devices to the replicas.", _COLOCATED),
     Metric("time/device_wait", "s", "Part of `time/iteration`: waiting for the devices and returning to them.", _COLOCATED),
-    Metric("device/freed_bytes", "B", "Memory that rank 0 freed when it left its device last; 0 on CPU.", _COLOCATED),
+    Metric("device/freed_bytes", "B", "Memory that rank 0 freed when it last left its device; 0 on CPU.", _COLOCATED),
     Metric(
         "device/peak_bytes",
         "B",
-        "Largest memory of rank 0's tensors in its turn before; on CPU the largest resident size of its process.",
+        "Peak memory of rank 0's tensors in its previous turn; on CPU, the peak resident size of its process.",
         _COLOCATED,
     ),
 )
 _OFFLOADED = "with `trainer.offload`"
 OFFLOAD = (
     Metric("timing/offload", "s", "Moves of models and optimizer state between device and host on rank 0.", _OFFLOADED),
-    Metric("offload/moved_bytes", "B", "What these moves carried, both directions together.", _OFFLOADED),
+    Metric("offload/moved_bytes", "B", "Bytes moved, in both directions together.", _OFFLOADED),
 )
 TIMING = (
     Metric("timing/all", "s", "`time/iteration`."),
@@ -194,18 +201,24 @@ TIMING = (
     Metric("timing/update_critic", "s", "The critic's optimizer steps."),
     Metric("timing/rule_reward", "s", "Scoring of the slowest group, where a reward other than a model is configured; else 0."),
     Metric("timing/reward_model", "s", "Scoring of the slowest group, where a reward model is configured; else 0."),
-    Metric("timing/resharding_to_infer", "s", "`time/write`: replicas have weights of their own, which a version replaces."),
-    Metric("timing/resharding_to_train", "s", "0: the learner keeps its own weights in their training layout."),
-    Metric("timing/ref_onload", "s", "0: `timing/offload` has all moves."),
-    Metric("timing/ref_offload", "s", "0: `timing/offload` has all moves."),
-    Metric("timing/non_overlap_reference_model", "s", "`timing/reference_model`: nothing runs beside it on the learner."),
-    Metric("timing/non_overlap_adv", "s", "`timing/adv`: nothing runs beside it on the learner."),
+    Metric(
+        "timing/resharding_to_infer", "s", "Equal to `time/write`: replicas have their own weights, which a version replaces."
+    ),
+    Metric("timing/resharding_to_train", "s", "Always 0: the learner keeps its own weights in their training layout."),
+    Metric("timing/ref_onload", "s", "Always 0: `timing/offload` covers all moves."),
+    Metric("timing/ref_offload", "s", "Always 0: `timing/offload` covers all moves."),
+    Metric(
+        "timing/non_overlap_reference_model",
+        "s",
+        "Equal to `timing/reference_model`: nothing else runs on the learner meanwhile.",
+    ),
+    Metric("timing/non_overlap_adv", "s", "Equal to `timing/adv`: nothing else runs on the learner meanwhile."),
     Metric(
         "timing/non_overlap_rule_reward",
         "s",
         "Scoring that the learner waited for: min(timing/rule_reward, max(0, time/learner_wait - timing/rollout)).",
     ),
-    Metric("timing/non_overlap_reward_model", "s", "The same of `timing/reward_model`."),
+    Metric("timing/non_overlap_reward_model", "s", "The same for `timing/reward_model`."),
 )
 _TOKENS = "(response_length/mean + prompt_length/mean) x samples, greedy baselines included,"
 THROUGHPUT = (
@@ -221,49 +234,70 @@ THROUGHPUT = (
     Metric("samples_per_second", "samples/s", "Samples / time/iteration."),
 )
 BESIDE = (
-    Metric("time/rollout_wait", "s", "How long replicas waited for work since the plan before, their mean.", "`rollout` records"),
+    Metric(
+        "time/rollout_wait", "s", "Mean time for which replicas waited for work since the previous plan.", "`rollout` records"
+    ),
     Metric(
         "rollout/paused_samples",
         "samples",
-        "Samples that spent their token budget since the plan before, and waited for the next version.",
+        "Number of samples that used up their token budget since the previous plan, and waited for the next version.",
         "`rollout` records with `tokens_per_iteration`",
     ),
     Metric(
         "rollout/parts_beyond_budget",
         "1",
-        "Parts that groups got beyond the budget since the plan before, because the plan would not have come without them.",
+        "Number of parts beyond the budget that groups got since the previous plan, because the plan was impossible without them.",
         "`rollout` records with `tokens_per_iteration`",
     ),
-    Metric("rollout/dropped_groups", "groups", "Groups dropped since the plan before.", "`rollout` records of dynamic sampling"),
+    Metric(
+        "rollout/dropped_groups",
+        "groups",
+        "Number of groups dropped since the previous plan.",
+        "`rollout` records of dynamic sampling",
+    ),
     Metric(
         "rollout/mean_score", "score", "Mean score of all groups, dropped ones included.", "`rollout` records of dynamic sampling"
     ),
     Metric(
         "rollout/skipped_prompts",
         "prompts",
-        "Prompts skipped since the plan before, as they were always or never solved.",
+        "Number of prompts skipped since the previous plan because they were always or never solved.",
         "`rollout` records with `skip_prompts`",
     ),
-    Metric("rollout/pass_rate", "1", "Solved samples of the other prompts.", "`rollout` records with `skip_prompts`"),
-    Metric("accuracy", "1", "Right answers among the held-out prompts, greedy.", "`eval` records of rewards that are 0 or 1"),
-    Metric("score", "score", "Mean score of the held-out prompts, greedy.", "other `eval` records"),
+    Metric("rollout/pass_rate", "1", "Fraction of solved samples of the other prompts.", "`rollout` records with `skip_prompts`"),
+    Metric(
+        "accuracy", "1", "Fraction of held-out prompts with a right greedy answer.", "`eval` records of rewards that are 0 or 1"
+    ),
+    Metric("score", "score", "Mean score of the greedy answers to the held-out prompts.", "other `eval` records"),
     Metric(
         "SET/METRIC",
         "1 or score",
-        "Of a named held-out set: its mean, its metrics over several answers, reward/NAME.",
+        "Metrics of a named held-out set: its mean, its metrics over several answers, reward/NAME.",
         "`eval` records",
     ),
     Metric("sft_NAME/loss", "nats", "Mean cross entropy of the step's trained tokens.", "`sft` records; NAME is the phase"),
-    Metric("weights/stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
-    Metric("weights/reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
+    Metric(
+        "weights/stall_seconds", "s", "Time for which generation paused while a replica loaded a version.", "`commit` records"
+    ),
+    Metric("weights/reload_seconds", "s", "Time in which a replica's engine loaded the version's weights.", "`commit` records"),
     Metric(
         "weights/bytes", "B", "Bytes that the trainer sent to a replica for a version; 0 where it maps them.", "`commit` records"
     ),
-    Metric("weights/relayed_bytes", "B", "Bytes that another replica sent it instead.", "`commit` records of relayed versions"),
-    Metric("weights/hops", "1", "Transfers from the trainer to the replica; 1: from the trainer.", "`commit` records of streams"),
+    Metric(
+        "weights/relayed_bytes",
+        "B",
+        "Bytes that another replica sent to the replica instead.",
+        "`commit` records of relayed versions",
+    ),
+    Metric(
+        "weights/hops",
+        "1",
+        "Number of transfers between the trainer and the replica; 1: directly from the trainer.",
+        "`commit` records of streams",
+    ),
     Metric("weights/density", "1", "Fraction of the version's elements in a delta.", "`commit` records of deltas"),
-    Metric("weights/encode_seconds", "s", "How long the trainer computed a delta.", "`commit` records of deltas"),
-    Metric("weights/apply_seconds", "s", "How long a replica applied and verified a delta.", "`commit` records of deltas"),
+    Metric("weights/encode_seconds", "s", "Time in which the trainer computed a delta.", "`commit` records of deltas"),
+    Metric("weights/apply_seconds", "s", "Time in which a replica applied and verified a delta.", "`commit` records of deltas"),
     Metric(
         "weights/canary_difference",
         "nats",
@@ -273,13 +307,13 @@ BESIDE = (
     Metric(
         "checkpoint/seconds",
         "s",
-        "How long a checkpoint and its export were written, while training continued.",
+        "Time in which a checkpoint and its export were written, while training continued.",
         "`saved` records",
     ),
     Metric(
         "checkpoint/stall_seconds",
         "s",
-        "How long training stood still for a checkpoint: the wait for the one before it, and the copy to host memory.",
+        "Time for which a checkpoint stalled training: the wait for the previous one, and the copy to host memory.",
         "`saved` records",
     ),
     Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
@@ -307,6 +341,6 @@ METRICS = tuple(metric for section in SECTIONS.values() for metric in section)
 
 
 def find(name: str) -> Metric | None:
-    """The row of a metric: the one of its very name, else the one that NAME stands for; None when there is none."""
+    """The row of a metric: the row with its exact name, otherwise the row whose NAME matches; None when there is none."""
     exact = next((metric for metric in METRICS if metric.name == name), None)
     return exact or next((metric for metric in METRICS if metric.matches(name)), None)

@@ -10,21 +10,28 @@ _DPO = "in the stage dpo"
 _COMPARED = "the log-ratio to the reference (dpo, ipo, kto) or the mean log-probability (simpo, orpo)"
 
 STAGE_METRICS = (
-    Metric("loss", "1", "Mean that the step minimises: over trained tokens in the stage sft, over rows in the others."),
+    Metric(
+        "loss", "1", "Mean loss that the step minimises: over trained tokens in the stage sft, over rows in the other stages."
+    ),
     Metric(
         "accuracy",
         "1",
-        "Pairs whose chosen answer has the higher score. Equal scores count half, ties are left out.",
+        "Fraction of pairs whose chosen answer has the higher score. Equal scores count half; ties are left out.",
         "in the stage reward-model",
     ),
     Metric("margin", "score", "Mean difference of a pair's scores, without ties.", "in the stage reward-model"),
     Metric("mean_reward", "score", "Mean score of all answers.", "in the stage reward-model"),
     Metric("rewards/chosen", "1", f"Mean of beta times {_COMPARED} of the chosen or good answers.", _DPO),
-    Metric("rewards/rejected", "1", "The same of the rejected or bad answers.", _DPO),
-    Metric("rewards/accuracies", "1", "Pairs whose chosen answer has the higher reward. Equal rewards count half.", _PAIRS),
+    Metric("rewards/rejected", "1", "The same for the rejected or bad answers.", _DPO),
+    Metric(
+        "rewards/accuracies",
+        "1",
+        "Fraction of pairs whose chosen answer has the higher reward. Equal rewards count half.",
+        _PAIRS,
+    ),
     Metric("rewards/margins", "1", "rewards/chosen - rewards/rejected.", _PAIRS),
     Metric("logps/chosen", "nats", "Mean log-probability of the chosen or good answers, summed over an answer's tokens.", _DPO),
-    Metric("logps/rejected", "nats", "The same of the rejected or bad answers.", _DPO),
+    Metric("logps/rejected", "nats", "The same for the rejected or bad answers.", _DPO),
     Metric(
         "kl",
         "nats",

@@ -11,15 +11,15 @@ from polyreme.experience.records import GroupRecord
 from polyreme_trainer.algorithms.filters import informative
 
 REFILL = 3
-"""Groups that may be dropped for each group of an iteration."""
+"""Number of groups that may be dropped for each group of an iteration."""
 
 
 class DynamicSampling:
-    """Which groups are dropped, and what they scored.
+    """Decides which groups are dropped, and counts them and their scores.
 
     Args:
-        enabled: whether any is.
-        groups: of an iteration.
+        enabled: whether groups are dropped at all.
+        groups: the number of groups of an iteration.
     """
 
     def __init__(self, enabled: bool, groups: int) -> None:
@@ -29,14 +29,14 @@ class DynamicSampling:
         self._kept: list[float] = []
 
     def drops(self, record: GroupRecord) -> bool:
-        """Whether a scored group is of no use, and another may take its place. Counts it."""
+        """Whether to drop a scored group, so that another may take its place. Counts the group."""
         scores = np.array([sample.score for sample in record.sampled])
         useless = len(self._dropped) < self._limit and not informative(scores, np.zeros(len(scores), dtype=np.int64)).any()
         (self._dropped if useless else self._kept).append(record.mean_reward)
         return useless
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last call: dropped groups, and the mean score of all groups, dropped ones included. Counting starts again."""
+        """Metrics since the last call: dropped groups, and the mean score of all groups, dropped ones included. Resets the counts."""
         scored = [*self._dropped, *self._kept]
         metrics = {"rollout/dropped_groups": float(len(self._dropped))}
         if scored:

@@ -36,7 +36,7 @@ from polyreme_trainer.orchestrator.tasks import together
 
 EXAMPLES = 5
 PROGRESS_SECONDS = 10.0
-"""Between two reports of how far an evaluation is. A shorter one has none."""
+"""Seconds between two progress reports of an evaluation. A shorter evaluation has no report."""
 _SCORED_AT_ONCE = 64
 
 Value = TypeVar("Value")
@@ -56,7 +56,7 @@ class HeldOutSet:
 
     @cached_property
     def digest(self) -> str:
-        """Of what its results depend on beside the policy and the rewards: the prompts, and how each is answered."""
+        """The digest of the inputs that determine its results besides the policy and the rewards: the prompts, and how each is answered."""
         settings = self.settings
         several = (settings.temperature, settings.pattern) if settings.answers > 1 else ()
         found = xxhash.xxh3_64(json.dumps([settings.answers, *several]).encode())
@@ -71,7 +71,7 @@ class HeldOutSet:
 
 @dataclass
 class EvaluationPace:
-    """How far the evaluation of a version is: `asked` answers in all, of which `answered` are there."""
+    """The progress of a version's evaluation: `answered` of the `asked` answers have arrived."""
 
     version: int
     asked: int
@@ -80,7 +80,7 @@ class EvaluationPace:
     answered: int = 0
 
     def add(self, answers: int, now: float) -> dict[str, Any] | None:
-        """Counts answers. Returns the record to emit, where the last one is PROGRESS_SECONDS old."""
+        """Counts answers. Returns the record to emit if the previous one is PROGRESS_SECONDS old, otherwise None."""
         self.answered += answers
         if now - self.reported < PROGRESS_SECONDS:
             return None
@@ -94,7 +94,7 @@ class EvaluationPace:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a set's evaluation found: its metrics and the means of its rewards by name, and a line for each answer."""
+    """The results of a set's evaluation: its metrics and the means of its rewards by name, and a line for each answer."""
 
     metrics: Mapping[str, float]
     parts: Mapping[str, float]
@@ -153,8 +153,8 @@ class Evaluator:
         return evaluation_of(record)[1]
 
     def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> dict[str, Any]:
-        """The digest of the set that decides about the best version, and the deciding result, where it is not the mean of the first set,
-        which has no name."""
+        """The digest of the set that decides about the best version, and the deciding metric unless it is the mean of the first set, which
+        has no name."""
         settings, metric = best_metric([each.settings for each, _ in found], self._config.eval_best)
         chosen, result = next((each, result) for each, result in found if each.settings is settings)
         if self._config.eval_best is None and not settings.name:
@@ -164,7 +164,7 @@ class Evaluator:
         if name not in values:
             raise EvaluationError(
                 f"expected the metric eval_best = {self._config.eval_best}; found {', '.join(map(settings.metric, values))}. "
-                "pass@k is there where each score is 1 for a right or 0 for a wrong answer. Fix eval_best."
+                "pass@k exists only if each score is 1 for a right or 0 for a wrong answer. Fix eval_best."
             )
         return {"held_out": chosen.digest, "result": {"metric": settings.metric(name), "value": values[name]}}
 
@@ -193,7 +193,7 @@ class Evaluator:
         return _Result({name: sum(scores) / len(scores), **several}, part_means(results), lines)
 
     async def _write(self, version: int, lines: Sequence[dict[str, Any]]) -> None:
-        """Writes the file of a version's answers; one that cannot be written is a notice, since the result is known all the same."""
+        """Writes the file of a version's answers. If this fails, emits a notice, since the result itself is known."""
         path = self._config.run_dir / "samples" / f"evaluation_{version:04d}.jsonl"
         text = "".join(json.dumps(line) + "\n" for line in lines)
         try:
@@ -239,7 +239,7 @@ class Evaluator:
     def _questions(
         self, version: int, held_out: HeldOutSet, samples: Sequence[PartialRollout], first: int
     ) -> tuple[list[str], list[Question]]:
-        """The responses as text, and what is scored. `first`: number of the set's first answer within the evaluation."""
+        """The responses as text, and the questions to score. `first`: number of the set's first answer within the evaluation."""
         ids = [sample.token_ids().tolist() for sample in samples]
         clean, raw = self._template.decode(ids, special=False), self._template.decode(ids, special=True)
         questions = [
@@ -264,7 +264,7 @@ def _groups(values: Sequence[Value], count: int) -> list[Sequence[Value]]:
 
 
 def answer_line(prompt: Prompt, sample: PartialRollout, response: str, result: reward_pb2.ScoreResult) -> dict[str, Any]:
-    """An answer for people and tools, with the fields of a training sample's line."""
+    """The line of an answer, with the fields of a training sample's line."""
     return {
         "prompt": prompt.text,
         "response": response,
@@ -289,6 +289,6 @@ def metric_name(correctness: bool, scores: Sequence[float]) -> str:
     """The name of an evaluation's mean score: `accuracy` when every score is 1 for a right or 0 for a wrong answer, else `score`.
 
     Args:
-        correctness: whether the rewards' value is that of right and wrong answers (a weight may still scale it).
+        correctness: whether the reward is 1 for a right and 0 for a wrong answer (a weight may still scale it).
     """
     return "accuracy" if correctness and set(scores) <= {0.0, 1.0} else "score"

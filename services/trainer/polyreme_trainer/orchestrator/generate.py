@@ -21,7 +21,7 @@ from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.token_budget import NextPart
 
 MAX_FAULTS = 5
-"""Broken calls after which the attempt fails."""
+"""Number of broken calls after which the attempt fails."""
 
 _BUSY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -72,7 +72,7 @@ async def generate(
         chunk_timeout: seconds that a running call may stay silent.
         progress_timeout: seconds without a new token, over all calls, after which the attempt fails.
         partial: the samples' existing tokens, updated in place. None: none.
-        next_part: what the next call may add; it may wait. None: all that is missing.
+        next_part: returns the tokens that the next call may add; it may wait. None: the call may add all missing tokens.
 
     Raises:
         GenerateError: the attempt failed: too many broken calls, no progress, or a request that no replica accepts.
@@ -162,7 +162,7 @@ def _request(wanted: Generation, asked: list[PartialRollout], min_version: int) 
 
 
 def _explain(error: grpc.aio.AioRpcError | TimeoutError, claim: Claim, chunk_timeout: float) -> tuple[str, bool]:
-    """What happened, and whether the replica only was full or lacked the version, which does not count as a broken call."""
+    """A description of the failure, and whether the replica was only full or lacked the version, which does not count as a broken call."""
     if isinstance(error, TimeoutError):
         return f"replica {claim.target.id} left, fell behind, or was silent for {chunk_timeout:.0f} s", False
     what = f"replica {claim.target.id} answered {error.code().name}: {error.details()}"

@@ -1,6 +1,6 @@
 """One attempt at a group: generates, decodes and scores its samples, and returns the record for the experience log.
 
-Invariant: prompt and seeds follow from index and attempt alone.
+Invariant: prompt and seeds depend only on index and attempt.
 """
 
 import time
@@ -27,7 +27,7 @@ from polyreme_trainer.orchestrator.token_budget import TokenBudget
 
 
 class GroupMaker:
-    """Makes groups from admissions. On a single replica the tokens, too, follow from index and attempt."""
+    """Makes groups from admissions. On a single replica, index and attempt also determine the tokens."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class GroupMaker:
         )
 
     async def _greedy(self, wanted: Generation) -> PartialRollout:
-        """A greedy sample of the same prompt, the baseline of the others; it has the index after theirs. It has no token budget."""
+        """A greedy sample of the same prompt, the baseline of the others. Its index follows theirs, and it has no token budget."""
         greedy, rollout = replace(wanted, name=f"{wanted.name}-greedy", count=1, temperature=0.0), self._config.rollout
         (sample,) = await generate(
             self._pool, greedy, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout

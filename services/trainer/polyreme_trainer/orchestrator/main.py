@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 RESCAN_INTERVAL = 2.0
 """Full-rescan interval in seconds; lease expiry emits no event."""
 _FIRST_GROUPS = 8
-"""The run ends when so many first groups fail for one reason; fewer where an iteration has fewer."""
+"""The run fails when this many first groups fail for the same reason; fewer if an iteration has fewer groups."""
 _SINGLE_NOTICES = 4
-"""Failed groups with a notice of their own."""
+"""Number of failed groups that get their own notice."""
 _RELEVANT = frozenset({"fail", "drop", "expire", "plan", "version", "commit", "state", "lease", "device"})
 
 
@@ -49,7 +49,7 @@ async def orchestrate(run: Run) -> None:
     """Runs until the last iteration is trained and evaluated, or the run drains.
 
     Raises:
-        PolyremeError: the orchestrator cannot continue. An error that a restart would meet again also becomes the run's failure.
+        PolyremeError: the orchestrator cannot continue. An error that a restart would not fix also becomes the run's failure.
     """
     try:
         await _orchestrate(run)
@@ -76,7 +76,9 @@ async def _orchestrate(run: Run) -> None:
     rewards = None if config.reward is None else RewardClient(run, config.reward, template.token_texts, proven)
     teacher = None if config.teacher is None else TeacherClient(run, config.teacher)
     scoring = Scoring(rewards, teacher)
-    wanted = config.rollout.replicas if await run.check() is RunState.STARTING else 1  # a running run continues with what it has
+    wanted = (
+        config.rollout.replicas if await run.check() is RunState.STARTING else 1
+    )  # a running run continues with the replicas that it has
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     waits = [pool.wait_for(wanted)]
     waits += [rewards.wait_for(1)] if rewards else []
@@ -132,7 +134,7 @@ class Orchestrator:
         self._filter = PromptFilter(config.recipe.skip_prompts, config.seed, experience, maker.prompt_of)
         self._failed = 0
         self._first = sys.maxsize  # index of the first group that was worked on
-        self._verdicts: dict[str, set[int]] = {}  # groups that failed before anything was scored, by the reason
+        self._verdicts: dict[str, set[int]] = {}  # reason -> groups that failed before anything was scored
         self._signals: set[str] = set()
         self._next_rescan = 0.0
         self._wake = asyncio.Event()
@@ -244,10 +246,10 @@ class Orchestrator:
             return await self._retry(admission, "expired")
 
     def _check_first_groups(self, index: int, error: ScoreError) -> None:
-        """Ends a run whose first groups all fail for one reason that lies with the rewards: waiting and more attempts change nothing.
+        """Fails a run whose first groups all fail for the same reason in the rewards, since neither waiting nor more attempts would help.
 
         Raises:
-            RunFailedError: with that reason.
+            RunFailedError: the groups failed for that reason.
         """
         if self._scoring.proven or not error.verdict:
             return

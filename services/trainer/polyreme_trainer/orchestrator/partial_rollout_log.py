@@ -43,7 +43,7 @@ class PartialRolloutLog:
         self._saving = asyncio.Lock()
 
     async def load(self, admissions: Sequence[Admission]) -> None:
-        """Fetches what a predecessor saved of these attempts."""
+        """Fetches the parts of these attempts that a predecessor saved."""
         attempts = {admission.index: admission.attempt for admission in admissions}
         saved = await self._experience.partial_rollouts(admissions)
         self._inherited = {index: (attempts[index], parts) for index, parts in saved.items()}
@@ -72,7 +72,7 @@ class PartialRolloutLog:
             await self.save()
 
     async def save(self, paused: Container[int] = ()) -> None:
-        """Saves what is new of the groups that are older than the interval. With `paused`: of these groups, however young they are."""
+        """Saves new tokens of the groups that are older than the interval; with `paused`, of the groups in `paused` whatever their age."""
         async with self._saving:
             await self._save(paused)
 

@@ -137,7 +137,7 @@ class PartialRollouts:
         """The samples that a new call must continue.
 
         Args:
-            tokens: the most that it may add to each sample, by index; a sample without an entry stays paused. None: no limit.
+            tokens: the maximum number of tokens to add to each sample, by index; a sample without an entry stays paused. None: no limit.
         """
         for sample in self.end_lost():
             sample.call_start, sample.call_end = sample.length, None
@@ -184,7 +184,7 @@ class PartialRollouts:
         if bad := count - int(np.isfinite(np.frombuffer(chunk.logprobs, "<f4")).sum()):
             raise BadStreamError(
                 f"expected finite log-probabilities; found {bad} that are not, by version {chunk.oldest_version} or a newer one: its "
-                "weights have diverged. Fix: lower trainer.optimizer.lr and go on from an earlier checkpoint"
+                "weights have diverged. Fix: lower trainer.optimizer.lr and continue from an earlier checkpoint"
             )
         if count and (len(chunk.routes) % count or (start and len(chunk.routes) != count * sample.route_bytes)):
             raise BadStreamError(

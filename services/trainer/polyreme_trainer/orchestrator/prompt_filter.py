@@ -1,6 +1,6 @@
 """Pass rates of prompts: leaves out prompts that are always or never solved, and counts how often the others are.
 
-Invariant: whether a group is skipped follows from its index and from the pass rates in the log, which a successor finds as they were.
+Invariant: only a group's index and the pass rates in the log decide whether it is skipped, so a successor makes the same decisions.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class PromptFilter:
     """Decides which groups are skipped, and judges those that are not.
 
     Args:
-        rule: None: nothing is skipped or counted.
-        seed: of the run.
+        rule: the rule of the recipe. None: nothing is skipped or counted.
+        seed: the run's seed.
         prompt_of: the prompt of a group index.
     """
 
@@ -51,7 +51,7 @@ class PromptFilter:
         return Tally(prompt_key(self._prompt_of(record.index)), len(record.sampled), solved)
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last call: skipped prompts, and the mean pass rate of those that were sampled. Counting starts again."""
+        """Metrics since the last call: skipped prompts, and the mean pass rate of those that were sampled. Resets the counts."""
         if self._rule is None:
             return {}
         metrics = {"rollout/skipped_prompts": float(self._skipped)}

@@ -45,7 +45,7 @@ class EvalSchedule:
         self._resumed_at: int | None = None
         self._exclusive = False
         self._best: tuple[int, float] | None = None  # version and result
-        self._worse = 0  # results in a row that were no new best
+        self._worse = 0  # consecutive results without a new best
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -100,7 +100,7 @@ class EvalSchedule:
             self._ended()
 
     async def _stop_if_no_better(self, version: int, score: float) -> None:
-        """Asks the run to save and stop after `eval_stop_after` results in a row that are no new best. A resume begins to count anew."""
+        """Asks the run to save and stop after `eval_stop_after` results in a row without a new best. A resume starts a new count."""
         limit = self._config.eval_stop_after
         if self._best is None or score > self._best[1]:
             self._best, self._worse = (version, score), 0

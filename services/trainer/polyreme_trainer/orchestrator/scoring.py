@@ -23,7 +23,7 @@ Float32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Judgement:
-    """A sample's score with its parts, its numbers per token, float32 [t], where there are some, and its calls: see SampleRecord."""
+    """A sample's score with its parts, its numbers per token (float32 [t]) if there are any, and its calls; see SampleRecord."""
 
     score: float
     parts: list[RewardPart]
@@ -36,7 +36,7 @@ class Scoring:
     """The run's rewards, its teacher, or both.
 
     Args:
-        rewards, teacher: at least one of them.
+        rewards, teacher: their clients; at least one is given.
     """
 
     def __init__(self, rewards: RewardClient | None, teacher: TeacherClient | None) -> None:
@@ -69,8 +69,8 @@ class Scoring:
 
         Args:
             prompt_ids: int32 [p].
-            questions: what the rewards are asked about each sample.
-            trained: only the first so many samples need the teacher.
+            questions: the question to the rewards about each sample.
+            trained: the number of samples, from the first on, that need the teacher.
 
         Raises:
             ScoreError, TeacherError: the attempt at the group has failed.
@@ -110,6 +110,6 @@ def by_teacher(sample: PartialRollout, teacher_logprobs: Float32 | None) -> Judg
     """The score of a run without rewards: the mean over the tokens of log p_teacher - log p_sampler, minus an estimate of the KL to the
     teacher in nats per token."""
     if teacher_logprobs is None:
-        raise ValueError("a sample that neither rewards nor a teacher judge")
+        raise ValueError("expected rewards or a teacher; found neither")
     score = float(np.mean(teacher_logprobs.astype(np.float64) - sample.token_logprobs()))
     return Judgement(score, [RewardPart("teacher", score, score)], teacher_logprobs=teacher_logprobs)

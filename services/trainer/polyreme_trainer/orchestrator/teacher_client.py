@@ -1,4 +1,4 @@
-"""Requests the log-probabilities of sampled tokens from the servers of a distillation's teacher.
+"""Requests the log-probabilities of sampled tokens from the teacher's servers.
 
 Invariant: a failure is retried, then the group's attempt fails; no number ever replaces it. Every request has a deadline. A server gets
 no sample before its vocabulary has been compared with the policy's.
@@ -209,5 +209,5 @@ class TeacherClient:
         if response.status_code >= 500 or response.status_code in _PASSING:
             wait = response.headers.get("retry-after", "")
             raise _FailedRequest(problem, min(60.0, float(wait)) if wait.isdecimal() else 0.0)
-        advice = ". It may want a token: see teacher.security" if response.status_code in (401, 403) else ""
+        advice = ". The server may require a token: see teacher.security" if response.status_code in (401, 403) else ""
         raise TeacherError(problem + advice)

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 TeacherProtocol = Literal["prompt_logprobs", "echo"]
 
-_ROUNDING = 1e-3  # a probability of one may come out above it by as much
+_ROUNDING = 1e-3  # rounding may put a probability of 1 above it by this much
 _IMPOSSIBLE = -9999.0  # what vLLM writes for a log-probability of minus infinity
 
 
 class TeacherReplyError(Exception):
-    """A reply without the log-probabilities that were asked for; the message says what was expected and found."""
+    """A reply without the requested log-probabilities. The message states what was expected and what was found."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Of all ids of a request but the first, which has no log-probability: float32 [length - 1], and their texts."""
+    """The log-probabilities of all ids of a request except the first, which has none: float32 [length - 1], and the texts of these ids."""
 
     logprobs: NDArray[np.float32]
     texts: list[str]
@@ -53,7 +53,7 @@ def parse(reply: Any, ids: Sequence[int], protocol: TeacherProtocol) -> TokenLog
 
 
 def model_of(listed: Any, name: str | None) -> tuple[str, int | None]:
-    """The model to ask, and the most tokens it takes where the server says. Raises TeacherReplyError.
+    """The name of the model to query, and its maximum length in tokens if the server reports one. Raises TeacherReplyError.
 
     Args:
         listed: the reply to GET /models.
@@ -72,12 +72,12 @@ def model_of(listed: Any, name: str | None) -> tuple[str, int | None]:
 
 
 def differing(ids: Sequence[int], own: Sequence[str], theirs: Sequence[str]) -> tuple[int, str, str] | None:
-    """The first id whose text is not the same in both vocabularies, with both texts; None where all are.
+    """The first id whose text differs between the vocabularies, with both texts; None when all are equal.
 
-    Texts are compared without leading spaces, which servers write in several ways. A part of a character has no text of its own.
+    Texts are compared without leading spaces, which servers write in several ways. A token that is a part of a character has no text.
 
     Raises:
-        TeacherReplyError: hardly any id has a text in both, so nothing is known.
+        TeacherReplyError: too few ids have a text in both vocabularies to compare them.
     """
     comparable = [
         (each, mine, other)

@@ -1,7 +1,7 @@
-"""Partial rollouts by choice: a sample pauses when it has its tokens of an iteration, and continues with the next version.
+"""The token budget of partial rollouts: a sample pauses after its budget of an iteration, and continues with the next version.
 
-Invariant: no policy version samples more than the budget of a sample, except of groups without which the learner's next plan would never
-come. A paused sample keeps its tokens, log-probabilities and versions; the replica that continues it computes the prefix again.
+Invariant: no policy version samples more than the budget of a sample, except in groups that the learner's next plan cannot do without. A paused
+sample keeps its tokens, log-probabilities and versions; the replica that continues it computes the prefix again.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout, Parti
 
 @dataclass(frozen=True)
 class NextPart:
-    """What one call may add.
+    """The tokens that one call may add.
 
     Attributes:
-        tokens: the most for each sample, by index; the others stay paused.
+        tokens: the maximum for each sample, by index; all other samples stay paused.
         min_version: the oldest version that may sample them.
     """
 
@@ -27,9 +27,9 @@ class NextPart:
 
 
 def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int) -> NextPart:
-    """The samples that may continue at the learner's `version`, and how far. Empty when all have spent the budget of that version. Pure.
+    """The samples that may continue at the learner's `version`, and their limits. Empty when all have used the budget of that version. Pure.
 
-    A sample that has spent the budget of its newest version needs a newer one. All samples of a call share its `min_version`.
+    A sample that has used the budget of its newest version needs a newer one. All samples of a call share its `min_version`.
     """
     ready, min_version = [], 0
     for sample in unfinished:
@@ -46,7 +46,7 @@ def needed(unplanned: Unplanned, paused: Set[int], groups: int, staleness: int) 
     """The paused groups that must continue at once, because the learner waits for its next plan. Pure.
 
     Of the groups that iterations up to d must train, the next plan (iteration i) must take all but `groups` x (d - i); the last d gives the
-    whole plan. Where too few of them are ready or running, the oldest paused ones continue.
+    whole plan. If too few of them are ready or running, the oldest paused groups continue.
     """
     if unplanned.planned != unplanned.version:
         return set()
@@ -73,12 +73,12 @@ class TokenBudget:
     """The budget of all groups of a run.
 
     Args:
-        tokens: of a sample in an iteration.
-        groups: per iteration.
-        staleness: the run's bound.
-        experience: says which version the learner has, and which groups its next plan can take.
-        partial_log: saves what pauses.
-        held: the version at which an evaluation holds the replicas, if any. What has spent the budget of it stays paused.
+        tokens: the tokens of a sample per iteration.
+        groups: the number of groups per iteration.
+        staleness: the run's maximum staleness.
+        experience: has the learner's version and the groups that its next plan can take.
+        partial_log: saves paused groups.
+        held: the version at which an evaluation holds the replicas, if any. Groups that have used its budget stay paused.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class TokenBudget:
         self._held = held
         self._experience, self._partial_log = experience, partial_log
         self._paused: dict[int, _Paused] = {}
-        self._recorded: set[int] = set()  # what the log has as paused
+        self._recorded: set[int] = set()  # groups that are paused in the log
         self._granted: set[int] = set()  # groups that get a part beyond the budget
         self._version, self._waited, self._beyond = -1, 0, 0
         self._new_pause, self._updating = asyncio.Event(), asyncio.Lock()
 
     async def next_part(self, index: int, rollouts: PartialRollouts) -> NextPart:
-        """What the next call of a group may add. Waits while all of its unfinished samples are paused."""
+        """The tokens that the next call of a group may add. Waits while all unfinished samples of the group are paused."""
         while True:
             unfinished = rollouts.unfinished()
             if (part := next_part(unfinished, self.tokens, self._version)).tokens:
@@ -140,7 +140,7 @@ class TokenBudget:
             await self.update()
 
     def take(self) -> dict[str, int]:
-        """Metrics since the last call: the samples that waited with a spent budget, and the parts beyond it."""
+        """Metrics since the last call: the number of samples that waited after using their budget, and the number of parts beyond it."""
         waited, beyond = self._waited, self._beyond
         self._waited = self._beyond = 0
         return {"rollout/paused_samples": waited, "rollout/parts_beyond_budget": beyond}
@@ -160,5 +160,5 @@ class TokenBudget:
 
 
 def _tokens_since(sample: PartialRollout, version: int) -> int:
-    """How many of its tokens `version` or newer ones sampled."""
+    """The number of its tokens that `version` or newer versions sampled."""
     return sum(end - start for each, start, end in sample.spans if each >= version)

@@ -1,7 +1,7 @@
 """The loop of every stage: batches of rows, one optimizer step each, evaluations, checkpoints, and the export at the end.
 
 Invariant: which rows a step takes is a function of (seed, step), and a checkpoint follows the evaluation of its step; so a stage that is
-killed at any point and started again ends with the same weights and records. No torch here: the engine runs the steps.
+killed at any point and restarted ends with the same weights and records. This module imports no torch: the engine runs the steps.
 """
 
 import math
@@ -24,20 +24,20 @@ from polyreme_trainer.stages.share_rows import share_rows
 from polyreme_trainer.stages.stage import Read
 
 EXPORT = Path("hf", "final")
-"""Where in the run directory the trained model is."""
+"""The path of the trained model in the run directory."""
 
 Emit = Callable[[Mapping[str, Any]], Awaitable[None]]
-"""Records what has happened. On rank 0."""
+"""Takes a record. On rank 0."""
 
 
 class StageLoop:
     """One rank of a stage.
 
     Args:
-        config, template: of the stage.
-        read: its rows.
+        config, template: the stage's configuration and template.
+        read: reads the stage's rows.
         engine: this rank's model.
-        ranks: this rank's place among the others.
+        ranks: the ranks of the stage.
         emit: takes records.
         drains: whether the stage was asked to stop. Both are called on rank 0.
     """
@@ -56,10 +56,10 @@ class StageLoop:
         self.engine, self.ranks, self.emit, self.drains = engine, ranks, emit, drains
 
     def run(self) -> bool:
-        """Trains to the last step, or until the stage drains; what was trained is saved in both cases. Returns whether it is complete.
+        """Trains to the last step, or until the stage drains, and saves the result in both cases. Returns whether the stage is complete.
 
         Raises:
-            PolyremeError: the stage cannot go on, with the reason.
+            PolyremeError: the stage cannot continue, with the reason.
         """
         data = self.config.data
         rows = self.rows(data.train)
@@ -83,7 +83,7 @@ class StageLoop:
         return True
 
     def rows(self, sources: Sources) -> StageRows:
-        """The rows of the data, which rank 0 reads, on every rank."""
+        """The rows of the data on every rank. Rank 0 reads them."""
         return share_rows(self.ranks, lambda: self.read(sources, self.config, self.template, None))
 
     def train(self, number: int, steps: int, rows: StageRows) -> bool:
@@ -96,7 +96,7 @@ class StageLoop:
         return self.report({"kind": "step", "step": number, "steps": steps, **metrics, **rates})
 
     def evaluate(self, number: int, held_out: StageRows | None) -> None:
-        """Records the metrics of the held-out rows after step `number`, where there are any."""
+        """Records the metrics of the held-out rows after step `number`, if there are held-out rows."""
         if held_out is None:
             return
         began, size = time.perf_counter(), self.config.trainer.batch_size
@@ -116,7 +116,7 @@ class StageLoop:
         self.report({"kind": "saved", "step": number, "path": str(path), "seconds": time.perf_counter() - began})
 
     def export(self, number: int) -> None:
-        """Writes the trained model as a Hugging Face directory, which must hold what was trained. Raises GateError."""
+        """Writes the trained model as a Hugging Face directory. Raises GateError when the directory does not hold the trained weights."""
         path = self.config.run_dir / EXPORT
         gates = self.engine.export(path)
 
@@ -139,7 +139,7 @@ class StageLoop:
 
 
 def total_steps(rows: int, trainer: StageTrainer) -> int:
-    """Optimizer steps of a stage on so many rows."""
+    """The number of optimizer steps of a stage with this number of rows."""
     return trainer.steps or max(1, math.ceil(rows * trainer.epochs / trainer.batch_size))
 
 

@@ -1,7 +1,7 @@
 """Supervised training on the learner's ranks: cross entropy of responses, phase by phase.
 
-Invariant: a step's rows and learning rate are functions of (seed, phase, step). A warm start is therefore the same for the same seed, also
-when it was saved between two steps and continued. This module imports no torch: the engine runs the steps.
+Invariant: a step's rows and learning rate are functions of (seed, phase, step). A warm start is therefore the same for the same seed, even
+if it was saved between two steps and continued. This module imports no torch: the engine runs the steps.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""Rows that rank 0 reads, on every rank.
+"""Distributes the rows that rank 0 reads to every rank.
 
-Invariant: a rank holds one piece of the rows in memory at a time; the rows themselves are in files of each rank. No torch here.
+Invariant: a rank holds one piece of the rows in memory at a time; each rank keeps the rows in files. This module imports no torch.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from polyreme_trainer.data.token_store import TokenStore
 from polyreme_trainer.learner.leader import Ranks, join, split
 
 PIECE_TOKENS = 1 << 24
-"""Most tokens that travel at a time; a longer sequence travels alone."""
+"""Maximum number of tokens in one message; a longer sequence has its own message."""
 
 
 def share_rows(ranks: Ranks, read: Callable[[], StageRows]) -> StageRows:
-    """The rows that `read` returns on rank 0, on every rank. Collective. On other ranks without what was left out.
+    """Returns on every rank the rows that `read` returns on rank 0. Only rank 0's result counts the omitted rows. Collective.
 
     Raises:
         On rank 0, the error of `read`; on the others, LeaderError, or DataError when their disk is full.

@@ -1,7 +1,7 @@
-"""The definition of a stage: how its rows are read, what it minimises, and whether a reference takes part.
+"""The definition of a stage: how its rows are read, its objective, and its reference if it has one.
 
-Invariant: a stage is one row of `STAGES`. Loop, engine, checks and commands know none by name. No torch here: an objective is created on a
-learner rank.
+Invariant: a stage is one row of `STAGES`. Loop, engine, checks and commands name no stage. This module imports no torch, because an objective is
+created on a learner rank.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from polyreme_trainer.algorithms.objective import Objective
 
 Read = Callable[[Sources, Any, Template, int | None], StageRows]
-"""The rows of the data, given the stage's configuration and how many rows to read at most (None: all). Raises DataError."""
+"""Reads the rows of the data, given the stage's configuration and the maximum number of rows (None: all). Raises DataError."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Stage:
     """One kind of training on rows of a file.
 
     Attributes:
-        read: its rows.
-        objective: made of the stage's configuration.
-        reference: Hugging Face directory of the reference, of the stage's configuration; None: there is none.
+        read: reads its rows.
+        objective: creates the objective from the stage's configuration.
+        reference: returns the Hugging Face directory of the reference from the stage's configuration; None: there is no reference.
     """
 
     read: Read

@@ -1,6 +1,6 @@
 """All stages by their names in the configuration.
 
-Invariant: its names are those of `polyreme.config.stage.STAGES`.
+Invariant: the names are those of `polyreme.config.stage.STAGES`.
 """
 
 from polyreme_trainer.stages.preference import PREFERENCE

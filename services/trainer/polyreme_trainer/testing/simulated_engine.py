@@ -52,7 +52,7 @@ def after_plan(before: bytes, iteration: int, indices: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A save that is not written yet. polled: whether the learner has already asked for it."""
+    """A save that has not been written yet. polled: whether the learner has already polled it."""
 
     version: int
     weights: Weights
@@ -67,7 +67,7 @@ class SimulatedTrainEngine:
         config: the run's configuration.
         run_id: names the arena.
         train_seconds: duration of an iteration's training.
-        weight_bytes: size of a version, which is its digests followed by zeros.
+        weight_bytes: size of a version: its digests followed by zeros.
     """
 
     def __init__(self, config: RunConfig, run_id: str, train_seconds: float, weight_bytes: int) -> None:
@@ -185,7 +185,7 @@ class SimulatedTrainEngine:
 
 
 def centred(batch: PlannedBatch) -> TrainedSamples:
-    """Advantages relative to the group's mean score, and equal weights: what a run without a model did with its samples."""
+    """The trained samples of a run without a model: advantages relative to the group's mean score, and equal weights."""
     samples = [(group, sample) for group in batch.groups for sample in group.samples]
     parts = [np.full(len(sample), sample.score - group.mean_reward, dtype=np.float32) for group, sample in samples]
     count = len(samples)

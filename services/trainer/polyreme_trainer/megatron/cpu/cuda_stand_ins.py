@@ -39,7 +39,7 @@ def install_cuda_stand_ins() -> None:
     """Replaces the functions of torch.cuda that megatron-core calls, also in backward passes, until this process ends."""
     for name, stand_in in _CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
-    # Not at the top: a process with CUDA needs none of this.
+    # Imported here because a process with CUDA does not need it.
     from polyreme_trainer.megatron.cpu import uneven_parts
     from polyreme_trainer.megatron.mcore import MoEAlltoAllTokenDispatcher, mappings, random_states
 

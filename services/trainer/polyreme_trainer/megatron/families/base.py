@@ -140,7 +140,7 @@ class Architecture:
                 yield row.of_expert(local, rank * here + local), False
 
     def rows(self) -> Iterator[MappingRow]:
-        """The whole model's table, in model order. A tied head has no row of its own, because it is the embedding."""
+        """The whole model's table, in model order. A tied head has no row, because it is the embedding."""
         if not self.adapter:
             yield EMBEDDING_ROW
         for layer in range(self.layers):
@@ -209,7 +209,7 @@ class ModelFamily:
         post_norms: whether attention and MLP each end in a norm, before the residual is added.
         projection_norms: whether queries and keys each pass a norm over all their heads together.
         classifier: whether transformers has a sequence classifier of the family.
-        vllm_ties: whether vLLM's model has no output layer of its own when the embeddings are tied.
+        vllm_ties: whether vLLM's model uses the embedding as its output layer when the embeddings are tied.
     """
 
     name: str

@@ -166,7 +166,7 @@ def _embedding_gradient(model: Model, sharding: Sharding) -> Addend:
 
 
 def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize) -> Addend:
-    """A block of logits and its gradient, beside the output layer's gradient and the final hidden states."""
+    """A block of logits and its gradient, together with the output layer's gradient and the final hidden states."""
     width, hidden, table = model.width, model.arch.hidden, _table(model, sharding)
     vocab = padded_vocab(model.arch, sharding.rank.tp)
     columns = vocab // sharding.rank.tp

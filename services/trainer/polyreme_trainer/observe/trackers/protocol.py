@@ -1,4 +1,4 @@
-"""The protocol of a tracker, which takes points of named numbers and can continue a run that it began.
+"""The protocol of a tracker, which takes points of named numbers and can continue a run that it started.
 
 Invariant: a tracker's package is imported only when the tracker is opened, so a run needs only the packages of its own trackers.
 """
