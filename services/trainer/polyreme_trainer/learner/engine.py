@@ -20,6 +20,7 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.manifest import Manifest
 from polyreme_trainer.learner.gates import Answer, Gate
+from polyreme_trainer.weight_sync.part_server import RemotePart
 
 IterationMetrics = Mapping[str, Any]
 """Metric name to number; None where a metric was not measured."""
@@ -54,12 +55,20 @@ class Written:
         slot: the arena slot's number.
         generation: the slot's generation word, which changes when another version is written there; 0 on ranks other than 0.
         canary: what a replica of this version must answer; None where the engine has no model.
+        parts: the parts on other machines; none when the first machine has the whole version, and on ranks other than 0.
     """
 
     manifest: Manifest | None
     slot: int
     generation: int
     canary: Canary | None = None
+    parts: tuple[RemotePart, ...] = ()
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """The manifest of every part. On rank 0."""
+        assert self.manifest is not None
+        return (self.manifest, *(part.manifest for part in self.parts))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from polyreme.weights.manifest import Manifest
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
+from polyreme_trainer.weight_sync.part_server import RemotePart
 from polyreme_trainer.weight_sync.relay_plan import RelayPlan
 from polyreme_trainer.weight_sync.replica_client import Version
 from polyreme_trainer.weight_sync.replica_state import Commit
@@ -71,8 +72,18 @@ class Publisher:
         self._thread.start()
         self._running.result(START_TIMEOUT)
 
-    def publish(self, manifest: Manifest, slot: int, generation: int, canary: Canary | None = None) -> None:
+    def publish(
+        self,
+        manifest: Manifest,
+        slot: int,
+        generation: int,
+        canary: Canary | None = None,
+        parts: tuple[RemotePart, ...] = (),
+    ) -> None:
         """Makes the version in `slot` the newest. The publisher's thread computes missing digests. Replicas must pass its canary.
+
+        Args:
+            parts: the version's other parts, in the same slot of other machines.
 
         Raises:
             ArenaError: the slot is not complete at `generation`.
@@ -82,7 +93,7 @@ class Publisher:
 
         async def announce(sync: ReplicaSync) -> None:
             sealed = manifest if manifest.sealed else seal(manifest, self._arena.slot_view(slot))
-            sync.publish(Version(sealed.to_proto(), slot, generation, canary.to_proto() if canary else None))
+            sync.publish(Version(sealed.to_proto(), slot, generation, canary.to_proto() if canary else None, parts))
 
         self._submit(announce).add_done_callback(self._keep_failure)
 
