@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
-from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
+from polyreme.weights.manifest import RemotePart, TensorSpec, plan_manifest, tensor_views
+from polyreme_trainer.megatron.part_server import PartServer
 from polyreme_trainer.weight_sync import replica_push
-from polyreme_trainer.weight_sync.part_server import PartServer, RemotePart
 from support.publishing import World, publishing, push_soon, same
 from support.receiver import Receiver, replica
 

@@ -18,9 +18,8 @@ from polyreme.experience.records import GroupRecord, decode_group
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
-from polyreme.weights.manifest import Manifest
+from polyreme.weights.manifest import Manifest, RemotePart
 from polyreme_trainer.learner.gates import Answer, Gate
-from polyreme_trainer.weight_sync.part_server import RemotePart
 
 IterationMetrics = Mapping[str, Any]
 """Metric name to number; None where a metric was not measured."""

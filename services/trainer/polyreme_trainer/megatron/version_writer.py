@@ -22,13 +22,13 @@ from polyreme.config.security import SecurityConfig
 from polyreme.net.endpoint import own_address
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
-from polyreme.weights.manifest import Manifest, plan_manifest, tensor_views
+from polyreme.weights.manifest import Manifest, RemotePart, plan_manifest, tensor_views
 from polyreme_trainer.learner.engine import Written
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.hf_mapping import hf_aliases
 from polyreme_trainer.megatron.model import ShardedModel, tensor_specs
+from polyreme_trainer.megatron.part_server import PartServer
 from polyreme_trainer.megatron.version_parts import gather_parts, machine_of
-from polyreme_trainer.weight_sync.part_server import PartServer, RemotePart
 
 _WORDS = {"BF16": torch.bfloat16}
 

@@ -21,11 +21,10 @@ from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.digest import seal
-from polyreme.weights.manifest import Manifest
+from polyreme.weights.manifest import Manifest, RemotePart
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
-from polyreme_trainer.weight_sync.part_server import RemotePart
 from polyreme_trainer.weight_sync.relay_plan import RelayPlan
 from polyreme_trainer.weight_sync.replica_client import Version
 from polyreme_trainer.weight_sync.replica_state import Commit

@@ -18,6 +18,7 @@ from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.delta import WeightDelta
+from polyreme.weights.manifest import RemotePart
 from polyreme.weights.wire import (
     CHUNK_BYTES,
     SLOWEST_STREAM_BYTES_PER_SECOND,
@@ -27,7 +28,6 @@ from polyreme.weights.wire import (
     encode_manifest,
     keep_memory,
 )
-from polyreme_trainer.weight_sync.part_server import RemotePart
 
 PROBE_TIMEOUT = 10.0
 STAGE_TIMEOUT = 30.0

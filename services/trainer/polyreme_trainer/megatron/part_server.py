@@ -6,7 +6,6 @@ Invariant: a call sends bytes of one complete version only. It ends with a statu
 import asyncio
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -16,19 +15,10 @@ from polyreme.config.security import SecurityConfig
 from polyreme.net import rpc
 from polyreme.net.ports import join
 from polyreme.weights.arena import Arena
-from polyreme.weights.manifest import Manifest
 from polyreme.weights.wire import CHUNK_BYTES, FETCH, encode_chunk, keep_memory
 
 START_TIMEOUT = 30.0
 CLOSE_TIMEOUT = 10.0
-
-
-@dataclass(frozen=True)
-class RemotePart:
-    """A part of a version on another machine of the learner: its sealed manifest, and the host:port of that machine's part server."""
-
-    manifest: Manifest
-    address: str
 
 
 class PartServer:
