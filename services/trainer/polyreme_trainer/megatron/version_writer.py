@@ -59,7 +59,8 @@ class VersionWriter:
     ) -> None:
         self._policy, self._ranks, self._run_id, self._writes = policy, ranks, run_id, writes
         specs, aliases = tensor_specs(policy.arch, policy.dtype), hf_aliases(policy.arch)
-        part, self.parts, self._owns, self._server = 0, 1, ranks.leads, None
+        part, self.parts, self._owns = 0, 1, ranks.leads
+        self._server: PartServer | None = None
         if nodes > 1:
             planned = gather_parts(policy.written if writes else (), nodes)
             part, self.parts = machine_of(ranks.rank, dist.get_world_size(), nodes), len(planned)
