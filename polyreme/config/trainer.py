@@ -1,6 +1,6 @@
 """The section `trainer`: ranks, optimizer, warm start, checkpoints.
 
-Invariant: the ranks divide evenly over the machines, and the ranks that share one copy of a model share a machine.
+Invariant: the ranks divide evenly over the machines, and the ranks that share a tensor share a machine.
 """
 
 import math
@@ -45,19 +45,21 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _divides(self) -> "ParallelConfig":
-        if self.data % self.nodes:
+        if self.pipeline > 1:
+            if self.pipeline % self.nodes:
+                raise ValueError(
+                    f"`pipeline` = {self.pipeline} must be a multiple of `nodes` = {self.nodes}: a stage is on one machine"
+                )
+        elif self.data % self.nodes:
             raise ValueError(
                 f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: all machines have equally many ranks, and a tensor-parallel group is on one machine"
             )
-        copies = self.copies // self.nodes
-        if self.expert_tensor is None and copies % self.expert:
+        if self.expert_tensor is None and self.copies % self.expert:
             raise ValueError(
-                f"`expert` = {self.expert} must divide the {copies} ranks (data x context) of each machine that share the experts"
+                f"`expert` = {self.expert} must divide the {self.copies} ranks (data x context) that share the experts"
             )
         if self.expert_tensor is not None:
             self._check_expert_tensor(self.expert_tensor)
-        if self.pipeline > 1 and self.nodes > 1:
-            raise ValueError(f"`pipeline` = {self.pipeline} requires `nodes` = 1: the stages of a model are on one machine")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
                 f"`virtual_pipeline` = {self.virtual_pipeline} requires `pipeline` of at least 2: it divides the layers of each stage"
@@ -65,7 +67,8 @@ class ParallelConfig(Section):
         return self
 
     def _check_expert_tensor(self, expert_tensor: int) -> None:
-        ranks, needed = self.tensor * self.copies // self.nodes, self.expert * expert_tensor
+        machines = self.nodes if self.pipeline == 1 else 1  # that share a stage's ranks
+        ranks, needed = self.tensor * self.copies // machines, self.expert * expert_tensor
         if ranks % needed:
             raise ValueError(
                 f"`expert` x `expert_tensor` = {needed} must divide the {ranks} ranks of each stage on a machine: they share the experts among themselves"

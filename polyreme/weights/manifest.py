@@ -130,6 +130,14 @@ class Manifest:
         return cls(version.run_id, version.term, version.version, message.part, message.parts, tensors, message.nbytes)
 
 
+@dataclass(frozen=True)
+class RemotePart:
+    """A part of a version on another machine of the learner: its sealed manifest, and the host:port of that machine's part server."""
+
+    manifest: Manifest
+    address: str
+
+
 def plan_manifest(
     specs: Iterable[TensorSpec], aliases: Mapping[str, str] | None = None, part: int = 0, parts: int = 1
 ) -> Manifest:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import layout_checks
+from support import layout_checks, part_checks
 from support.layout_chain import TOLERANCE, a_run, agree, check_chain, train_ranks
 from support.models import tiny_family_model, tiny_model
 from support.ranks import run_ranks
@@ -164,3 +164,12 @@ def test_a_version_that_several_ranks_write_is_the_exported_model_bit_for_bit(
 ) -> None:
     path = experts if kind == "experts" else tiny_model("tied" if kind == "tied" else "untied", tmp_path / "model", layers=4)
     run_ranks(layout_checks.push_and_export, 2, str(path), str(tmp_path), json.dumps(layout), timeout=240)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("tied", {"pipeline": 2}), ("experts", EXPERT)])
+def test_machines_push_their_own_parts_of_a_version_to_replicas(
+    kind: str, layout: dict[str, int], model: Path, experts: Path, redis_url: str, run_id: str
+) -> None:
+    """Each rank acts as a machine. See `part_checks`."""
+    path = experts if kind == "experts" else model
+    run_ranks(part_checks.check_push, 2, str(path), json.dumps({**layout, "nodes": 2}), redis_url, run_id, timeout=240)

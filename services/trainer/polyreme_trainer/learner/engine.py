@@ -18,7 +18,7 @@ from polyreme.experience.records import GroupRecord, decode_group
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
-from polyreme.weights.manifest import Manifest
+from polyreme.weights.manifest import Manifest, RemotePart
 from polyreme_trainer.learner.gates import Answer, Gate
 
 IterationMetrics = Mapping[str, Any]
@@ -54,12 +54,20 @@ class Written:
         slot: the arena slot's number.
         generation: the slot's generation word, which changes when another version is written there; 0 on ranks other than 0.
         canary: the answer that a replica of this version must give; None when the engine has no model.
+        parts: the parts on other machines; empty when the first machine has the whole version, and on ranks other than 0.
     """
 
     manifest: Manifest | None
     slot: int
     generation: int
     canary: Canary | None = None
+    parts: tuple[RemotePart, ...] = ()
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """The manifest of every part. On rank 0."""
+        assert self.manifest is not None
+        return (self.manifest, *(part.manifest for part in self.parts))
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class Learner:
         """The policy's version."""
         self.save_stall = 0.0
         """Seconds for which the newest save stalled training."""
-        self.published: Manifest | None = None
-        """The newest published version; on rank 0."""
+        self.published: tuple[Manifest, ...] = ()
+        """The parts of the newest published version; on rank 0."""
         self.history: list[alarms.Observation] = []
         self.alarmed: set[str] = set()
         self.alarm_onsets: Counter[str] = Counter()
@@ -217,14 +217,14 @@ class Learner:
         await self.turns.check()
         await self.client.experience.set_version(batch.iteration)
         await self.publish(written)
-        assert written.manifest is not None
-        await self.report(batch, metrics, changed_tensors(before, written.manifest), clock.total())
+        changed = sum(map(changed_tensors, before or [None] * len(written.manifests), written.manifests))
+        await self.report(batch, metrics, changed, clock.total())
 
     async def publish(self, written: Written) -> None:
         """Gives a version to the publisher, which pushes it while training continues. On rank 0."""
         assert written.manifest is not None
-        self.publisher.publish(written.manifest, written.slot, written.generation, written.canary)
-        self.published = written.manifest
+        self.publisher.publish(written.manifest, written.slot, written.generation, written.canary, written.parts)
+        self.published = written.manifests
 
     async def report(self, batch: PlannedBatch, metrics: IterationMetrics, changed: int, seconds: dict[str, float]) -> None:
         """Emits the iteration's record and each new alarm. On rank 0."""

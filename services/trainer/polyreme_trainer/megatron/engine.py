@@ -89,7 +89,7 @@ class MegatronEngine:
         """The algorithm's state between iterations."""
         self.trained_samples: TrainedSamples | None = None
         """How the last iteration used its samples."""
-        self.writer = VersionWriter(policy, ranks, run_id, writes=policy.writes)
+        self.writer = VersionWriter(policy, ranks, run_id, policy.writes, config.trainer.parallel.nodes, config.security)
         self.saves = Saves(config, ranks)
         self.facts: Mapping[str, Any] = {}
         self.rows: Sequences | None = None
@@ -268,8 +268,9 @@ class MegatronEngine:
         adapter = self.policy.adapter(self.config.model.path)
         others = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
         exports = {name: model for name, model in others.items() if model}
+        whole = self.policy.full_tensors() if self.writer.parts > 1 else None
         if self.ranks.leads:  # copies, because later versions overwrite the slot
-            tensors = {name: tensor.clone() for name, tensor in self.writer.tensors(written.slot).items()}
+            tensors = whole or {name: tensor.clone() for name, tensor in self.writer.tensors(written.slot).items()}
             exports[""] = Export(tensors, self.files, adapter)
         self.saves.save(version, self.saved, {**facts, "algorithm": self.state.to_json()}, exports)
 

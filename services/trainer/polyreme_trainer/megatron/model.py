@@ -147,6 +147,11 @@ class ShardedModel:
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         return self.rank.tp_rank + self.rank.tp * copy < self.rank.places
 
+    @property
+    def written(self) -> set[str]:
+        """The names of the tensors of which `write_slices` writes a slice."""
+        return {piece.hf_name for piece in self.slices if piece.primary}
+
     @torch.no_grad()
     def write_slices(self, views: Mapping[str, Tensor]) -> None:
         """Copies this rank's primary slices into whole Hugging Face tensors. The ranks that have `writes` together fill them."""

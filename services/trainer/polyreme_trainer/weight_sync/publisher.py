@@ -21,7 +21,7 @@ from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.digest import seal
-from polyreme.weights.manifest import Manifest
+from polyreme.weights.manifest import Manifest, RemotePart
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
@@ -71,8 +71,18 @@ class Publisher:
         self._thread.start()
         self._running.result(START_TIMEOUT)
 
-    def publish(self, manifest: Manifest, slot: int, generation: int, canary: Canary | None = None) -> None:
+    def publish(
+        self,
+        manifest: Manifest,
+        slot: int,
+        generation: int,
+        canary: Canary | None = None,
+        parts: tuple[RemotePart, ...] = (),
+    ) -> None:
         """Makes the version in `slot` the newest. The publisher's thread computes missing digests. Replicas must pass its canary.
+
+        Args:
+            parts: the version's other parts, in the same slot of other machines.
 
         Raises:
             ArenaError: the slot is not complete at `generation`.
@@ -82,7 +92,7 @@ class Publisher:
 
         async def announce(sync: ReplicaSync) -> None:
             sealed = manifest if manifest.sealed else seal(manifest, self._arena.slot_view(slot))
-            sync.publish(Version(sealed.to_proto(), slot, generation, canary.to_proto() if canary else None))
+            sync.publish(Version(sealed.to_proto(), slot, generation, canary.to_proto() if canary else None, parts))
 
         self._submit(announce).add_done_callback(self._keep_failure)
 

@@ -5,7 +5,7 @@ Invariant: no call raises a bare gRPC error. SwapError blames the replica, Unrea
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -18,6 +18,7 @@ from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.delta import WeightDelta
+from polyreme.weights.manifest import RemotePart
 from polyreme.weights.wire import (
     CHUNK_BYTES,
     SLOWEST_STREAM_BYTES_PER_SECOND,
@@ -63,12 +64,13 @@ class RelayError(Exception):
 
 @dataclass(frozen=True)
 class Version:
-    """A complete version in an arena slot, and its canary, if it has one."""
+    """A complete version in an arena slot, and its canary, if it has one. `parts`: those on other machines, if `manifest` is not all of it."""
 
     manifest: pb.Manifest
     slot: int
     generation: int
     canary: pb.Canary | None = None
+    parts: tuple[RemotePart, ...] = ()
 
     @property
     def number(self) -> int:
@@ -109,6 +111,9 @@ class ReplicaClient:
             StaleTermError: the replica knows a newer learner.
         """
         if self.probed:
+            return
+        if version.parts:
+            self.unmapped, self.probed = "the learner's machines hold parts of it", True
             return
         identity = version.manifest.id
         request = pb.ProbeRequest(
@@ -155,6 +160,13 @@ class ReplicaClient:
         if outcome != "staged":
             raise RelayError(getattr(response, outcome), outcome)
         return Sent(response.nbytes, response.staged.apply_seconds)
+
+    async def fetch_part(self, version: Version, part: RemotePart) -> Sent:
+        """Makes the replica fetch a part of the version from the machine of the learner that holds it."""
+        try:
+            return await self.relay(replace(version, manifest=part.manifest.to_proto()), None, part.address)
+        except RelayError as error:
+            raise UnreachableError(f"part {part.manifest.part} of version {version.number}: {error}") from None
 
     async def commit(self, version: Version) -> pb.CommitResponse:
         """Makes the replica serve the staged version."""

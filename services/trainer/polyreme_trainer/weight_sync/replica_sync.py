@@ -108,7 +108,9 @@ class ReplicaSync:
     def publish(self, version: Version) -> None:
         """Makes `version` the newest."""
         self._newest, self._slots.newest = version, version.slot
-        self._deltas.publish(version, wanted=any(replica.client.unmapped for replica in self._replicas.values()))
+        self._deltas.publish(
+            version, wanted=not version.parts and any(replica.client.unmapped for replica in self._replicas.values())
+        )
         self._hold.published(version, time.monotonic())
         self._pin()
 

@@ -3,6 +3,7 @@
 Invariant:
 - The trainer streams to a bounded number of replicas at once. A stream takes the target version at its own start.
 - A refused delta is followed by the whole version, and a failed source by another one. Neither counts against the replica.
+- A version of several parts goes to every replica whole, each part from the machine that holds it.
 - Every replica verifies what it receives against the trainer's manifest, also from a replica.
 """
 
@@ -59,6 +60,8 @@ class Streams:
             while transfer is None:
                 async with self._turns:
                     version = self._target() or version
+                    if version.parts:
+                        return version, await self._send_parts(replica, version)
                     encoded = await self._deltas.between(replica.streamed, version) if replica.streamed else None
                     base = replica.streamed.number if replica.streamed and encoded else None
                     content = Content(version.number, base)
@@ -99,6 +102,21 @@ class Streams:
             self._slots.drop(replica.lease.id)  # it has its own copy, also of the previous version
             self._changed()
         return Transfer("stream", sent.nbytes, hops=1)
+
+    async def _send_parts(self, replica: ReplicaState, version: Version) -> Transfer:
+        """Sends part 0 from the arena, and makes the replica fetch the others. The slot, on every machine, is not written meanwhile."""
+
+        async def send() -> Transfer:
+            sent = await replica.client.stream(version)
+            fetched = [await replica.client.fetch_part(version, part) for part in version.parts]
+            return Transfer("stream", sent.nbytes + sum(part.nbytes for part in fetched), hops=1)
+
+        self._slots.streaming(replica.lease.id, version.slot)
+        try:
+            return await replica.interruptibly(send())
+        finally:
+            self._slots.drop(replica.lease.id)
+            self._changed()
 
     async def _relay(self, replica: ReplicaState, version: Version, encoded: EncodedDelta | None, source: str) -> Transfer | None:
         """Lets the replica fetch from another one. None: it refused the delta. Raises RelayError."""

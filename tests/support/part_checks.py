@@ -1,0 +1,100 @@
+"""Runs in the ranks of test_layouts: ranks that act as machines push versions of several parts to replicas, one of which joins late."""
+
+import json
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from polyreme.config.load import parse_config
+from polyreme.config.trainer import ParallelConfig
+from polyreme.experience.leases import Registry
+from polyreme.experience.ledger import ExperienceLog, Writer
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+from polyreme_trainer.learner.engine import Written
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.channel import BroadcastChannel
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.version_writer import VersionWriter
+from polyreme_trainer.weight_sync.publisher import Publisher
+from support.layout_checks import make_role, step
+from support.publishing import CONFIG
+from support.receiver import Receiver, replica
+
+VERSIONS = 5  # more than an arena has slots
+LATE = 3
+"""The version at which a replica joins."""
+
+
+class Push:
+    """Rank 0's run, publisher and replicas. Every method runs on rank 0's event loop."""
+
+    def __init__(self, redis_url: str, run_id: str, writer: VersionWriter, names: list[str]) -> None:
+        self.redis_url, self.run_id, self.writer, self.names = redis_url, run_id, writer, names
+        self.stack, self.receivers = AsyncExitStack(), list[Receiver]()
+
+    async def begin(self) -> None:
+        redis = await connect(self.redis_url)
+        self.stack.push_async_callback(redis.aclose)
+        self.run = await Run.create(redis, self.run_id, parse_config(CONFIG, "test"), {})
+        self.term = await ExperienceLog(self.run).take(Writer.LEARNER)
+        self.publisher = Publisher(self.redis_url, self.run_id, self.term, self.writer.arena)
+        self.publisher.start()
+        self.stack.callback(self.publisher.close)
+        await self.join()
+
+    async def join(self) -> None:
+        name = f"r{len(self.receivers)}"
+        receiver = Receiver(self.run_id, self.names)
+        self.receivers.append(await self.stack.enter_async_context(replica(Registry(self.run), name, receiver)))
+
+    async def slot(self) -> bytes:
+        return f"{await self.publisher.acquire_slot(300)} {self.term.counter}".encode()
+
+
+def check_push(model: str, layout: str, redis_url: str, run_id: str) -> None:
+    """Every version that the replicas serve equals the weights that the ranks hold, bit by bit; the first is the model's own."""
+    parallel, device = ParallelConfig(**json.loads(layout)), Device("cpu")
+    init_parallel(parallel, device)
+    role, ranks = make_role(model, "float32", device), Ranks(torch.distributed.get_rank(), BroadcastChannel(device.torch))
+    writer = VersionWriter(role.model, ranks, run_id, role.model.writes, parallel.nodes)
+    assert writer.parts == parallel.nodes
+    files = load_file(Path(model) / "model.safetensors")
+    push = Push(redis_url, run_id, writer, list(files))
+    try:
+        ranks.on_leader(push.begin)
+        for version in range(VERSIONS):
+            if version:
+                step(role)
+            slot, term = map(int, ranks.broadcast_from_leader(push.slot).split())
+            written = writer.write(slot, version, term)
+            full = role.model.full_tensors()
+            ranks.on_leader(partial(serve, push, version, written, full, files))
+        ranks.on_leader(push.stack.aclose)
+    finally:
+        writer.close()
+        ranks.close()
+
+
+async def serve(
+    push: Push, version: int, written: Written, full: Mapping[str, Tensor] | None, files: Mapping[str, Tensor]
+) -> None:
+    """Publishes the version and compares what the replicas serve with `full`, the gathered weights."""
+    assert full is not None and written.manifest is not None and len(written.parts) == 1
+    if version == LATE:
+        await push.join()
+    push.publisher.publish(written.manifest, written.slot, written.generation, parts=written.parts)
+    await push.publisher.wait_committed(version, len(push.receivers), 300)
+    assert full.keys() == files.keys()
+    for receiver in push.receivers:
+        assert receiver.versions[-1] == version
+        for name, tensor in full.items():
+            assert receiver.weights[name].tobytes() == tensor.numpy().tobytes(), (version, name)
+    unchanged = [name for name, tensor in full.items() if torch.equal(tensor, files[name])]
+    assert len(unchanged) == (0 if version else len(files))
