@@ -58,6 +58,7 @@ ALGORITHMS = {
 
 LAYOUTS = [ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(pipeline=2)]
 VIRTUAL = ParallelConfig(pipeline=2, virtual_pipeline=2)
+MACHINES = ParallelConfig(pipeline=2, virtual_pipeline=2, nodes=2)
 CONTEXT = ParallelConfig(context=2)
 
 Results = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
@@ -273,10 +274,11 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
     return loss
 
 
-@pytest.mark.parametrize("parallel", [*LAYOUTS[:2], VIRTUAL], ids=["tensor", "data", "pipeline"])
+@pytest.mark.parametrize("parallel", [*LAYOUTS[:2], MACHINES], ids=["tensor", "data", "machines"])
 def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: Path) -> None:
     """PPO with critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration trains only the
-    critic. The checkpoint is written while training continues. The run on two data ranks resumes with offload."""
+    critic. The checkpoint is written while training continues. The run on two data ranks resumes with offload, and the export of two machines
+    is gathered."""
     model = tiny_model("tied", tmp_path / "model", layers=4)
     own = OptimizerConfig(lr=3e-3, schedule="linear", warmup=2, clip_grad=0.5, eps=learning.EPS)
     base = config_of(tmp_path, model, parallel, CriticConfig(warmup_iterations=1, optimizer=own))
