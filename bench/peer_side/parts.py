@@ -70,6 +70,8 @@ def measure(engine: Any, config: RunConfig, iterations: int, after: str) -> dict
     files = read_model_files(config.model.path)
     learner = MegatronEngine(config, files, RUN_ID, Ranks(), device)
     learner.policy.load_hf(config.model.path)
+    if learner.algorithm.needs.reference:
+        learner.make_reference(config.model.path)
     template = Template(files, config.data)
     prompts = load_prompts(config.data.train, config.data, template).prompts
     run = asyncio.Runner().run  # `Ranks` has its own event loop
