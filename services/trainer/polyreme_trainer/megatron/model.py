@@ -297,7 +297,8 @@ def check_same_weights(model: ShardedModel) -> None:
     groups = parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group()
     digests = xxhash.xxh3_64(), xxhash.xxh3_64()  # of the parameters that each group shares
     for name, param in model.weights().items():
-        digests[hf_mapping.is_expert(name)].update(param.cpu().contiguous().view(torch.uint8).numpy().data)
+        copy = param.to("cpu", copy=True)  # memory that numpy has seen cannot be given back, see `offload`
+        digests[hf_mapping.is_expert(name)].update(copy.contiguous().view(torch.uint8).numpy().data)
     for group, digest in zip(groups, digests, strict=True):
         mine = torch.tensor([digest.intdigest() - 2**63], dtype=torch.int64, device=model.device.torch)
         every = [torch.empty_like(mine) for _ in range(group.size())]
