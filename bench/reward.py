@@ -231,9 +231,8 @@ async def flight_mib(service: Service, name: str) -> float:
             await asyncio.sleep(0.05)
         for reply in await calls:
             assert [(r.status, r.score) for r in reply.results] == [(reward_pb2.SCORE_STATUS_OK, 1.0)] * len(reply.results)
-    assert inside > 0.8 * HELD, (
-        f"expected about {HELD} items in flight at once; found {inside}"
-    )  # the first are done before the last arrive
+    # A fast machine has scored the first items before the last ones arrive.
+    assert inside > 0.8 * HELD, f"expected about {HELD} items in flight at once; found {inside}"
     return peak - before
 
 

@@ -4,10 +4,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from itertools import count
 
+import grpc
 import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.api.v1 import weights_pb2_grpc
+from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import RemotePart, TensorSpec, plan_manifest, tensor_views
@@ -109,3 +113,26 @@ async def test_a_part_with_other_bytes_is_never_served(machines: TwoMachines) ->
         weights = await machines.step()
         await world.publisher.wait_committed(2, 1, 300)
         assert receiver.versions == [0, 2] and same(receiver.weights, weights)
+
+
+async def test_a_fetch_ends_when_its_slot_is_written_again(run_id: str) -> None:
+    large = plan_manifest([TensorSpec("high", "F32", (16 << 20,))], None, 1, 2)  # more than gRPC buffers
+    arena = Arena.create(run_id, large.nbytes, part=1)
+    server = PartServer(arena, 1, run_id, "127.0.0.1")
+    try:
+        arena.begin(0)
+        arena.complete(0, 7, 1)
+        async with rpc.connect(server.address) as channel:
+            request = pb.FetchRequest(part=1)
+            request.id.run_id, request.id.term, request.id.version = run_id, 1, 7
+            call = weights_pb2_grpc.WeightsServiceStub(channel).Fetch(request, timeout=300)
+            received = 0
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for chunk in call:
+                    if not received:
+                        arena.begin(0)
+                    received += len(chunk.data)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND and 0 < received < large.nbytes
+    finally:
+        server.close()
+        arena.close()

@@ -237,8 +237,8 @@ class Saves:
     def _check_warm_start(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
 
-            The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export, otherwise from the
-        actor's frozen weights.
+        The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export, otherwise
+        from the actor's frozen weights.
         """
         trainer = self._config.trainer
         if trainer.lora is not None and facts["warm_started"] != bool(trainer.sft):
