@@ -150,12 +150,12 @@ async def test_a_version_that_was_announced_is_awaited_before_sampling_continues
 
 
 class Outage(Scripts):
-    """A Redis that fails the commands of a device lease while `failures` last."""
+    """A Redis that does not answer a replica's next two claims of the devices."""
 
     failures = 2
 
     async def call(self, name: str, *arguments: Any, **keys: Any) -> Any:
-        if name == "device" and self.failures:
+        if (name, *arguments[:2], arguments[3]) == ("device", "ask", "generate", 0) and self.failures:
             self.failures -= 1
             raise StoreError("an answer of Redis", "none", "Start it again.")
         return await super().call(name, *arguments, **keys)
@@ -164,12 +164,13 @@ class Outage(Scripts):
 async def test_a_replica_outlives_an_outage_of_redis_between_two_turns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_turns, "RETRY_SECONDS", 0.01)
     async with shared(run) as both:
+        both.generate._run.scripts = outage = Outage(run.redis, run.run_id)  # before its first claim, so that both are lost
         await both.train.acquire(DEADLINE)
-        both.generate._run.scripts = outage = Outage(run.redis, run.run_id)
+        await until(lambda: outage.failures == 0)
+        assert both.engine.paused and not both.generate.usable
         await both.train.give_up()
         both.engine.allow(100)
         assert len((await asyncio.wait_for(both.ask(8), DEADLINE)).ids) == 8
-        assert outage.failures == 0
 
 
 async def test_a_replica_whose_grant_ends_while_it_wakes_samples_nothing_and_steps_aside_again(run: Run) -> None:
