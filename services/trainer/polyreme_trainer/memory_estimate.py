@@ -37,20 +37,20 @@ class LearnerMemory:
         rank: the estimate of the rank that needs most.
         ranks: ranks on each machine.
         arena: shared memory of the policy's versions on the first machine; None for a stage, which publishes no versions.
-        checkpoint: host memory on the first machine while a checkpoint is written; None for a stage, which waits until it is written.
+        checkpoint: host memory on the first machine while a checkpoint is written.
         shares_device: whether all models are in the host's memory while replicas have the devices.
     """
 
     rank: RankEstimate
     ranks: int
     arena: Addend | None
-    checkpoint: Addend | None
+    checkpoint: Addend
     shares_device: bool = False
 
     @property
     def shared(self) -> list[Addend]:
         """The terms in the host's memory that the ranks of the first machine share."""
-        return [term for term in (self.arena, self.checkpoint) if term is not None]
+        return [self.checkpoint] if self.arena is None else [self.arena, self.checkpoint]
 
     @property
     def machine(self) -> int:
@@ -78,7 +78,8 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
     if isinstance(config, StageConfig):
-        return LearnerMemory(rank, parallel.ranks_per_node, None, None)
+        checkpoint = checkpoint_term(models, (), config.model.dtype, parallel.nodes)
+        return LearnerMemory(rank, parallel.ranks_per_node, None, checkpoint)
     renewed = config.recipe.kl is not None and config.recipe.kl.renew_interval > 0
     followers = {"moving average", *(["reference"] if renewed else [])}
     checkpoint = checkpoint_term(models, followers, config.model.dtype, parallel.nodes)
@@ -148,9 +149,8 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
         yield f"  {memory.rank.host_bytes / GIB:>9,.3f}    in all; {memory.ranks} rank(s) on each machine"
     if memory.arena is not None:
         yield f"memory         in /dev/shm of the learner's first machine: {memory.arena.nbytes / GIB:,.3f} GiB, {memory.arena.arithmetic}"
-    if memory.checkpoint is not None:
-        nbytes, arithmetic = memory.checkpoint.nbytes, memory.checkpoint.arithmetic
-        yield f"memory         in the host of the learner's first machine while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
+    nbytes, arithmetic = memory.checkpoint.nbytes, memory.checkpoint.arithmetic
+    yield f"memory         in the host of the learner's first machine while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
     if not isinstance(config, StageConfig):
         yield f"memory         of each replica's device: {replica_line(config)}"
         if config.device != "cpu":
