@@ -15,9 +15,10 @@ iterations           number of iterations; the run is stopped after --minutes
 minutes_for_10000    minutes of 10,000 iterations at this pace, without start-up (60)
 
 The data of Redis counts without its bounded streams, which are full after 4,000 iterations, and without the marks of changes, which
-expire after ten minutes: a run here is shorter. The reward server keeps its last 65,536 answers, so the bench fills that memory first.
-Redis's append-only file grows between two rewrites, so only the part beyond the rewrite size counts; the bench lowers the minimum rewrite
-size, so that rewrites happen. The logs count as disk; the run's record does not.
+expire after ten minutes: a run here is shorter. Redis's resident memory, which has these and the space between them, does not count. The
+reward server keeps its last 65,536 answers, so the bench fills that memory first. Redis's append-only file grows between two rewrites, so
+only the part beyond the rewrite size counts; the bench lowers the minimum rewrite size, so that rewrites happen. The logs count as disk;
+the run's record does not.
 """
 
 import argparse
@@ -96,9 +97,10 @@ async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, 
             continue  # the run is ending
         if "learner" not in found or min(memory for memory, _ in values.values()) == 0:
             continue  # the same
-        bounded, data, file = await redis_sizes(started, data_dir)
+        data, file = await redis_sizes(started, data_dir)
         for name, (memory, files) in values.items():
-            series[name, "MiB"].append((reached, memory - (bounded if name == "redis" else 0.0)))
+            if name != "redis":
+                series[name, "MiB"].append((reached, memory))
             series[name, "files"].append((reached, files))
         series["redis data", "MiB"].append((reached, data))
         if file is not None:
@@ -110,20 +112,19 @@ async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, 
     return series
 
 
-async def redis_sizes(started: SimulatedRun, data_dir: Path) -> tuple[float, float, float | None]:
-    """MiB of Redis's bounded streams and marks, of its other data, and of its files beyond the rewrite size; None during a rewrite."""
+async def redis_sizes(started: SimulatedRun, data_dir: Path) -> tuple[float, float | None]:
+    """MiB of Redis's data without streams and marks, and of its files beyond the rewrite size; None during a rewrite."""
     redis, key = started.run.redis, started.run.key
     info = await redis.info()
     streams = sum([await redis.memory_usage(key(name), samples=0) or 0 for name in STREAMS])
     marks = [mark async for mark in redis.scan_iter(match=key("once:*"), count=10_000)]
     tables = (await redis.memory_stats())["db.0"]
     per_mark = (await redis.memory_usage(marks[-1]) or 0) if marks else 0
-    bounded = (streams + len(marks) * per_mark + tables["overhead.hashtable.expires"]) / MIB
-    data = info["used_memory"] / MIB - bounded
+    data = (info["used_memory"] - streams - len(marks) * per_mark - tables["overhead.hashtable.expires"]) / MIB
     if info["aof_rewrite_in_progress"]:
-        return bounded, data, None
+        return data, None
     rewritten_at = max(REWRITE_MIB * MIB, 2.0 * info["aof_base_size"])
-    return bounded, data, max(0.0, size(data_dir, "*") - rewritten_at) / MIB
+    return data, max(0.0, size(data_dir, "*") - rewritten_at) / MIB
 
 
 async def fill_answers(run: Run) -> None:
