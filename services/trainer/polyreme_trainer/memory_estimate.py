@@ -15,15 +15,15 @@ from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize
 from polyreme_trainer.megatron.memory.checkpoint import checkpoint_terms
-from polyreme_trainer.megatron.memory.estimate import RankEstimate, arena_term, cache_bytes_per_token, stage_estimates
+from polyreme_trainer.megatron.memory.estimate import GIB, RankEstimate, arena_term, stage_estimates
 from polyreme_trainer.megatron.memory.machines import written_parameters
-from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model
+from polyreme_trainer.megatron.memory.state import Addend, Model
 from polyreme_trainer.placement import devices_needed
+from polyreme_trainer.replica_memory import refuse_replica, replica_line
 from polyreme_trainer.stages.table import TABLE
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 _SMALLER = (
     "Set trainer.offload, trainer.recompute or trainer.lora, use more tensor ranks or stages (trainer.parallel), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, an"
     " algorithm with fewer models, a smaller model, or larger devices."
@@ -199,22 +199,6 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
             yield placement_line(config, memory)
 
 
-def replica_line(config: RunConfig) -> str:
-    """A replica's weights and its cache of keys and values, per device."""
-    arch, rollout, dtype = load_architecture(config.model.path), config.rollout, config.model.dtype
-    weights = arch.parameters * WIDTHS[dtype] / rollout.tensor_parallel
-    each = cache_bytes_per_token(arch, dtype, rollout.tensor_parallel)
-    wanted = rollout.max_num_seqs * rollout.max_model_len
-    if config.device == "cpu":
-        cache = f"{rollout.vllm.kv_cache_mib / 1024:,.3f} GiB of key-value cache, {(rollout.vllm.kv_cache_mib << 20) // each:,} tokens"
-    else:
-        cache = f"key-value cache up to {rollout.vllm.gpu_memory_utilization:.0%} of the device"
-    return (
-        f"{weights / GIB:,.3f} GiB of weights, {cache} at {each:,} bytes each"
-        f" ({rollout.max_num_seqs} samples of {rollout.max_model_len} tokens need {wanted * each / GIB:,.3f} GiB)"
-    )
-
-
 def placement_line(config: RunConfig, memory: LearnerMemory) -> str:
     """The devices that each placement needs, and the host memory that a learner's models need while replicas have the devices."""
     apart, together = (devices_needed(config, placement) for placement in ("separate", "colocated"))
@@ -267,9 +251,11 @@ def _sum(terms: Iterable[Addend], nbytes: int) -> str:
 
 
 def report(config: RunConfig | StageConfig, limit: int | None) -> Iterator[str | PolyremeError]:
-    """The estimate's lines, and an error when the learner exceeds `limit`; see `refuse`. Raises ConfigError."""
+    """The estimate's lines, and errors when the learner or a replica exceeds `limit`; see `refuse`. Raises ConfigError."""
     yield from memory_lines(config)
     yield from refuse(config, limit)
+    if isinstance(config, RunConfig) and limit is not None:
+        yield from refuse_replica(config, limit)
 
 
 def announce(config: RunConfig | StageConfig, limit: int, host: int, rank: int) -> None:

@@ -14,6 +14,7 @@ from polyreme_trainer.megatron.memory.phases import resting, training_phase
 from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
 from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, state_of
 
+GIB = 2**30
 ARENA_SLOTS = 3
 """Number of policy versions in the arena, the default of `Arena.create`."""
 
@@ -88,6 +89,11 @@ def arena_term(parameters: int, dtype: str) -> Addend:
     return Addend(
         "arena", ARENA_SLOTS * parameters * width, f"{ARENA_SLOTS} versions x {parameters:,} parameters x {width} bytes"
     )
+
+
+def replica_weights(arch: Architecture, dtype: str, tensor: int) -> int:
+    """Bytes of the policy's weights on one device of a replica of `tensor` devices."""
+    return -(-arch.parameters * WIDTHS[dtype] // tensor)
 
 
 def cache_bytes_per_token(arch: Architecture, dtype: str, tensor: int) -> int:
