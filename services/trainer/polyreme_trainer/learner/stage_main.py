@@ -85,7 +85,7 @@ def main() -> None:
     with exit_on_error("learner"):
         config = read_stage_config(run_dir)
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
-        announce(config, device.memory(), memory_limit(), leads=rank == 0)
+        announce(config, device.memory(), memory_limit(), rank)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         try:
