@@ -27,7 +27,7 @@ from torch import Tensor
 
 from polyreme.cli.checkpoint_manifest import MANIFEST, digest_of, is_intact, number_of, read_manifest, write_manifest
 from polyreme.errors import ConfigError, UnavailableError
-from polyreme_trainer.learner.loading import Loaded, LoadReports, unreported
+from polyreme.experience.loading import Loaded, LoadReports, unreported
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture

@@ -19,9 +19,9 @@ from typing import Any
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.megatron import atomic, checkpoint
 from polyreme_trainer.megatron.background import BackgroundWork
 from polyreme_trainer.megatron.export import Export, export_hf

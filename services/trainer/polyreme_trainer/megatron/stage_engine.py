@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from polyreme.config.stage import StageConfig
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.objective import Objective, StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.gates import LIMITS, Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.learner.stage_engine import Sums, mismatched
 from polyreme_trainer.megatron import checkpoint, comparison
 from polyreme_trainer.megatron.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
