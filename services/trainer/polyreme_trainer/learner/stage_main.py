@@ -19,12 +19,12 @@ from typing import Any
 from polyreme.cli.input_files import read_model_files
 from polyreme.cli.run_directory import read_run_file, read_stage_config
 from polyreme.errors import ConfigError
+from polyreme.experience.loading import reports_to, unreported
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
 from polyreme.process.machine import memory_limit
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.leader import LeaderError, Ranks
-from polyreme_trainer.learner.loading import reports_to, unreported
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
@@ -85,7 +85,7 @@ def main() -> None:
     with exit_on_error("learner"):
         config = read_stage_config(run_dir)
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
-        announce(config, device.memory(), memory_limit(), leads=rank == 0)
+        announce(config, device.memory(), memory_limit(), rank)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         try:

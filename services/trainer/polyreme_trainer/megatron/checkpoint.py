@@ -38,8 +38,8 @@ from polyreme.cli.checkpoint_manifest import (
     write_manifest,
 )
 from polyreme.errors import ConfigError, UnavailableError
+from polyreme.experience.loading import Loaded, LoadReports, unreported
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loading import Loaded, LoadReports, unreported
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
@@ -130,6 +130,15 @@ def begin(path: Path, ranks: Ranks) -> Path:
         return atomic.stage(path).name.encode()
 
     return path.with_name(ranks.broadcast_from_leader(lambda: asyncio.to_thread(create)).decode())
+
+
+def check_writable(root: Path, ranks: Ranks) -> None:
+    """Raises the OSError of the first save into `root` before anything is trained. On rank 0; on the others, LeaderError. Collective."""
+
+    async def create_and_remove() -> None:
+        await asyncio.to_thread(lambda: atomic.discard(atomic.stage(root / "writable")))
+
+    ranks.on_leader(create_and_remove)
 
 
 def write(temporary: Path, own: RankContents) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.mixing import rows_of_step
@@ -22,7 +23,6 @@ from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.megatron import checkpoint
 from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic

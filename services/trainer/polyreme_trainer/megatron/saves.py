@@ -12,9 +12,9 @@ from typing import Any
 from polyreme.cli.checkpoint_manifest import checkpoint_path, number_of, numbered
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.megatron import atomic, checkpoint
 from polyreme_trainer.megatron.checkpoint_writer import CheckpointWriter, Save
 from polyreme_trainer.megatron.export import Export

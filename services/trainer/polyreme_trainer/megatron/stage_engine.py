@@ -17,13 +17,13 @@ from torch import Tensor
 
 from polyreme.cli.checkpoint_manifest import checkpoint_path
 from polyreme.config.stage import StageConfig
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.objective import Objective, StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import LIMITS, Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.learner.stage_engine import STEP, Sums, mismatched
 from polyreme_trainer.megatron import atomic, checkpoint, comparison
 from polyreme_trainer.megatron.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
@@ -126,6 +126,7 @@ class MegatronStageEngine:
         return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), self.shard)
 
     def load(self) -> int:
+        checkpoint.check_writable(self.root, self.ranks)  # the first save may be hours away
         found = find_newest(self.ranks, self.root, self.prefix)
         if found is None:
             return 0
