@@ -102,10 +102,11 @@ def test_a_stage_holds_its_model_and_a_reference_where_its_loss_has_one(
             **changes,
         }
     )
-    head = 18 * 896 if stage == "reward-model" else 0
-    assert state_bytes(config) == each * PARAMETERS[NAME] + head
+    head = 896 if stage == "reward-model" else 0
+    assert state_bytes(config) == each * PARAMETERS[NAME] + 18 * head
     (machine,) = learner_memory(config).machines
-    assert machine.shared == []
+    copy = 2 + 12 + 2  # weights, optimizer and export of the trained model
+    assert (machine.arena, machine.checkpoint.nbytes) == (None, copy * (PARAMETERS[NAME] + head))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_each_machine_holds_its_part_of_a_version_and_of_a_checkpoint(tmp_path: 
     parts = [embedding + layers, layers + 896]
     assert [machine.arena and machine.arena.nbytes for machine in memory.machines] == [3 * 2 * part for part in parts]
     exported = [2 * PARAMETERS[NAME], 0]
-    found = [machine.checkpoint.nbytes for machine in memory.machines if machine.checkpoint]
+    found = [machine.checkpoint.nbytes for machine in memory.machines]
     assert found == [(2 + 12) * part + export for part, export in zip(parts, exported, strict=True)]
     first, last = memory.machines
     names = [{term.name for term in machine.rank.terms} for machine in memory.machines]
@@ -259,4 +260,4 @@ def test_machines_with_copies_hold_no_version(tmp_path: Path) -> None:
     config = run(tmp_path, trainer={"optimizer": {"lr": 1e-6}, "parallel": {"data": 2, "nodes": 2}})
     first, second = learner_memory(config).machines
     assert first.arena is not None and first.arena.nbytes == 6 * PARAMETERS[NAME] and second.arena is None
-    assert second.checkpoint is not None and second.checkpoint.nbytes == 12 // 2 * PARAMETERS[NAME]
+    assert second.checkpoint.nbytes == 12 // 2 * PARAMETERS[NAME]
