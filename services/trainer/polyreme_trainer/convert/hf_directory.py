@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from polyreme.cli.progress_bar import counted
 from polyreme_trainer.megatron.export import classifier_config, with_dtype
+from polyreme_trainer.megatron.hf_files import save_tensors
 
 SHARD_BYTES = 4 << 30
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
@@ -27,7 +27,7 @@ def write(target: Path, tensors: Mapping[str, Tensor], config: Path, *, critic: 
     """
     names, dtype = [], ""
     for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
-        save_file(shard, target / f"shard-{number}", metadata={"format": "pt"})
+        save_tensors(shard, target / f"shard-{number}")
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
         names.append(list(shard))
     for file in sorted(config.iterdir()):
