@@ -132,6 +132,15 @@ def begin(path: Path, ranks: Ranks) -> Path:
     return path.with_name(ranks.broadcast_from_leader(lambda: asyncio.to_thread(create)).decode())
 
 
+def check_writable(root: Path, ranks: Ranks) -> None:
+    """Raises the OSError of the first save into `root` before anything is trained. On rank 0; on the others, LeaderError. Collective."""
+
+    async def create_and_remove() -> None:
+        await asyncio.to_thread(lambda: atomic.discard(atomic.stage(root / "writable")))
+
+    ranks.on_leader(create_and_remove)
+
+
 def write(temporary: Path, own: RankContents) -> None:
     """Writes this rank's files of a checkpoint, and last a receipt with their digests. Raises OSError with the file's name."""
     digests = {}
