@@ -101,17 +101,15 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     """The estimate of a configuration. Raises ConfigError for a model that cannot be trained, or that does not divide over the ranks."""
     models, parallel = models_of(config), config.trainer.parallel
     arenas: list[Addend | None] = [None] * parallel.nodes
-    followers, colocated = set[str](), False
     try:
         stages = stage_estimates(models, parallel, micro_batch_of(config), config.trainer.offload)
         if isinstance(config, RunConfig):
             parts = written_parameters(models[0].arch, parallel)
             arenas = [arena_term(count, config.model.dtype) if count else None for count in parts]
-            followers, colocated = _followers(config), config.placement == "colocated"
-        checkpoints = checkpoint_terms(models, followers, config.model.dtype, parallel)
+        checkpoints = checkpoint_terms(models, _followers(config), config.model.dtype, parallel)
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
-    machines = []
+    machines, colocated = [], isinstance(config, RunConfig) and config.placement == "colocated"
     for node, (arena, checkpoint) in enumerate(zip(arenas, checkpoints, strict=True)):
         each = parallel.pipeline // parallel.nodes  # stages on a machine; without stages, all machines have the same
         mine = stages[node * each : (node + 1) * each] if each else stages
@@ -120,8 +118,10 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     return LearnerMemory(machines)
 
 
-def _followers(config: RunConfig) -> set[str]:
+def _followers(config: RunConfig | StageConfig) -> set[str]:
     """The roles without an optimizer that a checkpoint contains."""
+    if isinstance(config, StageConfig):
+        return set()
     renewed = config.recipe.kl is not None and config.recipe.kl.renew_interval > 0
     return {"moving average", *(["reference"] if renewed else [])}
 
