@@ -15,6 +15,8 @@ def warm_up(config_json: str, reports: str, out: str) -> None:
     files = model_files() | {"config.json": Path(config.model.path, "config.json").read_bytes()}
 
     def report(record: dict[str, Any]) -> bool:
+        if record["kind"] == "sft_saved":
+            return False
         steps.append((record["phase"], record["step"]))
         return len(steps) >= int(reports)
 

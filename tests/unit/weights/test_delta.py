@@ -1,5 +1,8 @@
 """Deltas of parts: applied, chained or compacted, they give the digests of the whole version, or are refused."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from polyreme.weights import delta as deltas
 from polyreme.weights.delta import DeltaError, DeltaManifest, TensorDelta, WeightDelta, compact, diff
 from polyreme.weights.digest import DigestError, seal, verify
 from polyreme.weights.manifest import Manifest, ManifestError, TensorSpec, plan_manifest, tensor_views
+from polyreme.weights.sparse import FrameError
 
 LAYOUT = plan_manifest(
     [TensorSpec("embed", "BF16", (400, 30)), TensorSpec("norm", "F32", (33,)), TensorSpec("none", "BF16", (0, 4)),
@@ -99,6 +103,23 @@ def test_a_delta_on_another_base_is_found_out() -> None:
     assert delta is not None
     with pytest.raises(DigestError):
         applied(delta, first_version(1))
+
+
+def test_threads_share_the_tensors_and_find_the_same_errors() -> None:
+    base, rng = first_version(0), np.random.default_rng(1)
+    after = step(base, rng, 0.1)
+    delta = between(base, after)
+    assert delta is not None
+    with ThreadPoolExecutor(3) as pool:
+        for payload, error in ((delta.payload, None), (bytes(len(delta.payload)), FrameError)):
+            shadow = bytearray(base[1])
+            with pytest.raises(error) if error else nullcontext():
+                deltas.apply(delta.manifest, memoryview(payload), memoryview(shadow), pool.map)
+                verify(after[0], memoryview(shadow), pool.map)
+                assert shadow == after[1]
+        shadow[0] ^= 1
+        with pytest.raises(DigestError, match="embed"):
+            verify(after[0], memoryview(shadow), pool.map)
 
 
 def test_deltas_that_do_not_follow_each_other_are_not_compacted() -> None:

@@ -51,7 +51,7 @@ def main(kind: type[Learner] = Learner) -> None:
         config, files = asyncio.run(read_run(redis_url, run_id))
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
         device.seed(config.seed)
-        announce(config, device.memory(), memory_limit(), leads=rank == 0)
+        announce(config, device.memory(), memory_limit(), rank)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         turns = LearnerTurns(config, redis_url, run_id, ranks)
