@@ -87,8 +87,8 @@ class Network:
 @contextmanager
 def network() -> Iterator[Network]:
     """A switch and its machines, removed at the end of the block. Several networks on one host have different addresses."""
-    name = uuid.uuid4()
-    net = Network(f"ply{name.hex[:6]}", f"10.{200 + name.bytes[0] % 50}.{name.bytes[1]}")
+    drawn = uuid.uuid4()
+    net = Network(f"ply{drawn.hex[:6]}", f"10.{200 + drawn.bytes[0] % 50}.{drawn.bytes[1]}")
     try:
         _run("ip", "netns", "add", net.switch)
         _run("ip", "-n", net.switch, "link", "add", "bridge", "type", "bridge")
