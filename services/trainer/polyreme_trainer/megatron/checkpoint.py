@@ -133,10 +133,17 @@ def begin(path: Path, ranks: Ranks) -> Path:
 
 
 def check_writable(root: Path, ranks: Ranks) -> None:
-    """Raises the OSError of the first save into `root` before anything is trained. On rank 0; on the others, LeaderError. Collective."""
+    """Checks that a checkpoint's directory can be created. Collective.
+
+    Raises:
+        ConfigError: it cannot. On rank 0; on the others, LeaderError.
+    """
 
     async def create_and_remove() -> None:
-        await asyncio.to_thread(lambda: atomic.discard(atomic.stage(root / "writable")))
+        try:
+            await asyncio.to_thread(lambda: atomic.discard(atomic.stage(root / "writable")))
+        except OSError as error:
+            raise ConfigError(f"a writable directory {root}", str(error), "Make it writable, or set output_dir.") from None
 
     ranks.on_leader(create_and_remove)
 
