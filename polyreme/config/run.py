@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.base import BaseConfig
-from polyreme.config.data import DataConfig
+from polyreme.config.data import DataConfig, Sources
 from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig
 from polyreme.config.notices import ReceiverConfig
@@ -190,7 +190,7 @@ class RunConfig(BaseConfig):
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set needs a different name")
         if self.evaluation_sets or self.eval_best:
-            best_metric(self.evaluation_sets, self.eval_best)
+            best_metric(self.evaluation_sets, self.eval_best, self.reward_names)
 
     @property
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
@@ -206,6 +206,16 @@ class RunConfig(BaseConfig):
             pattern=self.eval_pattern,
         )
         return (first, *self.eval_sets)
+
+    @property
+    def prompt_data(self) -> tuple[Sources, ...]:
+        """The training data, then that of each held-out set."""
+        return (self.data.train, *(each.data for each in self.evaluation_sets))
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The names of the rewards in the parts of a score; empty without rewards."""
+        return tuple(spec.label for spec in self.reward.rewards) if self.reward else ()
 
     def evaluates(self, version: int) -> bool:
         """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""

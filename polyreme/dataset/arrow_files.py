@@ -70,6 +70,8 @@ def _rows(path: Path, batches: "Iterator[pa.RecordBatch]") -> Iterator[Row]:
                 for fields in batch.slice(start, _BATCH).to_pylist():
                     number += 1
                     yield Row(f"{path} row {number}", {**fields, **{name: _plain(fields[name]) for name in odd}})
+    except FileNotFoundError:
+        raise DataError(f"a data file at {path}", "no such file", "Fix the path in `data`.") from None
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"a readable {path.suffix.lstrip('.')} file at {path}", f"{error!s:.200}", "Write or download the file again."

@@ -196,7 +196,11 @@ def stop_event() -> asyncio.Event:
 
 
 def _disk_full(error: OSError) -> PolyremeError:
-    return PolyremeError("writable files", str(error), "Free disk space for output_dir and TMPDIR, then continue with --resume.")
+    return PolyremeError(
+        "writable files",
+        str(error),
+        "Free disk space for output_dir and TMPDIR, or make them writable, then continue with --resume.",
+    )
 
 
 @contextmanager

@@ -348,6 +348,18 @@ def test_a_critics_schedule_ends_below_its_peak(tree: dict[str, Any], tmp_path: 
         load_config(written(tmp_path, {**tree, "algorithm": {"preset": "ppo"}}))
 
 
+def test_missing_keys_are_named_with_what_they_contain(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("name: mine\nmodel: {path: model}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "run.yaml")
+    for piece in (
+        "data is missing, with data.train",
+        "trainer is missing, with trainer.optimizer.lr",
+        "groups_per_iteration is missing",
+    ):
+        assert piece in error.value.found
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(tmp_path / "none.yaml")
