@@ -4,19 +4,10 @@ import asyncio
 import signal
 from pathlib import Path
 
-import grpc
 import httpx
 import numpy as np
-import psutil  # type: ignore[import-untyped]
-import pytest
 
 from polyreme.api.v1 import rollout_pb2
-from polyreme.api.v1.rollout_pb2_grpc import RolloutServiceStub
-from polyreme.api.v1.weights_pb2_grpc import WeightsServiceStub
-from polyreme.experience.device_lease import DeviceLease
-from polyreme.experience.leases import Registry
-from polyreme.experience.run import RunState
-from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import TensorSpec, plan_manifest
 from support.replicas import Learner, generate, replica, request, rollout_config
@@ -57,41 +48,3 @@ async def test_a_replica_reports_that_it_was_stopped(redis_url: str, run_id: str
         assert await asyncio.wait_for(there.child.wait(), 300) == 0
     text = (tmp_path / "replica.log").read_text()
     assert 0 < text.index("draining: 0 running sequences") < text.index("drained, 0 sequences are left")
-
-
-async def test_an_engine_that_ends_while_the_learner_trains_starts_again_in_the_same_process(
-    redis_url: str, run_id: str, tmp_path: Path
-) -> None:
-    (model := tmp_path / "model").mkdir()
-    for name, data in model_files().items():
-        (model / name).write_bytes(data)
-    layout = plan_manifest([TensorSpec("weight", "F32", (4,))])
-    learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
-    config = rollout_config(model, engine="simulated", cpu_sleep="end", max_model_len=10**7)
-    config = config.model_copy(update={"placement": "colocated"})
-    try:
-        async with replica(redis_url, run_id, model, tmp_path / "replica.log", config) as there:
-            process, registry = psutil.Process(there.child.pid), Registry(there.run)
-            device = DeviceLease(there.run, "train", "learner")
-            await learner.push(there.weights, 1, {"weight": np.arange(4, dtype="<f4")})
-            endless = there.rollout.Generate(request(run_id, [5, 6, 7], [(0, [], 10**6, 0)]), timeout=300)
-            await endless.read()
-            await device.acquire(300)
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                while await endless.read() is not grpc.aio.EOF:
-                    pass
-            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert await registry.leases("rollout") == []
-            assert process.children() == []
-            await device.give_up()
-            [lease] = await registry.wait_for("rollout", 1, 300, alive=lambda: there.child.poll() is None)
-            assert lease.id != there.lease.id
-            async with rpc.connect(lease.address) as channel:
-                await learner.push(WeightsServiceStub(channel), 2, {"weight": np.arange(4, dtype="<f4")})
-                answer = (await generate(RolloutServiceStub(channel), request(run_id, [5, 6, 7], [(0, [], 20, 0)])))[0]
-            assert answer.spans == [(2, 0, 20)]
-            await device.acquire(300)
-            await there.run.set_state(RunState.DONE)
-            assert await asyncio.wait_for(there.child.wait(), 300) == 0
-    finally:
-        learner.arena.close()

@@ -45,24 +45,14 @@ def test_shared_devices_exclude_staleness_and_decide_no_weights(tree: dict[str, 
         load_config(written(tmp_path, {**tree, "placement": "colocated", "max_staleness": 1}))
 
 
-NGRAM = {"tokens": 3, "shortest": 2, "longest": 4}
-
-
-@pytest.mark.parametrize(
-    ("key", "rollout", "other"),
-    [
-        (r"rollout\.vllm\.chunked_prefill", {"vllm": {"chunked_prefill": True}}, "cuda"),
-        (r"rollout\.vllm\.speculative", {"vllm": {"speculative": NGRAM}}, "cuda"),
-        (r"rollout\.cpu_sleep", {"cpu_sleep": "end"}, "cpu"),
-    ],
-)
-def test_an_option_of_the_replicas_names_the_device_that_it_needs(
-    tree: dict[str, Any], tmp_path: Path, key: str, rollout: dict[str, Any], other: str
-) -> None:
-    changed = {**tree, "rollout": {**tree["rollout"], **rollout}}
-    assert load_config(written(tmp_path, {**changed, "device": other})).device == other
-    with pytest.raises(ConfigError, match=key):
-        load_config(written(tmp_path, {**changed, "device": "cpu" if other == "cuda" else "cuda"}))
+def test_an_engine_ends_for_training_only_on_cpu(tree: dict[str, Any], tmp_path: Path) -> None:
+    changed = {**tree, "rollout": {**tree["rollout"], "cpu_sleep": "end"}}
+    for placement in ("separate", "colocated"):
+        config = load_config(written(tmp_path, {**changed, "placement": placement}))
+        assert config.ends_engines == (placement == "colocated")
+        assert config.fingerprint() == run_config(tmp_path).fingerprint()
+    with pytest.raises(ConfigError, match=r"rollout\.cpu_sleep"):
+        load_config(written(tmp_path, {**changed, "device": "cuda"}))
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
