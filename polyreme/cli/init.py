@@ -17,6 +17,10 @@ from polyreme.config.base import NAME
 from polyreme.errors import ConfigError
 
 _TRIES = 5
+_RANDOM_WEIGHTS = """\
+note     The tiny model has random weights. This run shows that all parts work.
+         To learn from your data, set model.path to a model of yours, or add a
+         warm start on answers: trainer.sft."""
 _NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
 
 
@@ -77,8 +81,7 @@ def init(
     for path in write_new_run(folder, answers):
         print(f"wrote    {path}")
     if answers_model == TINY and not sample:
-        print("note     the tiny model has random weights: this run shows that all parts work, but learns little from your data.")
-        print("         Put a model of yours in model.path, or add a warm start on answers: trainer.sft.")
+        print(_RANDOM_WEIGHTS)
     print("\n".join(next_steps(folder)))
 
 

@@ -19,6 +19,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import NoReturn
+
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.errors import PolyremeError
 
@@ -155,6 +158,18 @@ class Child:
         with open(self.log_path, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def exec_again(environment: Mapping[str, str]) -> NoReturn:
+    """Replaces this process by a new one with the same id, command and owner, which starts with no memory of it. Ends what it started."""
+    for child in psutil.Process().children():
+        child.kill()
+        child.wait(REAP_TIMEOUT)
+    for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        if int(number) > 2:  # libraries may have opened files that a new program inherits
+            with suppress(OSError):  # the list itself
+                os.set_inheritable(int(number), False)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(environment))
 
 
 def stop_event() -> asyncio.Event:

@@ -219,3 +219,15 @@ def test_a_missing_file_of_a_table_is_not_a_damaged_one(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         list(read_objects(tmp_path / "none.parquet"))
     assert error.value.found == "no such file"
+
+
+def test_a_large_row_group_is_not_read_at_once(tmp_path: Path) -> None:
+    table = pa.table({"prompt": [f"{number:06d}" * 50 for number in range(40_000)]})  # 12 MB
+    parquet.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False, row_group_size=len(table))
+    size = table.nbytes
+    del table
+    before = pa.total_allocated_bytes()
+    rows = read_objects(tmp_path / "a.parquet")
+    assert next(rows).fields == {"prompt": "000000" * 50}
+    assert pa.total_allocated_bytes() - before < size / 2
+    assert sum(1 for _ in rows) == 39_999
