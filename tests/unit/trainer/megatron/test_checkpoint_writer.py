@@ -233,7 +233,7 @@ def test_a_rank_with_a_full_disk_is_named_on_every_rank(tmp_path: Path, monkeypa
     def save_on(rank: int) -> None:
         ranks = Ranks(rank, pipe)
         writer = CheckpointWriter(ranks)
-        role = SimpleNamespace(model=ROLE.model, rank=rank)
+        role: Any = SimpleNamespace(model=ROLE.model, rank=rank)
         try:
             writer.start(Save(checkpoint_path(tmp_path, 6), [role], dict, keep=2))
             writer.finish(wait=True)
