@@ -146,15 +146,13 @@ class CheckpointWriter:
                 export_hf(save.hf_path, further.pop(""), further)
             checkpoint.write(temporary, own)
             checkpoint.complete(temporary, save.path, own, save.facts(), seconds)
-        except FileNotFoundError as error:
-            if temporary.exists():
-                raise
-            raise PolyremeError(
-                f"the directory {temporary} of this save",
-                "none, because another process that saves into the same directory has removed it",
-                "Stop the other learner of this run directory, then continue with --resume.",
-            ) from error
-        except (OSError, PolyremeError):
+        except (OSError, PolyremeError) as error:
+            if isinstance(error, FileNotFoundError) and not temporary.exists():
+                raise PolyremeError(
+                    f"the directory {temporary} of this save",
+                    "none, because another process that saves into the same directory has removed it",
+                    "Stop the other learner of this run directory, then continue with --resume.",
+                ) from error
             atomic.discard(temporary)  # its files may have filled the disk
             raise
         folder, prefix, number = save.path.parent, save.path.name.rpartition("-")[0], number_of(save.path)
