@@ -38,20 +38,20 @@ class MachineMemory:
         rank: the estimate of the machine's rank that needs most.
         ranks: the number of its ranks.
         arena: shared memory of its part of the policy's versions; None if it has no part. A stage publishes no versions.
-        checkpoint: host memory while a checkpoint is written; None for a stage, which waits until it is written.
+        checkpoint: host memory while a checkpoint is written.
         shares_device: whether all models are in the host's memory while replicas have the devices.
     """
 
     rank: RankEstimate
     ranks: int
     arena: Addend | None
-    checkpoint: Addend | None
+    checkpoint: Addend
     shares_device: bool = False
 
     @property
     def shared(self) -> list[Addend]:
         """The terms in the host's memory that the ranks share."""
-        return [term for term in (self.arena, self.checkpoint) if term is not None]
+        return [self.checkpoint] if self.arena is None else [self.arena, self.checkpoint]
 
     @property
     def nbytes(self) -> int:
@@ -102,18 +102,17 @@ class LearnerMemory:
 def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     """The estimate of a configuration. Raises ConfigError for a model that cannot be trained, or that does not divide over the ranks."""
     models, parallel = models_of(config), config.trainer.parallel
-    arenas, checkpoints = [list[Addend | None]([None] * parallel.nodes) for _ in range(2)]
-    colocated, on_cpu = False, config.device == "cpu"
+    arenas: list[Addend | None] = [None] * parallel.nodes
+    on_cpu = config.device == "cpu"
     try:
         stages = stage_estimates(models, parallel, micro_batch_of(config), config.trainer.offload, together=on_cpu)
         if isinstance(config, RunConfig):
             parts = written_parameters(models[0].arch, parallel)
             arenas = [arena_term(count, config.model.dtype) if count else None for count in parts]
-            checkpoints = [*checkpoint_terms(models, _followers(config), config.model.dtype, parallel)]
-            colocated = config.placement == "colocated"
+        checkpoints = checkpoint_terms(models, _followers(config), config.model.dtype, parallel)
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
-    machines = []
+    machines, colocated = [], isinstance(config, RunConfig) and config.placement == "colocated"
     for node, (arena, checkpoint) in enumerate(zip(arenas, checkpoints, strict=True)):
         each = parallel.pipeline // parallel.nodes  # stages on a machine; without stages, all machines have the same
         mine = stages[node * each : (node + 1) * each] if each else stages
@@ -122,8 +121,10 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     return LearnerMemory(machines, on_cpu)
 
 
-def _followers(config: RunConfig) -> set[str]:
+def _followers(config: RunConfig | StageConfig) -> set[str]:
     """The roles without an optimizer that follow the actor, which a checkpoint contains."""
+    if isinstance(config, StageConfig):
+        return set()
     renewed = config.recipe.kl is not None and config.recipe.kl.renew_interval > 0
     return {"moving average", *(["reference"] if renewed else [])}
 
@@ -194,9 +195,8 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
         place = "the learner's machine" + (f" {number} of {parallel.nodes}" if parallel.nodes > 1 else "")
         if machine.arena is not None:
             yield f"memory         in /dev/shm of {place}: {machine.arena.nbytes / GIB:,.3f} GiB, {machine.arena.arithmetic}"
-        if machine.checkpoint is not None:
-            nbytes, arithmetic = machine.checkpoint.nbytes, machine.checkpoint.arithmetic
-            yield f"memory         in the host of {place} while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
+        nbytes, arithmetic = machine.checkpoint.nbytes, machine.checkpoint.arithmetic
+        yield f"memory         in the host of {place} while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
     if not isinstance(config, StageConfig):
         yield f"memory         of each replica's device: {replica_line(config)}"
         if config.device != "cpu":

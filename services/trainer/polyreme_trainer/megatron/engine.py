@@ -276,7 +276,7 @@ class MegatronEngine:
 
     def finish_save(self, wait: bool) -> Saved | None:
         saved = self.saves.finish(wait)
-        if saved and saved.version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
+        if saved and saved.hf_path == self.hf_path(0) and self.algorithm.needs.reference and self.followers.reference is None:
             self.make_reference(saved.hf_path)
         return saved
 
