@@ -12,7 +12,7 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import RemotePart, TensorSpec, plan_manifest, tensor_views
 from polyreme_trainer.megatron.part_server import PartServer
-from polyreme_trainer.weight_sync import replica_push
+from polyreme_trainer.weight_sync import replica_client, replica_push
 from support.proxy import bad_network
 from support.publishing import World, publishing, push_soon, same
 from support.receiver import Receiver, lease, replica, serving
@@ -106,7 +106,9 @@ async def test_a_lost_part_is_reported_and_fetched_when_its_machine_is_back(mach
         assert receiver.versions == [0, 2] and same(receiver.weights, weights)
 
 
-async def test_a_broken_connection_to_the_replica_ends_all_its_transfers_and_is_retried(machines: TwoMachines) -> None:
+async def test_a_connection_that_gets_nothing_through_ends_all_transfers_and_is_begun_anew(
+    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, receiver = machines.world, machines.receiver()
     async with (
         serving(receiver) as server,
@@ -115,9 +117,13 @@ async def test_a_broken_connection_to_the_replica_ends_all_its_transfers_and_is_
     ):
         await machines.step()
         await world.publisher.wait_committed(0, 1, 300)
-        proxy.refuse_after(300)  # within the first messages of both transfers
+        for name in ("STREAM_IDLE_TIMEOUT", "STAGE_TIMEOUT"):
+            monkeypatch.setattr(replica_client, name, 1.0)
+        proxy.hold()  # the stream of the first part gives up first, and closes the connection under the fetch of the second
         weights = await machines.step()
-        await world.notice("replica far has not received its weights", "version 1")
+        await world.notice("replica far has not received its weights", "no progress after 0 of")
+        for name in ("STREAM_IDLE_TIMEOUT", "STAGE_TIMEOUT"):
+            monkeypatch.setattr(replica_client, name, 300.0)
         proxy.heal()
         await world.publisher.wait_committed(1, 1, 300)
         assert receiver.versions == [0, 1] and same(receiver.weights, weights)
