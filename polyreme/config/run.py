@@ -128,6 +128,10 @@ class RunConfig(BaseConfig):
                 raise ValueError(f"{key}.min_lr must not exceed {key}.lr")
         if self.device == "cpu":
             self._check_vllm_on_cpu()
+        elif self.rollout.cpu_sleep == "end":
+            raise ValueError(
+                "rollout.cpu_sleep = end needs device: cpu; on accelerators, a sleeping engine frees their memory, see rollout.vllm.sleep_level; use pause"
+            )
         return self
 
     def _check_vllm_on_cpu(self) -> None:
@@ -217,6 +221,11 @@ class RunConfig(BaseConfig):
         """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""
         scheduled = version == self.iterations or (self.eval_interval > 0 and version % self.eval_interval == 0)
         return bool(self.evaluation_sets) and scheduled
+
+    @property
+    def ends_engines(self) -> bool:
+        """Whether a replica's engine ends while a colocated learner trains."""
+        return self.placement == "colocated" and self.rollout.cpu_sleep == "end"
 
     @property
     def holds_versions(self) -> bool:

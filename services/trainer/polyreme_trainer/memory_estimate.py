@@ -119,7 +119,7 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
 
 
 def _followers(config: RunConfig | StageConfig) -> set[str]:
-    """The roles without an optimizer that a checkpoint contains."""
+    """The roles without an optimizer that follow the actor, which a checkpoint contains."""
     if isinstance(config, StageConfig):
         return set()
     renewed = config.recipe.kl is not None and config.recipe.kl.renew_interval > 0
@@ -130,8 +130,9 @@ def models_of(config: RunConfig | StageConfig) -> list[Model]:
     """The models that the learner holds, the trained policy first. Raises ConfigError."""
     arch, dtype, lora = load_architecture(config.model.path), config.model.dtype, config.trainer.lora
 
-    def trained(role: str, arch: Architecture) -> Model:
-        return Model(role, arch, dtype, trained=True, adapter=None if lora is None else adapter_architecture(arch, lora))
+    def trained(role: str, arch: Architecture, copies_actor: bool = False) -> Model:
+        adapter = None if lora is None else adapter_architecture(arch, lora)
+        return Model(role, arch, dtype, trained=True, adapter=adapter, copies_actor=copies_actor)
 
     if isinstance(config, StageConfig):
         reference = TABLE[config.stage].reference(config)
@@ -142,11 +143,12 @@ def models_of(config: RunConfig | StageConfig) -> list[Model]:
     models = [trained("actor", arch)]
     if config.algorithm.has_critic:
         critic = load_architecture(config.trainer.critic.path or config.model.path)
-        models.append(trained("critic", critic.with_value_head()))
+        models.append(trained("critic", critic.with_value_head(), copies_actor=config.trainer.critic.path is None))
+    followers = _followers(config)
     if config.recipe.kl is not None and not config.shares_reference:
-        models.append(Model("reference", arch, dtype, trained=False))
+        models.append(Model("reference", arch, dtype, trained=False, copies_actor="reference" in followers))
     if config.trainer.ema_decay is not None:
-        models.append(Model("moving average", arch, "float32", trained=False))
+        models.append(Model("moving average", arch, "float32", trained=False, copies_actor=True))
     return models
 
 

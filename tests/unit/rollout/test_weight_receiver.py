@@ -64,3 +64,15 @@ async def test_a_delta_from_the_served_version_is_applied_to_the_version_before_
         assert receiver._buffers[0] == [first, second]
         assert bytes(behind.view) == bytes(versions[number + 1][1])
         base.view[:] = kept
+
+
+async def test_bytes_are_announced_before_they_are_overwritten() -> None:
+    """Whoever has staged them must not commit them any more."""
+    announced: list[bytes] = []
+    receiver = WeightReceiver(set, announced.append)
+    await bring(receiver, version(0, 0, 1))
+    [buffer] = receiver._buffers[0]
+    assert announced == []
+    await bring(receiver, version(1, 0, 1))
+    await bring_delta(receiver, version(1, 0, 1), version(2, 0, 1))
+    assert announced == [buffer.arena.nonce] * 2

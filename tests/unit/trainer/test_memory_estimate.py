@@ -10,6 +10,8 @@ import pytest
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import STAGES
 from polyreme.errors import ConfigError
+from polyreme_trainer.megatron.memory.estimate import moments
+from polyreme_trainer.megatron.memory.sharding import Sharding
 from polyreme_trainer.memory_estimate import announce, learner_memory, memory_lines, micro_batch_of, models_of, refuse
 from support.published import PARAMETERS, published_config
 
@@ -184,6 +186,10 @@ def test_data_ranks_divide_the_optimizer_alone(tmp_path: Path) -> None:
 OFFLOAD = {"optimizer": {"lr": 1e-6}, "offload": {"optimizer": True, "idle_models": True}}
 
 
+TINY = {"data": {"train": "x", "max_prompt_tokens": 1}, "rollout": {"max_new_tokens": 2, "max_model_len": 4}}
+"""A prompt of one token and a short response: almost no activations."""
+
+
 def test_with_offload_one_model_trains_on_the_device_and_the_rest_is_on_the_host(tmp_path: Path) -> None:
     config, plain = (run(tmp_path, algorithm={"preset": "ppo"}, device="cuda", **part) for part in ({"trainer": OFFLOAD}, {}))
     memory, before = learner_memory(config), learner_memory(plain)
@@ -199,12 +205,32 @@ def test_with_offload_one_model_trains_on_the_device_and_the_rest_is_on_the_host
 
 
 def test_the_step_of_an_offloaded_optimizer_may_be_the_peak(tmp_path: Path) -> None:
-    """Without activations to speak of: one prompt token and a short response."""
-    changes = {"data": {"train": "x", "max_prompt_tokens": 1}, "rollout": {"max_new_tokens": 2, "max_model_len": 4}}
     trainer = {**OFFLOAD, "micro_batch_tokens": 1, "recompute": "full"}
-    memory = learner_memory(run(tmp_path, trainer=trainer, **changes))
+    memory = learner_memory(run(tmp_path, trainer=trainer, **TINY))
     embedding = 151936 * 896
     assert [(term.name, term.nbytes) for term in memory.rank.step] == [("actor optimizer step", 12 * embedding)]
+
+
+def test_two_models_are_on_the_device_while_one_takes_the_weights_of_the_other(tmp_path: Path) -> None:
+    """With adapters this is the peak, because almost nothing else is on the device: a critic starts as the actor, each layer merged."""
+    trainer = {**OFFLOAD, "lora": {"rank": 8}, "micro_batch_tokens": 1, "recompute": "full"}
+    config = run(tmp_path, algorithm={"preset": "ppo"}, trainer=trainer, **TINY)
+    rank, (actor, critic) = learner_memory(config).rank, models_of(config)
+    assert actor.adapter is not None and critic.adapter is not None
+    assert sum(term.nbytes for term in rank.state) == 2 * sum(
+        each.parameters for each in (actor.arch, actor.adapter, critic.arch, critic.adapter)
+    )
+    assert [(term.name, term.nbytes) for term in rank.step] == [("actor merged layer", (4 + 4 + 2) * 2 * 4864 * 896)]
+    own = run(tmp_path, algorithm={"preset": "ppo"}, trainer={**trainer, "critic": {"path": config.model.path}}, **TINY)
+    assert learner_memory(own).rank.nbytes < rank.nbytes, "a critic with weights of its own copies nothing"
+
+
+def test_a_moving_average_takes_the_actor_s_weights_in_float32(tmp_path: Path) -> None:
+    config = run(tmp_path, trainer={**OFFLOAD, "ema_decay": 0.9, "micro_batch_tokens": 1, "recompute": "full"}, **TINY)
+    models = models_of(config)
+    found = moments(models, Sharding(), micro_batch_of(config), config.trainer.offload)["moving average copy"]
+    embedding = 151936 * 896
+    assert found.nbytes == (2 + 4) * PARAMETERS[NAME] + 4 * embedding
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])

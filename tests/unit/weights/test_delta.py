@@ -93,8 +93,30 @@ def test_unchanged_tensors_have_no_bytes_dense_ones_no_positions() -> None:
     assert delta.manifest.density == 34 / (12000 + 33 + 9000 + 77)
 
 
-def test_more_than_half_of_the_bytes_is_no_delta() -> None:
-    assert between(first_version(0), first_version(1)) is None
+@pytest.mark.parametrize(("changed", "positions"), [(2250, True), (2251, False)])
+def test_a_tensor_is_stored_whole_from_a_quarter_of_its_elements_on(changed: int, positions: bool) -> None:
+    base = first_version(0)
+    manifest, data = base[0].stamped("run", 3, 1), bytearray(base[1])
+    tensor_views(manifest, memoryview(data))["mlp"][:changed] ^= 1
+    after = seal(manifest, memoryview(data)), data
+    delta = between(base, after)
+    assert delta is not None
+    mlp = delta.manifest.tensors[3]
+    assert (mlp.changed, mlp.words > 0) == (changed if positions else 9000, positions)
+    assert applied(delta, base) == after
+
+
+@pytest.mark.parametrize(("rows", "is_sent"), [(185, True), (195, False)])
+def test_more_than_half_of_the_bytes_is_no_delta(rows: int, is_sent: bool) -> None:
+    """Random bytes do not become smaller."""
+    layout = plan_manifest([TensorSpec(f"row{number}", "U8", (1000,)) for number in range(380)])
+    old = bytearray(np.random.default_rng(0).bytes(layout.nbytes))
+    new = bytearray(old)
+    for tensor in layout.tensors[:rows]:
+        new[tensor.offset : tensor.offset + 1000] = np.random.default_rng(tensor.offset + 1).bytes(1000)
+    sealed = [seal(layout.stamped("run", 3, number), memoryview(data)) for number, data in enumerate((old, new))]
+    delta = diff(sealed[0], memoryview(old), sealed[1], memoryview(new))
+    assert (delta is not None) == is_sent
 
 
 def test_a_delta_on_another_base_is_found_out() -> None:

@@ -132,6 +132,22 @@ def begin(path: Path, ranks: Ranks) -> Path:
     return path.with_name(ranks.broadcast_from_leader(lambda: asyncio.to_thread(create)).decode())
 
 
+def check_writable(root: Path, ranks: Ranks) -> None:
+    """Checks that a checkpoint's directory can be created. Collective.
+
+    Raises:
+        ConfigError: it cannot. On rank 0; on the others, LeaderError.
+    """
+
+    async def create_and_remove() -> None:
+        try:
+            await asyncio.to_thread(lambda: atomic.discard(atomic.stage(root / "writable")))
+        except OSError as error:
+            raise ConfigError(f"a writable directory {root}", str(error), "Make it writable, or set output_dir.") from None
+
+    ranks.on_leader(create_and_remove)
+
+
 def write(temporary: Path, own: RankContents) -> None:
     """Writes this rank's files of a checkpoint, and last a receipt with their digests. Raises OSError with the file's name."""
     digests = {}

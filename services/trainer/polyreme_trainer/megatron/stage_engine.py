@@ -126,6 +126,7 @@ class MegatronStageEngine:
         return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), self.shard)
 
     def load(self) -> int:
+        checkpoint.check_writable(self.root, self.ranks)  # the first save may be hours away
         found = find_newest(self.ranks, self.root, self.prefix)
         if found is None:
             return 0

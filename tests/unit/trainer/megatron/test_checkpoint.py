@@ -11,10 +11,12 @@ import xxhash
 from polyreme.cli import checkpoint_manifest
 from polyreme.cli.checkpoint_manifest import checkpoint_path, numbered, write_manifest
 from polyreme.errors import ConfigError, UnavailableError
+from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.atomic import stage
 from polyreme_trainer.megatron.checkpoint import (
     Checkpoint,
     RankContents,
+    check_writable,
     complete,
     find,
     newest,
@@ -96,6 +98,18 @@ def test_what_has_no_name_of_a_checkpoint_is_not_touched(tmp_path: Path) -> None
     saved(tmp_path, 160)
     prune(tmp_path, 160, 1)
     assert {path.name for path in tmp_path.iterdir()} == {"iteration-000160", *foreign}
+
+
+def test_a_folder_in_which_nothing_can_be_saved_is_an_error_before_the_first_save(tmp_path: Path) -> None:
+    ranks, root = Ranks(), tmp_path / "checkpoints"
+    check_writable(root, ranks)
+    assert list(root.iterdir()) == []
+    root.rmdir()
+    root.touch()
+    with pytest.raises(ConfigError) as error:
+        check_writable(root, ranks)
+    assert str(root) in error.value.expected
+    ranks.close()
 
 
 def test_a_file_with_the_name_of_a_checkpoint_makes_way_for_it(tmp_path: Path) -> None:

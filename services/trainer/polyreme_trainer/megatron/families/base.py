@@ -191,7 +191,14 @@ DENSE_LAYER = (
 """Llama's layer: RMS norms before attention and MLP, grouped-query attention, SwiGLU, no bias."""
 
 _DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}
-_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_bias": False}
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    **{"is_causal": True, "logit_scale": 1.0, "qk_norm": False},  # some models of vLLM apply these, those of transformers do not
+}
 
 
 @dataclass(frozen=True)
@@ -230,6 +237,7 @@ class ModelFamily:
         for name, value in {**_FIXED, **self.fixed}.items():
             config.only(name, value)
         config.absent("quantization_config")
+        config.absent("dual_chunk_attention_config")  # vLLM applies it
         layers = config.integer("num_hidden_layers")
         sliding = self.sliding_layers(config, layers)
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron.families.base import DENSE_LAYER, Architecture, MappingRow, ModelFamily
-from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.families.hf_config import FULL, SLIDING, HfConfig
 from polyreme_trainer.megatron.families.qwen3 import HEAD_NORMS
 from polyreme_trainer.megatron.families.rope import Rope, read_rope_fields
-from polyreme_trainer.megatron.families.window import FULL, SLIDING
 
 _KINDS = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
 """For each kind of layer, the older field of its rotary base and transformers' default."""
@@ -20,9 +19,16 @@ class _Gemma3(ModelFamily):
     def architecture(self, config: HfConfig) -> Architecture:
         arch = super().architecture(config)
         config = config.with_defaults(self.defaults)
+        sliding = read_rope_fields(_rope_fields(config, SLIDING), arch.max_position)
+        if sliding.attention_factor != arch.rope.attention_factor:
+            raise ConfigError(
+                f"rotary embeddings with the same attention_factor in all layers, in {config.source}",
+                f"{arch.rope.attention_factor:g} in layers with full attention, {sliding.attention_factor:g} in those with a window",
+                "Choose a model without yarn.",
+            )
         return replace(
             arch,
-            sliding_rope=read_rope_fields(_rope_fields(config, SLIDING), arch.max_position),
+            sliding_rope=sliding,
             query_scale=config.number("query_pre_attn_scalar"),
             embedding_scale=arch.hidden**0.5,
         )
@@ -48,9 +54,12 @@ def _rope_fields(config: HfConfig, kind: str) -> HfConfig:
     """The rotary embedding of one kind of layer, in either spelling. A `rope_scaling` applies to layers with full attention."""
     older, theta = _KINDS[kind]
     theta = config.number(older) if older in config else theta
-    if "rope_scaling" in config and kind == FULL:
-        return config.section("rope_scaling").with_defaults({"rope_theta": theta})
-    return config.section("rope_parameters").section(kind).with_defaults({"rope_theta": theta})
+    fields = config.section("rope_parameters").section(kind)
+    if kind == FULL and "rope_scaling" in config:
+        fields = fields.merged(config.section("rope_scaling"))
+    if "rope_type" not in fields:
+        fields.absent("type")  # transformers ignores this older name in Gemma 3
+    return fields.with_defaults({"rope_theta": theta})
 
 
 LAYER = (

@@ -12,6 +12,10 @@ from typing import Any
 
 from polyreme.errors import ConfigError
 
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+"""The kinds of layers in `layer_types`."""
+
 
 class HfConfig:
     """The fields of one config.json, or of one object inside it.
@@ -44,6 +48,13 @@ class HfConfig:
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HfConfig":
         """The same fields, with `defaults` for those that are absent. A null is not absent: it means that the feature is off."""
         return HfConfig({**defaults, **self._fields}, self.source)
+
+    def merged(self, other: "HfConfig") -> "HfConfig":
+        """The fields of both; where both have a field, that of `other`."""
+        return HfConfig({**self._fields, **other._fields}, f"{other.source} and {self.source}")
+
+    def __len__(self) -> int:
+        return len(self._fields)
 
     def __contains__(self, name: str) -> bool:
         """Whether the field is present and not null."""

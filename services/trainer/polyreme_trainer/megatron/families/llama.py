@@ -1,5 +1,8 @@
-"""Llama 2 and 3, dense, without biases. Invariant: this family is the base family without any change."""
+"""Llama 2 and 3, dense. Invariant: this family is the base family, without fields that only vLLM's Llama would read."""
 
 from polyreme_trainer.megatron.families.base import ModelFamily
 
-FAMILY = ModelFamily(name="llama")
+ONLY_VLLM = {"bias": False, "qkv_bias": False, "llama_4_scaling": None}
+"""Values of the fields that vLLM's Llama or Mistral reads and those of transformers do not."""
+
+FAMILY = ModelFamily(name="llama", fixed={**ONLY_VLLM, "sliding_window": None})

@@ -5,6 +5,7 @@ Invariant: a model has the window in all of its layers or in none.
 
 from polyreme_trainer.megatron.families.base import ModelFamily
 from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.families.llama import ONLY_VLLM
 
 
 class _Mistral(ModelFamily):
@@ -13,4 +14,4 @@ class _Mistral(ModelFamily):
         return (True,) * layers if "sliding_window" in config else ()
 
 
-FAMILY = _Mistral(name="mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096})
+FAMILY = _Mistral(name="mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, fixed=ONLY_VLLM)

@@ -9,7 +9,7 @@ FAMILY = MoeFamily(
     name="mixtral",
     layer=(*ATTENTION_LAYER, router("block_sparse_moe")),
     expert=expert("block_sparse_moe", "w1", "w3", "w2"),
-    defaults={"num_key_value_heads": 8, "norm_topk_prob": True},
+    defaults={"num_key_value_heads": 8, "norm_topk_prob": True, "rope_theta": 1e6},
     fixed={"sliding_window": None, "router_jitter_noise": 0.0, "norm_topk_prob": True},
     expert_ffn="intermediate_size",
 )

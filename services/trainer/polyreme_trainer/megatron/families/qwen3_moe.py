@@ -12,4 +12,5 @@ FAMILY = MoeFamily(
     expert=expert("mlp", "gate_proj", "up_proj", "down_proj"),
     options=qwen3.FAMILY.options,
     defaults={"num_key_value_heads": 4, "norm_topk_prob": False},
+    fixed={"shared_expert_intermediate_size": 0},  # vLLM's model would have one
 )

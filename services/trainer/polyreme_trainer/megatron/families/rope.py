@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.families.hf_config import FULL, SLIDING, HfConfig
 
 DEFAULT_THETA = 10000.0
 
@@ -40,18 +40,27 @@ class Rope:
 
 def read_rope(config: HfConfig, max_position: int) -> Rope:
     """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (older). Raises ConfigError."""
-    config.only("partial_rotary_factor", 1.0)
-    fields = config.section("rope_scaling" if "rope_scaling" in config else "rope_parameters")
+    fields = config.section("rope_scaling") or config.section("rope_parameters")
     theta = config.number("rope_theta") if "rope_theta" in config else DEFAULT_THETA
-    return read_rope_fields(fields.with_defaults({"rope_theta": theta}), max_position)
+    rope = read_rope_fields(fields.with_defaults({"rope_theta": theta}), max_position)
+    if rope.original_max_position:
+        config.only(
+            "original_max_position_embeddings", rope.original_max_position
+        )  # transformers prefers it to the object's field
+    return rope
 
 
 def read_rope_fields(fields: HfConfig, max_position: int) -> Rope:
     """Reads the object of one rotary embedding, with its `rope_theta`. Raises ConfigError."""
     fields = fields.with_defaults({"original_max_position_embeddings": max_position, "type": "default"})
     fields.only("partial_rotary_factor", 1.0)
+    for name in _UNREAD:
+        fields.absent(name)
     kind, theta = fields.text("rope_type" if "rope_type" in fields else "type"), fields.number("rope_theta")
-    if kind in ("default", "dynamic"):
+    if kind == "default":
+        return Rope(theta)
+    if kind == "dynamic":
+        fields.number("factor")  # without effect up to max_position_embeddings, but transformers and vLLM require it
         return Rope(theta)
     if kind == "linear":
         return Rope(theta, kind, fields.number("factor"))
@@ -68,6 +77,8 @@ def read_rope_fields(fields: HfConfig, max_position: int) -> Rope:
     )
 
 
+_UNREAD = ("alpha", "max_trained_positions", "mrope_section", "rope_dim", "use_fope", FULL, SLIDING)
+"""Fields that change the angles in vLLM, and the objects of kinds of layers in a model that has one rotary embedding for all."""
 _RESTORE = "Restore the file from the model's source."
 
 

@@ -4,10 +4,7 @@ Invariant: a window is accepted only if every layer has it, since vLLM does not 
 """
 
 from polyreme_trainer.megatron.families.base import ModelFamily
-from polyreme_trainer.megatron.families.hf_config import HfConfig
-
-SLIDING = "sliding_attention"
-FULL = "full_attention"
+from polyreme_trainer.megatron.families.hf_config import FULL, SLIDING, HfConfig
 
 
 class QwenFamily(ModelFamily):

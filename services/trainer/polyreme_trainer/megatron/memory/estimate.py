@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from polyreme.config.trainer import OffloadConfig, ParallelConfig
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize, step_terms
-from polyreme_trainer.megatron.memory.phases import resting, training_phase
+from polyreme_trainer.megatron.memory.phases import copy_phase, resting, training_phase
 from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
-from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, state_of
+from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, copy_terms, state_of
 
 GIB = 2**30
 ARENA_SLOTS = 3
@@ -54,8 +54,15 @@ class RankEstimate:
 def moments(
     models: Sequence[Model], sharding: Sharding, batch: MicroBatchSize, offload: OffloadConfig | None = None
 ) -> dict[str, RankEstimate]:
-    """The estimates of one rank while each model trains: of its micro-batches, by the model's role, and of its optimizer step if that moves
-    state, by "ROLE optimizer step". Raises ValueError when a model's sizes do not divide over the ranks."""
+    """The estimates of one rank in the phases of training. Raises ValueError when a model's sizes do not divide over the ranks.
+
+    Args:
+        models: the actor first.
+
+    Returns:
+        By name: "ROLE", the micro-batches of a trained model; "ROLE optimizer step", if that moves state; "ROLE copy", when a model takes the
+        actor's weights.
+    """
     offload = offload or OffloadConfig()
     states = [state_of(model, sharding) for model in models]
     host = resting(states, offload)
@@ -66,6 +73,9 @@ def moments(
             found[model.role] = RankEstimate(phase.device, step_terms(model, sharding, batch), host)
             if phase.step:
                 found[f"{model.role} optimizer step"] = RankEstimate(phase.device, phase.step, host)
+        if model.copies_actor:
+            phase = copy_phase(states, states[0], working, offload)
+            found[f"{model.role} copy"] = RankEstimate(phase.device, copy_terms(models[0], model, sharding), host)
     return found
 
 

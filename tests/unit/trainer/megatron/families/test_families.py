@@ -16,7 +16,6 @@ EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
     "norm_topk_prob": True,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
@@ -28,12 +27,13 @@ def read(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("model_type", known_families())
 def test_every_family_reads_its_sizes(model_type: str) -> None:
-    arch = read(model_type=model_type, head_dim=2, tie_word_embeddings=False, **EXPERTS)
+    experts = EXPERTS | ({"shared_expert_intermediate_size": 8} if model_type == "qwen2_moe" else {})
+    arch = read(model_type=model_type, head_dim=2, tie_word_embeddings=False, **experts)
     sizes = (arch.layers, arch.hidden, arch.heads, arch.kv_heads, arch.head_dim, arch.ffn, arch.vocab, arch.max_position)
     assert arch.family.name == model_type
     assert sizes == (2, 8, 4, 2, 2, 8, 33, 16)
     assert arch.head == "untied"
-    assert read(model_type=model_type, head_dim=2, tie_word_embeddings=True, **EXPERTS).head == "tied"
+    assert read(model_type=model_type, head_dim=2, tie_word_embeddings=True, **experts).head == "tied"
 
 
 def test_an_absent_field_has_the_value_that_transformers_assumes() -> None:
@@ -83,10 +83,18 @@ def test_a_missing_or_damaged_field_is_named_with_its_file(name: str, value: Any
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"qkv_bias": True}, "qkv_bias"),
+        ({"is_causal": False}, "is_causal"),
+        ({"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, "alpha"),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 8}, "original_max_position_embeddings"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
         ({"rope_scaling": "llama3"}, "rope_scaling"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
