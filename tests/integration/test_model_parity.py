@@ -47,7 +47,7 @@ SEVERAL_KINDS: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        }
+        },
     },
 }
 
