@@ -58,7 +58,7 @@ test-real: $(VENV)/.dev
 	$(PYTEST) -m "not slow and real" -n 2 --dist loadfile $(ARGS)
 
 ## test-slow: fault storms, machines as network namespaces, whole runs, property tests with random seeds, and `make test`
-## on an overloaded machine and on one core (several hours; some need root)
+## on an overloaded machine, with delayed tasks and on one core (several hours; some need root)
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow --hypothesis-profile=fuzz $(ARGS)
 	$(BIN)/pytest -m "hypothesis and not slow and not real" --hypothesis-profile=fuzz -n 4 --dist worksteal $(ARGS)

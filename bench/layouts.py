@@ -42,9 +42,12 @@ def child(order: dict[str, Any]) -> None:
     import torch
 
     from polyreme.config.trainer import ParallelConfig
+    from polyreme_trainer.learner.leader import Ranks
     from polyreme_trainer.megatron import checkpoint
     from polyreme_trainer.megatron.batch import MicroBatch, supervised
     from polyreme_trainer.megatron.build import close_parallel, init_parallel
+    from polyreme_trainer.megatron.channel import BroadcastChannel
+    from polyreme_trainer.megatron.checkpoint_writer import CheckpointWriter, Save
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.families import load_architecture
     from polyreme_trainer.megatron.optimizer import Adam
@@ -54,6 +57,8 @@ def child(order: dict[str, Any]) -> None:
 
     device, path = Device("cpu"), Path(order["model"])
     init_parallel(ParallelConfig(**order["layout"]), device)
+    channel = BroadcastChannel(device.torch) if torch.distributed.get_world_size() > 1 else None
+    writer = CheckpointWriter(Ranks(torch.distributed.get_rank(), channel))
     policy = Policy(load_architecture(path), "float32", device, trainable=True)
     policy.load_hf(path)
     role = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets), data_shard(2 * WIDTH, device))
@@ -78,7 +83,8 @@ def child(order: dict[str, Any]) -> None:
         role.update(rows, np.arange(ROWS), loss, 1e-3)
         losses.append(float(role.shard.sum(total)))
         if number + 1 == order["save_at"]:
-            checkpoint.save(Path(order["save"]), [role], {})
+            writer.start(Save(Path(order["save"]), [role], dict, keep=1 + len(CHAIN)))
+            writer.finish(wait=True)
     assert role.optimizer is not None
     if torch.distributed.get_rank() == 0:
         print(json.dumps({"losses": losses, "state_bytes": role.optimizer.state_bytes}), flush=True)

@@ -7,6 +7,10 @@ figure is that of the case farthest from 1. The learner is the real one (`Megatr
 iterations of full micro-batches, and the optimizer's moments exist from the first one on. torch's profiler counts every tensor that torch
 allocates, from before the first model to the end. Neither side counts the interpreter and its libraries, the arena, or mapped files.
 
+With `trainer.offload`, three peaks are compared with their estimates: that of the device, that of the host, and that of both together, which are
+the same memory on CPU. The peak of the device is also compared in each phase: the micro-batches and the optimizer steps of each role, and the
+copies of the actor's weights into another model.
+
 --resident instead compares resident memory, as the system counts it, with the estimate including the arena. It depends on the fragmentation
 of the heap, so it has no target.
 """
@@ -18,8 +22,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from memory_side.peaks import tensor_peaks
 
 LOW, HIGH = 0.9, 1.1
 PROMPT, RESPONSE = 8, 248
@@ -29,6 +37,24 @@ WIDE: dict[str, Any] = {
     "heads": (8, 4),
     "tokens": 2048,
 }
+SHORT: dict[str, Any] = {
+    "model": ("Llama", {**LLAMA, "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}),
+    "heads": (8, 4),
+    "tokens": 256,
+    "response": 120,
+}
+"""A smaller case, with few tokens in a micro-batch unless it sets more."""
+SMALL = {**SHORT, "groups": 2, "group_size": 2, "dtype": "bfloat16"}
+"""With fewer tokens, because many processors compute slowly in bfloat16."""
+EXPERTS: dict[str, Any] = {
+    "model": ("Qwen3Moe", {"vocab_size": 2048, "hidden_size": 384, "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 6}),
+    "heads": (6, 2),
+    "algorithm": {"preset": "dapo"},
+    "tokens": 2048,
+}  # fmt: skip
+OFFLOAD = {"optimizer": True, "idle_models": True}
+PART_BYTES = 64 << 20
+"""In the place of `PART_BYTES` of the learner and of the estimate: so that the optimizer of a model of this size moves in several parts."""
 CASES: dict[str, dict[str, Any]] = {
     "layers": {**WIDE, "algorithm": {"preset": "grpo"}},
     "adapters": {**WIDE, "algorithm": {"preset": "rloo"}, "lora": {"rank": 16}},
@@ -38,14 +64,17 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {"preset": "ppo"},
         "tokens": 512,
     },
-    "experts": {
-        "model": ("Qwen3Moe", {"vocab_size": 2048, "hidden_size": 384, "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 6}),
-        "heads": (6, 2),
-        "algorithm": {"preset": "dapo"},
-        "tokens": 2048,
-    },
+    "experts": EXPERTS,
     "tensor": {**WIDE, "algorithm": {"preset": "ppo"}, "parallel": {"tensor": 2}},
-    "offload": {**WIDE, "algorithm": {"preset": "ppo"}, "offload": {"optimizer": True, "idle_models": True}},
+    "expert_ranks": {**EXPERTS, "tokens": 1024, "response": 120, "parallel": {"data": 2, "expert": 2}},
+    "selective": {**SHORT, "tokens": 1024, "algorithm": {"preset": "dapo"}, "recompute": "selective"},
+    "full": {**SHORT, "tokens": 1024, "algorithm": {"preset": "dapo"}, "recompute": "full"},
+    "bfloat16": {**SMALL, "algorithm": {"preset": "dapo"}},
+    "offload": {**SMALL, "algorithm": {"preset": "ppo"}, "offload": OFFLOAD, "ema_decay": 0.9},
+    "offload_float32": {**SHORT, "algorithm": {"preset": "ppo"}, "offload": OFFLOAD},
+    "offload_optimizer": {**SMALL, "algorithm": {"preset": "ppo"}, "offload": {"optimizer": True}},
+    "offload_idle": {**SMALL, "algorithm": {"preset": "ppo"}, "offload": {"idle_models": True}},
+    "offload_adapters": {**SMALL, "algorithm": {"preset": "ppo"}, "offload": OFFLOAD, "lora": {"rank": 16}},
     "data": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"data": 2}},
     "context": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"context": 2}},
     "pipeline": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"pipeline": 2}},
@@ -67,15 +96,16 @@ def save_model(case: str, path: Path) -> None:
 def config_of(case: str, path: Path) -> Any:
     from polyreme.config.run import RunConfig
 
+    response = CASES[case].get("response", RESPONSE)
     return RunConfig.model_validate(
         {
             "iterations": 2,
-            "groups_per_iteration": 4,
-            "group_size": 4,
+            "groups_per_iteration": CASES[case].get("groups", 4),
+            "group_size": CASES[case].get("group_size", 4),
             "output_dir": path / "runs",
-            "model": {"path": path},
+            "model": {"path": path, "dtype": CASES[case].get("dtype", "float32")},
             "data": {"train": path / "unread.jsonl", "max_prompt_tokens": PROMPT},
-            "rollout": {"max_new_tokens": RESPONSE, "max_model_len": PROMPT + RESPONSE},
+            "rollout": {"max_new_tokens": response, "max_model_len": PROMPT + response},
             "reward": {"rewards": [{"name": "exact"}]},
             "algorithm": CASES[case]["algorithm"],
             "trainer": {
@@ -84,6 +114,8 @@ def config_of(case: str, path: Path) -> Any:
                 "parallel": CASES[case].get("parallel", {}),
                 "lora": CASES[case].get("lora"),
                 "offload": CASES[case].get("offload", {}),
+                "recompute": CASES[case].get("recompute"),
+                "ema_decay": CASES[case].get("ema_decay"),
             },
         }
     )
@@ -97,16 +129,15 @@ def batch_of(config: Any, iteration: int) -> Any:
     from polyreme_trainer.learner.engine import PlannedBatch
 
     generator = np.random.default_rng(iteration)
-    ones = np.ones(RESPONSE, dtype=np.uint8)
+    length = config.rollout.max_new_tokens
+    ones = np.ones(length, dtype=np.uint8)
 
     def tokens(count: int) -> Any:
         return generator.integers(1, 2000, count).astype(np.int32)
 
     def group(index: int) -> bytes:
         samples = [
-            SampleRecord(
-                tokens(RESPONSE), np.full(RESPONSE, -5, np.float32), ones, 1, [(iteration - 1, 0, RESPONSE)], float(place % 2)
-            )
+            SampleRecord(tokens(length), np.full(length, -5, np.float32), ones, 1, [(iteration - 1, 0, length)], float(place % 2))
             for place in range(config.group_size)
         ]
         return encode_group(GroupRecord(index=index, attempt=1, prompt_ids=tokens(PROMPT), samples=samples))
@@ -129,8 +160,9 @@ def train(config: Any, ranks: Any, device: Any, run_id: str) -> None:
 
 
 def measure(case: str, path: Path, resident: bool) -> None:
-    """Runs in the child: prints the peak in bytes on the last line."""
+    """Runs in the child: prints the peaks in bytes as JSON on the last line."""
     from polyreme_trainer.learner.leader import Ranks
+    from polyreme_trainer.megatron import optimizer_parts
     from polyreme_trainer.megatron.build import close_parallel, init_parallel
     from polyreme_trainer.megatron.channel import BroadcastChannel
     from polyreme_trainer.megatron.device import Device
@@ -140,39 +172,19 @@ def measure(case: str, path: Path, resident: bool) -> None:
     device.seed(0)
     init_parallel(config.trainer.parallel, device)
     ranks = Ranks(rank, BroadcastChannel(device.torch) if config.trainer.parallel.world_size > 1 else None)
-    peak = resident_peak if resident else tensor_peak
-    print(
-        peak(lambda: train(config, ranks, device, f"bench-memory-{os.environ['MASTER_PORT']}"), path / f"trace{rank}.json"),
-        flush=True,
-    )
+
+    def work() -> None:
+        train(config, ranks, device, f"bench-memory-{os.environ['MASTER_PORT']}")
+
+    with mock.patch.object(optimizer_parts, "PART_BYTES", PART_BYTES):
+        files = {file.stat().st_size for file in path.glob("*.safetensors")}
+        peaks = {"both": resident_peak(work)} if resident else tensor_peaks(work, path / f"trace{rank}.json", files)
+    print(json.dumps(peaks), flush=True)
     ranks.close()
     close_parallel()
 
 
-def tensor_peak(work: Any, trace: Path) -> int:
-    """Returns the peak of allocated bytes, replayed from the profiler's events.
-
-    The profiler misses blocks that gloo's threads free, so its own total drifts upwards. A block that is allocated again was freed before.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    profiler.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    alive: dict[int, int] = {}
-    total = peak = 0
-    for event in sorted(events, key=lambda event: float(event["ts"])):
-        address, change = event["args"]["Addr"], event["args"]["Bytes"]
-        total -= alive.pop(address, 0)
-        if change > 0:
-            alive[address] = change
-            total += change
-            peak = max(peak, total)
-    return peak
-
-
-def resident_peak(work: Any, _: Path) -> int:
+def resident_peak(work: Callable[[], None]) -> int:
     """Returns the growth of resident memory in bytes, from the moment when free heap pages were returned to the peak."""
     import ctypes
 
@@ -187,8 +199,8 @@ def resident_peak(work: Any, _: Path) -> int:
     return status("VmHWM") - before
 
 
-def peaks(case: str, path: Path, resident: bool) -> list[int]:
-    """Returns the peak of each rank. Every rank runs in its own process."""
+def measured_peaks(case: str, path: Path, resident: bool) -> dict[str, int]:
+    """Returns the largest peaks of all ranks. Every rank runs in its own process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -202,20 +214,43 @@ def peaks(case: str, path: Path, resident: bool) -> list[int]:
     outputs = [child.communicate()[0] for child in children]
     if any(child.returncode for child in children):
         raise SystemExit(f"expected the ranks of case {case} to end; found exit codes {[child.returncode for child in children]}")
-    return [int(output.splitlines()[-1]) for output in outputs]
+    peaks: list[dict[str, int]] = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return {name: max(each[name] for each in peaks) for name in peaks[0]}
+
+
+def estimated_peaks(config: Any, resident: bool) -> dict[str, int]:
+    """Returns the estimates of the peaks, by the names of `tensor_peaks`. Without offload only that of all memory."""
+    from polyreme_trainer.megatron.families import load_architecture
+    from polyreme_trainer.megatron.memory import phases
+    from polyreme_trainer.megatron.memory.estimate import moments
+    from polyreme_trainer.megatron.memory.sharding import shardings
+    from polyreme_trainer.memory_estimate import learner_memory, micro_batch_of, models_of
+
+    with mock.patch.object(phases, "PART_BYTES", PART_BYTES):
+        memory, trainer = learner_memory(config), config.trainer
+        arena = sum(term.nbytes for machine in memory.machines for term in [machine.arena] if term and resident)
+        if resident or not trainer.offload.is_set:
+            return {"both": memory.rank.all_bytes + arena}
+        found = {"both": memory.rank.all_bytes, "device": memory.rank.nbytes, "host": memory.rank.host_bytes}
+        models, batch = models_of(config), micro_batch_of(config)
+        for sharding in shardings(load_architecture(config.model.path), trainer.parallel):
+            for name, moment in moments(models, sharding, batch, trainer.offload).items():
+                found[name] = max(found.get(name, 0), moment.nbytes)
+        return found
 
 
 def compare(case: str, folder: Path, resident: bool) -> float:
-    from polyreme_trainer.memory_estimate import learner_memory
-
+    """Prints estimates and peaks. Returns the ratio farthest from 1."""
     path = folder / case
     save_model(case, path)
-    memory = learner_memory(config_of(case, path))
-    assert memory.arena is not None
-    estimated = memory.rank.all_bytes + (memory.arena.nbytes if resident else 0)
-    measured = max(peaks(case, path, resident))
-    print(f"{case:>12} {estimated / 2**20:>14,.0f} {measured / 2**20:>14,.0f} {measured / estimated:>8.3f}", flush=True)
-    return measured / estimated
+    estimated = estimated_peaks(config_of(case, path), resident)
+    measured = measured_peaks(case, path, resident)
+    for name, nbytes in estimated.items():
+        title = case if name == "both" else f"{case}, {name}"
+        print(
+            f"{title:>40} {nbytes / 2**20:>14,.0f} {measured[name] / 2**20:>14,.0f} {measured[name] / nbytes:>8.3f}", flush=True
+        )
+    return max((measured[name] / nbytes for name, nbytes in estimated.items()), key=lambda ratio: abs(ratio - 1))
 
 
 def main() -> int:
@@ -228,7 +263,7 @@ def main() -> int:
     if args.measure:
         measure(args.measure, args.model, args.resident)
         return 0
-    print(f"{'case':>12} {'estimated MiB':>14} {'measured MiB':>14} {'ratio':>8}")
+    print(f"{'case':>40} {'estimated MiB':>14} {'measured MiB':>14} {'ratio':>8}")
     with tempfile.TemporaryDirectory() as folder:
         ratios = [compare(case, Path(folder), args.resident) for case in ([args.only] if args.only else CASES)]
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))

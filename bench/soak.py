@@ -14,9 +14,11 @@ disk_per_iteration   bytes of the record (metrics and samples) of an iteration; 
 iterations           number of iterations; the run is stopped after --minutes
 minutes_for_10000    minutes of 10,000 iterations at this pace, without start-up (60)
 
-The data of Redis counts without its bounded streams, which are full after 4,000 iterations. Its append-only file grows between two
-rewrites, so only the part beyond the rewrite size counts; the bench lowers the minimum rewrite size, so that rewrites happen. The logs
-count as disk; the run's record does not.
+The data of Redis counts without its bounded streams, which are full after 4,000 iterations, and without the marks of changes, which
+expire after ten minutes: a run here is shorter. Redis's resident memory, which has these and the space between them, does not count. The
+reward server keeps its last 65,536 answers, so the bench fills that memory first. Redis's append-only file grows between two rewrites, so
+only the part beyond the rewrite size counts; the bench lowers the minimum rewrite size, so that rewrites happen. The logs count as disk;
+the run's record does not.
 """
 
 import argparse
@@ -36,9 +38,12 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 
+from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog
-from polyreme.experience.run import RunState
+from polyreme.experience.run import Run, RunState
+from polyreme.net import rpc
 from support.simulated_run import SimulatedRun, simulated_run
 
 TARGET = {"growing": 0, "repeated_lines": 0, "minutes_for_10000": 60.0}
@@ -48,6 +53,8 @@ STALL = 300.0  # timeout in seconds without an iteration
 SLACK = 10  # allowed lines in a short run
 STREAMS = ("metrics", "commits", "events")
 """Redis's bounded streams."""
+ANSWERS, BATCH = 1 << 16, 1024
+"""Answers that the reward server remembers, and items in a call."""
 REWRITE_MIB = 2
 """The append-only file is not rewritten below this size."""
 _NUMBER = re.compile(r"[0-9a-f]{8,}|\d+(\.\d+)?")
@@ -90,9 +97,10 @@ async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, 
             continue  # the run is ending
         if "learner" not in found or min(memory for memory, _ in values.values()) == 0:
             continue  # the same
-        streams, data, file = await redis_sizes(started, data_dir)
+        data, file = await redis_sizes(started, data_dir)
         for name, (memory, files) in values.items():
-            series[name, "MiB"].append((reached, memory - (streams if name == "redis" else 0.0)))
+            if name != "redis":
+                series[name, "MiB"].append((reached, memory))
             series[name, "files"].append((reached, files))
         series["redis data", "MiB"].append((reached, data))
         if file is not None:
@@ -104,16 +112,35 @@ async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, 
     return series
 
 
-async def redis_sizes(started: SimulatedRun, data_dir: Path) -> tuple[float, float, float | None]:
-    """MiB of Redis's bounded streams, of its other data, and of its files beyond the rewrite size; None during a rewrite."""
+async def redis_sizes(started: SimulatedRun, data_dir: Path) -> tuple[float, float | None]:
+    """MiB of Redis's data without streams and marks, and of its files beyond the rewrite size; None during a rewrite."""
     redis, key = started.run.redis, started.run.key
     info = await redis.info()
-    streams = sum([await redis.memory_usage(key(name), samples=0) or 0 for name in STREAMS]) / MIB
-    data = info["used_memory"] / MIB - streams
+    streams = sum([await redis.memory_usage(key(name), samples=0) or 0 for name in STREAMS])
+    marks = [mark async for mark in redis.scan_iter(match=key("once:*"), count=10_000)]
+    tables = (await redis.memory_stats())["db.0"]
+    per_mark = (await redis.memory_usage(marks[-1]) or 0) if marks else 0
+    data = (info["used_memory"] - streams - len(marks) * per_mark - tables["overhead.hashtable.expires"]) / MIB
     if info["aof_rewrite_in_progress"]:
-        return streams, data, None
+        return data, None
     rewritten_at = max(REWRITE_MIB * MIB, 2.0 * info["aof_base_size"])
-    return streams, data, max(0.0, size(data_dir, "*") - rewritten_at) / MIB
+    return data, max(0.0, size(data_dir, "*") - rewritten_at) / MIB
+
+
+async def fill_answers(run: Run) -> None:
+    """Has the reward server score as many items as it remembers."""
+
+    async def registered() -> Lease | None:
+        return next(iter(await Registry(run).leases("reward")), None)
+
+    lease = await run.until(registered, STALL)
+    if lease is None:
+        raise RuntimeError(f"no reward server within {STALL:.0f} s")
+    async with rpc.connect(lease.address, None) as channel:
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        for first in range(0, ANSWERS, BATCH):
+            items = [reward_pb2.ScoreItem(key=f"fill-{at}", response="1", label="1") for at in range(first, first + BATCH)]
+            await stub.Score(reward_pb2.ScoreRequest(items=items), timeout=STALL)
 
 
 def growth(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -175,6 +202,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]
             rollout={"max_new_tokens": 16},
             trainer={"save_interval": 100},
         ) as started:
+            await fill_answers(started.run)
             await started.run.redis.config_set("auto-aof-rewrite-min-size", f"{REWRITE_MIB}mb")
             series = await follow(started, server, folder / "redis", options)
             if started.children["train"].poll() is None:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs tests where everything is slow: RUNS times beside BUSY busy loops, then once on a single core. Every run must pass.
+# Runs tests where everything is slow: RUNS times beside BUSY busy loops, once with tasks that are delayed at random
+# (tests/support/jitter.py), then once on a single core. Every run must pass.
 #
 # The tests are those of `make test`, or of another TARGET. Arguments, if there are any, go to pytest instead.
 set -euo pipefail
@@ -36,6 +37,8 @@ for run in $(seq "$runs"); do
     suite "$run" "$@" || failed+=("beside busy loops, --randomly-seed=$run")
 done
 quiet
+echo "== with delayed tasks"
+JITTER=1 suite "$((runs + 1))" "$@" || failed+=("with delayed tasks, JITTER=1 --randomly-seed=$((runs + 1))")
 echo "== on one core"
 taskset -p -c 0 $$ >/dev/null
 suite 0 "$@" || failed+=("on one core, --randomly-seed=0")

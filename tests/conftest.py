@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from support.configs import run_config
+from support.jitter import delay_tasks
 from support.tiny_tokenizer import model_files
 
 # No verdict depends on the speed of the machine, and every run uses the same examples. `make test-slow` uses the profile with random seeds
@@ -24,6 +26,12 @@ settings.register_profile(
 )
 settings.register_profile("fuzz", deadline=None, max_examples=500, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """Delays tasks at random if JITTER, the seed, is set."""
+    if seed := os.environ.get("JITTER"):
+        delay_tasks(int(seed))
 
 
 _ALL_REAL = re.compile(r"^pytestmark = (?:\[[^\]]*)?pytest\.mark\.real\b", re.MULTILINE)

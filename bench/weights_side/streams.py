@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 from weights_side.replica import names
 
 from polyreme.config.run import RunConfig
@@ -57,6 +58,11 @@ class Versions:
         generation = self.arena.complete(slot, self.number, 1)
         return seal(self.plan.stamped(self.run_id, 1, self.number), self.arena.slot_view(slot)), generation
 
+    def sealed(self, slot: int) -> Version:
+        """Writes and seals the next version."""
+        manifest, generation = self.write(slot)
+        return Version(manifest.to_proto(), slot, generation)
+
 
 @contextmanager
 def peer(
@@ -78,9 +84,7 @@ def peer(
 
 async def stream(link: ReplicaClient, versions: Versions, turn: int) -> float:
     """Returns the seconds of one version's transfer, including verification."""
-    slot = turn % versions.arena.slots
-    sealed, generation = versions.write(slot)
-    version = Version(sealed.to_proto(), slot, generation)
+    version = versions.sealed(turn % versions.arena.slots)
     began = time.perf_counter()
     await link.stream(version)
     seconds = time.perf_counter() - began
@@ -120,6 +124,34 @@ async def against_socket(nbytes: int, repeats: int) -> dict[str, float]:
         "socket_gb_s": gigabytes / statistics.median(sockets),
         "stream_vs_socket": statistics.median(there / here for here, there in zip(streams, sockets, strict=True)),
     }
+
+
+async def stream_costs(nbytes: int, repeats: int) -> tuple[float, float]:
+    """Returns the processor seconds of a stream's sender and of its receiver; each the smallest of `repeats`."""
+    versions = Versions(nbytes, run_id())
+    try:
+        with peer("stream", nbytes, versions.run_id) as port:
+            [receiver] = psutil.Process().children()
+            link, costs = ReplicaClient(lease("bench", port), versions.arena), []
+            for turn in range(repeats + 2):
+                version = versions.sealed(turn % versions.arena.slots)
+                began = [spent(process) for process in (psutil.Process(), receiver)]
+                await link.stream(version)
+                costs.append(
+                    [spent(process) - before for process, before in zip((psutil.Process(), receiver), began, strict=True)]
+                )
+                await link.commit(version)
+            await link.close()
+    finally:
+        versions.arena.close()
+    sender, receiver_seconds = (min(column) for column in zip(*costs[2:], strict=True))  # the first two allocate buffers
+    return sender, receiver_seconds
+
+
+def spent(process: psutil.Process) -> float:
+    """Processor seconds of a process."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 async def against_shaped_link(nbytes: int, repeats: int) -> dict[str, float]:

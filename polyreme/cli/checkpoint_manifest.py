@@ -1,7 +1,9 @@
-"""The manifest of a checkpoint, checkpoint.json: format, iteration, layout and facts, the xxh3_64 of every file, and a digest of itself.
+"""The name of a checkpoint, and its manifest, checkpoint.json: format, iteration, layout and facts, the xxh3_64 of every file, and a digest of
+itself.
 
 Invariant: `read_manifest` returns only what `write_manifest` wrote. Any other byte or name is damage, which raises ValueError. An undamaged
-manifest of another format is refused with an error that names the format.
+manifest of another format is refused with an error that names the format. What has no checkpoint's name, such as a copy, is never used,
+changed or removed.
 """
 
 import json
@@ -41,7 +43,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ValueError("other bytes than were saved")
         if fields["iteration"] != number_of(folder):
             raise ValueError(f"expected the iteration of the directory's name; found {fields['iteration']}")
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     if found != _FORMAT:
         raise ConfigError(
@@ -67,6 +69,19 @@ def digest_of(file: Path) -> str:
         while block := stream.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def checkpoint_path(root: Path, number: int, prefix: str = "iteration") -> Path:
+    """The path of a checkpoint, or of its export: PREFIX-NUMBER, the number with at least six digits."""
+    return root / f"{prefix}-{number:06d}"
+
+
+def numbered(root: Path, prefix: str = "iteration") -> list[Path]:
+    """The directories whose names `checkpoint_path` gives, by their numbers. Nothing is read from them."""
+    found = [
+        path for path in root.glob(f"{prefix}-*") if path == checkpoint_path(root, number_of(path), prefix) and path.is_dir()
+    ]
+    return sorted(found, key=number_of)
 
 
 def number_of(folder: Path) -> int:

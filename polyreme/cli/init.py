@@ -17,6 +17,10 @@ from polyreme.config.base import NAME
 from polyreme.errors import ConfigError
 
 _TRIES = 5
+_RANDOM_WEIGHTS = """\
+note     The tiny model has random weights. This run shows that all parts work.
+         To learn from your data, set model.path to a model of yours, or add a
+         warm start on answers: trainer.sft."""
 _NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
 
 
@@ -27,7 +31,9 @@ def init(
         str | None, typer.Option(help=f"Hugging Face directory, or `{TINY}`: a small model with random weights, to try a run.")
     ] = None,
     data: Annotated[str | None, typer.Option(help=f"Data file with one row per prompt, or `{SAMPLE}`: sample data.")] = None,
-    reward: Annotated[str | None, typer.Option(help=f"Reward of a response: {', '.join(REWARDS)}.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help=f"Reward of a response: {', '.join(REWARDS)}, or a Python file with a function of yours.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
     prompt_key: Annotated[
         str | None, typer.Option(help="Column of the data with the prompt. Default: the first usual name that the file has.")
@@ -49,10 +55,15 @@ def init(
     answers_data = _at_home(
         data or _ask(f"Data: a file with one row per prompt, or `{SAMPLE}`", SAMPLE, _is_data, "a file or directory that exists")
     )
-    rewards, devices = tuple(REWARDS), get_args(Device)
-    answers_reward = _one_of(
-        "--reward", reward or _ask(f"Reward: {', '.join(rewards)}", "python", rewards.__contains__, "one of these"), rewards
+    devices = get_args(Device)
+    answers_reward = _at_home(
+        reward
+        or _ask(f"Reward: {', '.join(REWARDS)}, or a Python file", "python", _is_reward, "one of these, or a file that exists")
     )
+    if not _is_reward(answers_reward):
+        raise ConfigError(
+            f"--reward as one of {', '.join(REWARDS)}, or a Python file that exists", repr(answers_reward), "Choose one of these."
+        )
     answers_device = _one_of(
         "--device", device or _ask("Device: cpu, cuda or npu", "cpu", devices.__contains__, "one of these"), devices
     )
@@ -69,6 +80,8 @@ def init(
     )
     for path in write_new_run(folder, answers):
         print(f"wrote    {path}")
+    if answers_model == TINY and not sample:
+        print(_RANDOM_WEIGHTS)
     print("\n".join(next_steps(folder)))
 
 
@@ -102,6 +115,10 @@ def _is_model(answer: str) -> bool:
 
 def _is_data(answer: str) -> bool:
     return answer == SAMPLE or Path(_at_home(answer)).exists()
+
+
+def _is_reward(answer: str) -> bool:
+    return answer in REWARDS or (answer.endswith(".py") and Path(_at_home(answer)).is_file())
 
 
 def _at_home(path: str) -> str:

@@ -16,6 +16,8 @@ SPLIT = {"waiting for samples": "time/learner_wait", "training": "time/train", "
 """Parts of an iteration's wall time, with the record key of each. The remainder is overhead."""
 RECENT = 64
 """Number of newest iterations whose records are kept."""
+LOADING_SECONDS = 60.0
+"""Seconds for which a load without a further record is shown while iterations are trained: its process may be gone."""
 NOTICE_SECONDS = 300.0
 """Seconds for which a notice or an alarm is shown."""
 
@@ -67,7 +69,7 @@ class Progress:
         evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version. A result that is not
             `comparable`, since a resume may have other held-out data or another `eval_best`, replaces all of them.
         evaluating: the newest `eval_progress` record of an evaluation that is not over.
-        loading: the newest `loading` record while the learner loads the weights of a role.
+        loading: the newest `loading` record of each role whose weights are being loaded.
         engine_start: the newest `engine_start` record, until a replica has registered.
         failed_evaluations: reason by version, for the newest failures.
         versions: served version by replica.
@@ -87,7 +89,7 @@ class Progress:
     metric: str = "accuracy"
     evaluation: Record | None = None
     evaluating: Record | None = None
-    loading: Record | None = None
+    loading: dict[str, Record] = field(default_factory=dict)
     engine_start: Record | None = None
     failed_evaluations: dict[int, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
@@ -132,7 +134,9 @@ class Progress:
             case "eval_progress":
                 self.evaluating = record
             case "loading":
-                self.loading = record if record["fraction"] < 1 else None
+                self.loading.pop(record["role"], None)
+                if record["fraction"] < 1:
+                    self.loading[record["role"]] = record
             case "engine_start":
                 self.engine_start = record
             case "eval_failed":
@@ -147,7 +151,7 @@ class Progress:
                 self.engine_start = None if self.replicas else self.engine_start
             case "restart":
                 self.restarts[record["process"]] = self.restarts.get(record["process"], 0) + 1
-                self.loading, self.engine_start = None, None
+                self.loading, self.engine_start = {}, None
             case "sft":
                 same = self._sft_first is not None and self._sft_first["phase"] == record["phase"]
                 self._sft_first, self.sft = self._sft_first if same else record, record
@@ -254,12 +258,13 @@ class Progress:
         """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
         self.forked_from = record.get("forked_from") or self.forked_from
-        self.sft, self._sft_first, self.evaluating, self.loading, self.engine_start = None, None, None, None, None
+        self.sft, self._sft_first, self.evaluating, self.loading, self.engine_start = None, None, None, {}, None
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:
         self.iterations += 1
         self.newest = record["iteration"]
+        self.loading = {role: load for role, load in self.loading.items() if record["time"] - load["time"] < LOADING_SECONDS}
         seconds = float(record["time/iteration"])
         if not self.first:
             self.first = self.newest

@@ -3,6 +3,7 @@
 Invariant: pure functions from records and Progress to strings.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from polyreme.cli.progress import SPLIT, Progress, Record, evaluation_of
@@ -65,7 +66,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
 def loading_progress(record: Record) -> str:
     """The progress of loading a role's weights, from a `loading` record."""
     left = f", remaining about {duration(record['seconds_left'])}" if record["fraction"] < 1 else ""
-    return f"learner loads the {record['role']}: {record['fraction']:.0%}{left}"
+    return f"loading the {record['role']}: {record['fraction']:.0%}{left}"
 
 
 def engine_progress(record: Record) -> str:
@@ -73,6 +74,22 @@ def engine_progress(record: Record) -> str:
     if "seconds" in record:
         return f"{record['engine']} started on {record['host']} in {record['seconds']:.1f} s"
     return f"{record['engine']} starts on {record['host']}"
+
+
+def activities(progress: Progress) -> Iterator[str]:
+    """What takes long at the moment and is no iteration, and about how long it still takes."""
+    yield from map(loading_progress, progress.loading.values())
+    if sft := progress.sft:
+        left = progress.sft_remaining_seconds()
+        text = f"warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}"
+        yield text + ("" if left is None else f"  remaining about {duration(left)}")
+    if progress.evaluating:
+        yield f"evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}"
+
+
+def engine_starting(engine: Record, now: float) -> str:
+    """As `engine_progress`, with the duration until `now` of a start that is not complete."""
+    return engine_progress(engine) + ("" if "seconds" in engine else f", for {duration(now - engine['time'])}")
 
 
 def evaluation_progress(record: Record) -> str:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import yaml
 from redis.asyncio import Redis
 
+from polyreme.cli.checkpoint_manifest import numbered
 from polyreme.cli.input_files import read_model_files
 from polyreme.cli.run_records import write_atomically
 from polyreme.config.base import BaseConfig
@@ -116,8 +117,7 @@ def claim(config: RunConfig | StageConfig, resume: bool) -> RunFile | None:
 
 def checkpoints(run_dir: Path, prefix: str = RunConfig.checkpoint_prefix) -> list[Path]:
     """The directory's complete checkpoints, oldest first. Does not read their content."""
-    found = (run_dir / "checkpoints").glob(f"{prefix}-*")
-    return sorted(path for path in found if path.name.removeprefix(f"{prefix}-").isdigit())
+    return numbered(run_dir / "checkpoints", prefix)
 
 
 async def open_run(

@@ -8,7 +8,7 @@ import os
 import sys
 import termios
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -22,10 +22,9 @@ from rich.text import Text
 
 from polyreme.cli.progress import NOTICE_SECONDS, RECENT, Progress, Record
 from polyreme.cli.report import (
+    activities,
     duration,
-    engine_progress,
-    evaluation_progress,
-    loading_progress,
+    engine_starting,
     plain_line,
     shares_of,
     shortened,
@@ -165,7 +164,7 @@ def render(
     bar = Table.grid()  # a bare ProgressBar does not end its line
     bar.add_row(ProgressBar(total=max(1, config.iterations), completed=progress.newest, width=min(60, width)))
     parts: list[RenderableType] = [_line(head), bar]
-    parts += [_line(f"now      {activity}", "cyan") for activity in _activities(progress)]
+    parts += [_line(f"now      {activity}", "cyan") for activity in activities(progress)]
     foot = _footer(progress, now, redis_url)
     if times := _times(config, progress, now):
         parts.append(_line(times))
@@ -179,18 +178,6 @@ def render(
         foot = foot[-max(1, height - len(parts) - 2) :]  # the table's header and newest row have priority
         parts.append(_table(progress, min(RECENT, max(1, height - len(parts) - len(foot) - 1)), width))
     return Panel(Group(*parts, *foot), border_style="blue")
-
-
-def _activities(progress: Progress) -> Iterator[str]:
-    """What takes long at the moment and is no iteration, and about how long it still takes."""
-    if progress.loading:
-        yield loading_progress(progress.loading)
-    if sft := progress.sft:
-        left = progress.sft_remaining_seconds()
-        text = f"warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}"
-        yield text + ("" if left is None else f"  remaining about {duration(left)}")
-    if progress.evaluating:
-        yield f"evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}"
 
 
 def _times(config: RunConfig, progress: Progress, now: float) -> str:
@@ -229,7 +216,7 @@ def _starting(progress: Progress, now: float) -> str:
     """The line about replicas while none has registered."""
     if (engine := progress.engine_start) is None:
         return "none" if progress.newest else "starting"
-    return engine_progress(engine) + ("" if "seconds" in engine else f", for {duration(now - engine['time'])}")
+    return engine_starting(engine, now)
 
 
 def _sample_lines(sample: Record, width: int) -> list[RenderableType]:

@@ -47,15 +47,14 @@ class EvaluationSet(Section):
         """The name of one of the set's metrics in records."""
         return f"{self.name}/{name}" if self.name else name
 
-    def has_metric(self, name: str) -> bool:
-        """Whether the set can have a metric: `mean`, `reward/NAME`, or one over several answers. `pass@k` also needs scores of right and
-        wrong answers, which this check cannot know."""
-        kind, _, count = name.partition("@")
-        if not count:
-            return name == "mean" or name.startswith("reward/")
-        if not (count.isdecimal() and count.isascii()) or self.answers < 2:
-            return False
-        return int(count) in pass_sizes(self.answers) if kind == "pass" else kind in _SEVERAL and int(count) == self.answers
+    def metrics(self, rewards: Sequence[str]) -> list[str]:
+        """The metrics that the set can have, without its name. `pass@k` also needs scores of right and wrong answers.
+
+        Args:
+            rewards: names of the rewards that score its answers.
+        """
+        several = [f"{kind}@{self.answers}" for kind in _SEVERAL] + [f"pass@{k}" for k in pass_sizes(self.answers)]
+        return ["mean", *(several if self.answers > 1 else ()), *(f"reward/{name}" for name in rewards)]
 
 
 def pass_sizes(answers: int) -> list[int]:
@@ -72,15 +71,30 @@ def check_pattern(pattern: str | None) -> str | None:
     return pattern
 
 
-def best_metric(sets: Sequence[EvaluationSet], chosen: str | None) -> tuple[EvaluationSet, str]:
-    """The set and metric that `eval_best` chooses; None: the mean of the first set. Raises ValueError when there is no such metric."""
+def without_part(metric: str, rewards: Sequence[str]) -> str:
+    """The metric of the reward that reports a sub-part, for reward/NAME/PART; any other metric unchanged."""
+    return next((of for name in rewards if metric.startswith(f"{(of := f'reward/{name}')}/")), metric)
+
+
+def best_metric(sets: Sequence[EvaluationSet], chosen: str | None, rewards: Sequence[str]) -> tuple[EvaluationSet, str]:
+    """The set and metric that `eval_best` chooses; None: the mean of the first set.
+
+    Args:
+        sets: the held-out sets.
+        chosen: SET/METRIC, METRIC for the set without a name, or None.
+        rewards: names of the run's rewards.
+
+    Raises:
+        ValueError: no set can have this metric.
+    """
     if chosen is None:
         return sets[0], "mean"
     for each in sets:
         prefix = each.metric("")
-        if chosen.startswith(prefix) and each.has_metric(metric := chosen.removeprefix(prefix)):
+        metric = chosen.removeprefix(prefix)
+        if chosen.startswith(prefix) and without_part(metric, rewards) in each.metrics(rewards):
             return each, metric
-    names = ", ".join(each.metric("mean") for each in sets) or "none, as there is no held-out set"
+    names = ", ".join(each.metric(name) for each in sets for name in each.metrics(rewards))
     raise ValueError(
-        f"eval_best = {chosen} is not a metric of a held-out set; the metrics are {names}, and with several answers SET/pass@k"
+        f"eval_best = {chosen} is none of the metrics of the held-out sets ({names or 'there is no set'}); choose one of these"
     )

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from polyreme.config.base import BaseConfig
 from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
-from polyreme.config.section import Section, holds_path, known_keys, subsections
+from polyreme.config.section import Section, holds_path, known_keys, required_keys, subsections
 from polyreme.config.stage import STAGES, StageConfig
 from polyreme.errors import ConfigError
 
@@ -181,7 +181,10 @@ def _explain(error: Any, schema: type[Section]) -> str:
     if error["type"] == "extra_forbidden":
         near = _nearest(".".join(str(part) for part in error["loc"] if not isinstance(part, int)), schema)
         return f"unknown key {dotted}" + (f" (did you mean {near}?)" if near else "")
-    found = "" if error["type"] == "missing" else f", found {error['input']!r:.80}"
+    if error["type"] == "missing":
+        inner = [key for key in required_keys(schema) if key.startswith(f"{dotted}.")]
+        return f"{dotted} is missing" + (f", with {', '.join(inner)}" if inner else "")
+    found = f", found {error['input']!r:.80}"
     return f"{dotted or 'run'}: {error['msg'].removeprefix('Value error, ').removesuffix('.')}{found if dotted else ''}"
 
 

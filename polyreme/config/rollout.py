@@ -56,6 +56,10 @@ class RolloutConfig(Section):
     engine: str = Field("vllm", description="Name of an inference engine in the entry-point group `polyreme.engines`.")
     replicas: Operational[int] = Field(1, ge=1, description="Number of replicas that `polyreme up` starts and a run waits for.")
     tensor_parallel: int = Field(1, ge=1, description="Devices per replica.")
+    cpu_sleep: Operational[Literal["pause", "end"]] = Field(
+        "pause",
+        description="What a CPU replica does while a colocated learner trains. pause: it keeps its memory and uses no processor time. end: its engine ends, which frees the memory, and starts again in the next turn.",
+    )
     max_new_tokens: int = Field(ge=1, description="Maximum response length in tokens.")
     tokens_per_iteration: int | None = Field(
         None,

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.base import BaseConfig
-from polyreme.config.data import DataConfig
+from polyreme.config.data import DataConfig, Sources
 from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig
 from polyreme.config.notices import ReceiverConfig
@@ -128,6 +128,10 @@ class RunConfig(BaseConfig):
                 raise ValueError(f"{key}.min_lr must not exceed {key}.lr")
         if self.device == "cpu":
             self._check_vllm_on_cpu()
+        elif self.rollout.cpu_sleep == "end":
+            raise ValueError(
+                "rollout.cpu_sleep = end needs device: cpu; on accelerators, a sleeping engine frees their memory, see rollout.vllm.sleep_level; use pause"
+            )
         return self
 
     def _check_vllm_on_cpu(self) -> None:
@@ -186,7 +190,7 @@ class RunConfig(BaseConfig):
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set needs a different name")
         if self.evaluation_sets or self.eval_best:
-            best_metric(self.evaluation_sets, self.eval_best)
+            best_metric(self.evaluation_sets, self.eval_best, self.reward_names)
 
     @property
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
@@ -203,10 +207,25 @@ class RunConfig(BaseConfig):
         )
         return (first, *self.eval_sets)
 
+    @property
+    def prompt_data(self) -> tuple[Sources, ...]:
+        """The training data, then that of each held-out set."""
+        return (self.data.train, *(each.data for each in self.evaluation_sets))
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The names of the rewards in the parts of a score; empty without rewards."""
+        return tuple(spec.label for spec in self.reward.rewards) if self.reward else ()
+
     def evaluates(self, version: int) -> bool:
         """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""
         scheduled = version == self.iterations or (self.eval_interval > 0 and version % self.eval_interval == 0)
         return bool(self.evaluation_sets) and scheduled
+
+    @property
+    def ends_engines(self) -> bool:
+        """Whether a replica's engine ends while a colocated learner trains."""
+        return self.placement == "colocated" and self.rollout.cpu_sleep == "end"
 
     @property
     def holds_versions(self) -> bool:

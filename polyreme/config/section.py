@@ -48,6 +48,14 @@ def is_operational(field: FieldInfo) -> bool:
     return any(isinstance(mark, _OperationalMark) for mark in field.metadata)
 
 
+def required_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """The dotted keys without a default that a section needs, including those of the subsections that it needs."""
+    for name, field in section.model_fields.items():
+        if field.is_required():
+            inner = subsections(field)
+            yield from required_keys(inner[0], f"{prefix}{name}.") if inner else (prefix + name,)
+
+
 def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a section, including those of its subsections."""
     for name, field in section.model_fields.items():

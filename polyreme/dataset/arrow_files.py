@@ -1,6 +1,6 @@
 """Readers of Parquet and Arrow files.
 
-Invariant: a row has the values that the same row would have in JSON lines. Files are read in batches, so a file may exceed the memory.
+Invariant: a row has the values that the same row would have in JSON lines. Files are mapped and read in batches, so a file may exceed the memory.
 """
 
 import datetime
@@ -32,7 +32,7 @@ def read_arrow(path: Path) -> Iterator[Row]:
 def _parquet_batches(path: Path) -> "Iterator[pa.RecordBatch]":
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
+    with parquet.ParquetFile(path, memory_map=True) as file:  # otherwise pyarrow reads a column of a whole row group at once
         share = path.stat().st_size / max(1, file.metadata.num_rows)
         for batch in file.iter_batches(batch_size=_BATCH):
             yield batch
@@ -70,6 +70,8 @@ def _rows(path: Path, batches: "Iterator[pa.RecordBatch]") -> Iterator[Row]:
                 for fields in batch.slice(start, _BATCH).to_pylist():
                     number += 1
                     yield Row(f"{path} row {number}", {**fields, **{name: _plain(fields[name]) for name in odd}})
+    except FileNotFoundError:
+        raise DataError(f"a data file at {path}", "no such file", "Fix the path in `data`.") from None
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"a readable {path.suffix.lstrip('.')} file at {path}", f"{error!s:.200}", "Write or download the file again."

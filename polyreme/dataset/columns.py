@@ -34,6 +34,14 @@ def value_at(fields: Mapping[str, Any], key: str, default: Any = None) -> Any:
     return node
 
 
+def column_names(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The columns of a row, those inside a column as dotted paths, sorted."""
+    found: list[str] = []
+    for key, value in fields.items():
+        found += column_names(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else [f"{prefix}{key}"]
+    return sorted(found)
+
+
 def chat_messages(value: Any) -> Any:
     """Messages of ShareGPT's form, `{from, value}`, as `{role, content}`. Any other value is returned unchanged."""
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):

@@ -4,11 +4,12 @@ The files `PREFIX_packed_KEY_document.{idx,bin}` of MindSpeed RL form one data s
 
 Format: `megatron/core/datasets/indexed_dataset.py` of Megatron-LM.
 
-Invariant: a row is token ids, and every sequence lies inside its file. The .bin files are mapped, not read.
+Invariant: a row is token ids, and every sequence lies inside its file. Files are mapped, not read, so they may exceed the memory.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -54,23 +55,39 @@ def _key(file: Path) -> str:
     return match["key"] if match else "input_ids"
 
 
-def _sequences(index: Path) -> "Sequence[NDArray[np.integer]]":
+@dataclass(frozen=True)
+class _Sequences:
+    """The sequences of one file: the first token and the number of tokens of each, int64 and int32 [sequences]."""
+
+    ids: "NDArray[np.integer]"
+    firsts: "NDArray[np.int64]"
+    lengths: "NDArray[np.int32]"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> "Iterator[NDArray[np.integer]]":
+        for first, length in zip(self.firsts, self.lengths, strict=True):
+            yield self.ids[first : first + length]
+
+
+def _sequences(index: Path) -> _Sequences:
     data = index.with_suffix(".bin")
     try:
-        head, size = index.read_bytes(), data.stat().st_size
+        size = data.stat().st_size
+        head = np.memmap(index, np.uint8, "r") if index.stat().st_size else np.empty(0, np.uint8)
     except OSError as error:
         raise DataError(f"the files {index.name} and {data.name}", str(error), "Fix the path in `data`.") from error
-    if head[: len(_MAGIC)] != _MAGIC or len(head) < _HEADER or head[17] not in _INTEGERS:
+    first = head[:_HEADER].tobytes()
+    if first[: len(_MAGIC)] != _MAGIC or len(first) < _HEADER or first[17] not in _INTEGERS:
         raise DataError(f"Megatron's index of integers in {index}", "another content", "Convert the data again.")
-    kind = np.dtype(_INTEGERS[head[17]])
-    count = int.from_bytes(head[18:26], "little")
+    kind = np.dtype(_INTEGERS[first[17]])
+    count = int.from_bytes(first[18:26], "little")
     if len(head) < _HEADER + 12 * count:
         raise DataError(f"{count} sequences in {index}", "a shorter file", "Convert the data again.")
     lengths = np.frombuffer(head, "<i4", count, _HEADER)
     starts = np.frombuffer(head, "<i8", count, _HEADER + 4 * count)
     if count and (lengths.min() < 0 or starts.min() < 0 or int((starts + lengths.astype("<i8") * kind.itemsize).max()) > size):
         raise DataError(f"every sequence of {index.name} inside {data}", f"{size} bytes", "Convert the data again.")
-    ids = np.memmap(data, kind, "r") if size else np.empty(0, kind)
-    return [
-        ids[start : start + length] for start, length in zip((starts // kind.itemsize).tolist(), lengths.tolist(), strict=True)
-    ]
+    ids = np.memmap(data, kind, "r").view(np.ndarray) if size else np.empty(0, kind)
+    return _Sequences(ids, starts // kind.itemsize, lengths)

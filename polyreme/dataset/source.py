@@ -11,7 +11,7 @@ import xxhash
 
 from polyreme.config.data import DataSource, Sources
 from polyreme.dataset.arrow_files import read_arrow, read_parquet
-from polyreme.dataset.columns import value_at
+from polyreme.dataset.columns import column_names, value_at
 from polyreme.dataset.megatron_files import packed_files, read_megatron
 from polyreme.dataset.text_files import Row, read_csv, read_json
 from polyreme.errors import DataError
@@ -145,5 +145,5 @@ def _column(fields: dict[str, object], key: str, where: str, setting: str) -> ob
     missing = object()
     value = value_at(fields, key, missing)
     if value is missing:
-        raise DataError(f"a column {key!r} in {where}", f"columns {sorted(fields)}", f"Fix the row, or `{setting}`.")
+        raise DataError(f"a column {key!r} in {where}", f"columns {column_names(fields)}", f"Fix the row, or `{setting}`.")
     return value

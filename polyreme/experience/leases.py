@@ -59,6 +59,11 @@ class Registry:
         await keeper.renew()
         return keeper
 
+    async def now(self) -> float:
+        """Unix time of Redis, in seconds: the one clock that all machines of a run share."""
+        seconds, microseconds = await self.run.redis.time()
+        return float(seconds) + float(microseconds) / 1e6
+
     async def leases(self, kind: Kind) -> list[Lease]:
         """The live leases of a kind, sorted by id."""
         ids = sorted(name.decode() for name in await self.run.redis.smembers(self.run.key(f"leases:{kind}")))

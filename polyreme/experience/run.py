@@ -59,6 +59,7 @@ class Run:
         self.run_id = run_id
         self.start = 0
         self._reports: set[asyncio.Task[None]] = set()  # asyncio alone keeps no task alive
+        self._reporting = asyncio.Lock()
         self.scripts = Scripts(redis, run_id)
 
     def key(self, name: str) -> str:
@@ -231,16 +232,22 @@ class Run:
         keys = [self.key("metrics"), self.once()]
         await self.scripts.call("publish", METRICS_BOUND, "record", str(record.get("kind", "")), text, keys=keys)
 
-    def report_restart(self, process: str, found: str) -> None:
-        """Emits the record of a restart in the background, so that a lost Redis does not delay the restart. Call it in the event loop."""
+    def report(self, record: Mapping[str, Any]) -> None:
+        """Emits a record in the background, after those of earlier calls, so that a lost Redis delays nothing. Call it in the event
+        loop."""
 
-        async def report() -> None:
-            with suppress(PolyremeError):
-                await self.emit({"kind": "restart", "process": process, "text": found})
+        async def emit() -> None:
+            async with self._reporting:  # grants its tasks in the order of their requests
+                with suppress(PolyremeError):
+                    await self.emit(record)
 
-        task = asyncio.create_task(report())
+        task = asyncio.create_task(emit())
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
+
+    def report_restart(self, process: str, found: str) -> None:
+        """Emits the record of a restart in the background."""
+        self.report({"kind": "restart", "process": process, "text": found})
 
     async def records(self, after_id: str, block_ms: int, count: int = 1000) -> list[tuple[str, dict[str, Any]]]:
         """Records after `after_id` ("0": all), in order. Waits up to `block_ms` milliseconds for one (0: does not wait)."""

@@ -19,6 +19,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import NoReturn
+
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.errors import PolyremeError
 
@@ -157,6 +160,18 @@ class Child:
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
 
+def exec_again(environment: Mapping[str, str]) -> NoReturn:
+    """Replaces this process by a new one with the same id, command and owner, which starts with no memory of it. Ends what it started."""
+    for child in psutil.Process().children():
+        child.kill()
+        child.wait(REAP_TIMEOUT)
+    for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        if int(number) > 2:  # libraries may have opened files that a new program inherits
+            with suppress(OSError):  # the list itself
+                os.set_inheritable(int(number), False)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(environment))
+
+
 def stop_event() -> asyncio.Event:
     """An event that the first SIGTERM, SIGINT or SIGHUP sets. A second SIGTERM or SIGINT raises KeyboardInterrupt, even when both arrive
     together. Later SIGHUPs do nothing: a shell and the kernel may both send one. An ignored SIGHUP (`nohup`) stays ignored.
@@ -181,7 +196,11 @@ def stop_event() -> asyncio.Event:
 
 
 def _disk_full(error: OSError) -> PolyremeError:
-    return PolyremeError("writable files", str(error), "Free disk space for output_dir and TMPDIR, then continue with --resume.")
+    return PolyremeError(
+        "writable files",
+        str(error),
+        "Free disk space for output_dir and TMPDIR, or make them writable, then continue with --resume.",
+    )
 
 
 @contextmanager

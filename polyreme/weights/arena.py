@@ -68,7 +68,7 @@ class Arena:
             ConfigError: shared memory is too small.
         """
         remove_stale(run_id)
-        path = SHARED_MEMORY / f"polyreme-{run_id}-weights-{part}"
+        path = arena_path(run_id, part)
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
@@ -172,6 +172,11 @@ class Arena:
         if not 0 <= slot < self.slots:
             raise ArenaError(f"expected a slot below {self.slots} of {self.path}; found {slot}")
         return slot
+
+
+def arena_path(run_id: str, part: int = 0) -> Path:
+    """The file of the run's arena for a part."""
+    return SHARED_MEMORY / f"polyreme-{run_id}-weights-{part}"
 
 
 def identity(path: str | Path) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from polyreme.weights.digest import DigestError, verify
+from polyreme.weights.digest import DigestError, Each, verify
 from polyreme.weights.manifest import Manifest, ManifestError
 
 
@@ -116,9 +116,9 @@ class Assembly(RangeAssembly):
         super().__init__(own, manifest.nbytes, buffer, f"version {manifest.version}")
 
     @classmethod
-    def verified_part(cls, manifest: Manifest, buffer: memoryview) -> "Assembly":
-        """The assembly of a part that is complete in the buffer. Reads it once. Raises DigestError, and the errors of the constructor."""
-        verify(manifest, buffer)
+    def verified_part(cls, manifest: Manifest, buffer: memoryview, each: Each = map) -> "Assembly":
+        """The assembly of a part that is complete in the buffer. Raises as `verify`, and as the constructor."""
+        verify(manifest, buffer, each)
         assembly = cls(manifest, buffer)
         assembly.position, assembly._pending = manifest.nbytes, []
         return assembly

@@ -15,6 +15,11 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """Default limit by dtype of the weights, in nats: several times the effect of rounding, and far below that of wrong weights."""
 
 
+def limit_of(dtype: str, chosen: float | None = None) -> float:
+    """The limit for weights of a dtype, in nats: the chosen one, or the default."""
+    return LIMITS[dtype] if chosen is None else chosen
+
+
 class CanaryError(ValueError):
     """A replica's log-probabilities differ from those of the version."""
 

@@ -4,22 +4,20 @@ Invariant: a delta applied to bytes with the digests of its base gives bytes wit
 whole version. The digests of both ends are verified, so no other bytes are ever used as the version.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import xxhash
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.weights import sparse
+from polyreme.weights.digest import Each
 from polyreme.weights.manifest import NUMPY_DTYPES, Manifest, ManifestError, Tensor
 from polyreme.weights.sparse import Changes, Frame, Words, words_of
 
 DENSE_ABOVE = 0.25  # changed elements of a tensor: above, positions cost more than the values that they save
 WHOLE_ABOVE = 0.5  # bytes of the whole part
-
-Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""`map`, or the `map` of an executor."""
 
 
 class DeltaError(ValueError):
@@ -155,17 +153,23 @@ def diff(before: Manifest, old: memoryview, after: Manifest, new: memoryview, ea
     return _assembled(before, after, frames)
 
 
-def apply(delta: DeltaManifest, payload: memoryview, shadow: memoryview) -> None:
+def apply(delta: DeltaManifest, payload: memoryview, shadow: memoryview, each: Each = map) -> None:
     """Writes the changes into bytes that hold the base. Verify them afterwards.
+
+    Args:
+        each: maps over the tensors. Decompressing and writing release the GIL.
 
     Raises:
         DeltaError: the payload has another size.
         FrameError: a frame is damaged. The bytes are then a mixture.
     """
-    for tensor, frame in _frames(delta, payload):
+
+    def write(pair: tuple[Tensor, Frame | None]) -> None:
+        tensor, frame = pair
         if frame is not None:
-            changes = sparse.decode(frame, _itemsize(tensor), _size(tensor))
-            sparse.apply(changes, _words(tensor, shadow))
+            sparse.apply(sparse.decode(frame, _itemsize(tensor), _size(tensor)), _words(tensor, shadow))
+
+    deque(each(write, _frames(delta, payload)), maxlen=0)
 
 
 def compact(older: WeightDelta, newer: WeightDelta) -> WeightDelta | None:
@@ -213,7 +217,7 @@ def _frames(delta: DeltaManifest, payload: memoryview) -> Iterator[tuple[Tensor,
     for tensor, change in zip(_own(delta.manifest), delta.tensors, strict=True):
         data = payload[start : start + change.nbytes]
         start += change.nbytes
-        yield tensor, Frame(change.changed, change.words, bytes(data)) if change.nbytes else None
+        yield tensor, Frame(change.changed, change.words, data) if change.nbytes else None
 
 
 def _check_same_layout(before: Manifest, after: Manifest) -> None:

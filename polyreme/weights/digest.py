@@ -1,13 +1,18 @@
 """Digests, which prove that the bytes in a slot are the bytes that the trainer wrote.
 
-Invariant: a verified slot matches the digest of every tensor. One thread is enough: xxh3_64 reads memory faster than a core copies it.
+Invariant: a verified slot matches the digest of every tensor. One thread reads memory faster by xxh3_64 than it copies it.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import xxhash
 
 from polyreme.weights.manifest import Manifest, ManifestError
+
+Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""`map`, or the `map` of an executor."""
 
 
 class DigestError(ValueError):
@@ -28,8 +33,8 @@ def seal(manifest: Manifest, buffer: memoryview) -> Manifest:
     return replace(manifest, tensors=tensors)
 
 
-def verify(manifest: Manifest, buffer: memoryview) -> None:
-    """Reads every tensor's bytes once.
+def verify(manifest: Manifest, buffer: memoryview, each: Each = map) -> None:
+    """Reads every tensor's bytes once. `each`: maps over the tensors; hashing releases the GIL.
 
     Raises:
         DigestError: tensors differ; the message names the first and their number.
@@ -38,11 +43,9 @@ def verify(manifest: Manifest, buffer: memoryview) -> None:
     _fits(manifest, buffer)
     if not manifest.sealed:
         raise ManifestError("expected a sealed manifest; found one without digests")
-    wrong = [
-        tensor.name
-        for tensor in manifest.tensors
-        if not tensor.alias_of and _digest(buffer, tensor.offset, tensor.nbytes) != tensor.digest
-    ]
+    own = [tensor for tensor in manifest.tensors if not tensor.alias_of]
+    digests = each(lambda tensor: _digest(buffer, tensor.offset, tensor.nbytes), own)
+    wrong = [tensor.name for tensor, digest in zip(own, digests, strict=True) if digest != tensor.digest]
     if wrong:
         raise DigestError(f"version {manifest.version}: {len(wrong)} of {len(manifest.tensors)} tensors differ, first {wrong[0]}")
 

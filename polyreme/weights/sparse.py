@@ -39,7 +39,7 @@ class Frame(NamedTuple):
 
     changed: int
     words: int
-    data: bytes
+    data: bytes | memoryview
 
 
 def words_of(buffer: memoryview, itemsize: int) -> Words:
@@ -63,7 +63,7 @@ def encode(changes: Changes) -> Frame:
     if not len(values):
         raise ValueError("expected at least one changed element; found none")
     words = np.empty(0, "<u2") if positions is None else _words(positions)
-    planes = b"".join((*_planes(words), *_planes(values)))
+    planes = b"".join((*_planes(words), *_planes(values)))  # type: ignore[arg-type]  # arrays are buffers
     return Frame(len(values), len(words), zstandard.ZstdCompressor(level=LEVEL).compress(planes))
 
 
@@ -90,7 +90,7 @@ def decode(frame: Frame, itemsize: int, size: int) -> Changes:
     if not frame.words:
         return Changes(None, values)
     words = _joined(view[: 2 * frame.words], 2)
-    positions = np.cumsum(words, dtype=np.int64)[words != ESCAPE] - 1
+    positions = np.cumsum(words.astype(np.int64))[words != ESCAPE] - 1
     if len(positions) != frame.changed or positions[0] < 0 or positions[-1] >= size or np.any(np.diff(positions) <= 0):
         raise FrameError(f"expected {frame.changed} ascending positions below {size}; found {len(positions)} others")
     return Changes(positions, values)
@@ -125,11 +125,14 @@ def _words(positions: NDArray[np.int64]) -> NDArray[np.uint16]:
     return words
 
 
-def _planes(words: Words) -> Iterator[bytes]:
-    table = words.view(np.uint8).reshape(len(words), words.itemsize)
-    return (table[:, byte].tobytes() for byte in range(words.itemsize))
+def _planes(words: Words) -> Iterator[Words]:
+    """The first bytes, then the second bytes, and so on. Shifts take a fraction of the time of strided copies."""
+    return ((words >> (8 * byte)).astype(np.uint8) for byte in range(words.itemsize))
 
 
 def _joined(planes: memoryview, itemsize: int) -> Words:
-    table = np.frombuffer(planes, np.uint8).reshape(itemsize, -1)
-    return np.ascontiguousarray(table.T).view(f"<u{itemsize}").reshape(-1)
+    kind = np.dtype(f"<u{itemsize}")
+    first, *rest = np.frombuffer(planes, np.uint8).reshape(itemsize, -1).astype(kind)
+    for byte, plane in enumerate(rest, start=1):
+        first |= plane << (8 * byte)
+    return first

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from polyreme.config.trainer import ParallelConfig
 from polyreme_trainer.megatron.families import known_families
 from support import layout_checks, part_checks
 from support.layout_chain import TOLERANCE, a_run, agree, check_chain, train_ranks
@@ -165,7 +166,8 @@ def test_stages_combine_with_other_ranks_and_with_experts(kind: str, train: Trai
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("tied", {"pipeline": 2}), ("untied", VIRTUAL), ("experts", EXPERT), ("experts", WHOLE)]
+    ("kind", "layout"),
+    [("tied", {"pipeline": 2}), ("untied", VIRTUAL), ("experts", {**CONTEXT, "expert": 2}), ("experts", WHOLE)],
 )
 def test_a_version_that_several_ranks_write_is_the_exported_model_bit_for_bit(
     kind: str, layout: dict[str, int], experts: Path, tmp_path: Path
@@ -174,10 +176,18 @@ def test_a_version_that_several_ranks_write_is_the_exported_model_bit_for_bit(
     run_ranks(layout_checks.push_and_export, 2, str(path), str(tmp_path), json.dumps(layout), timeout=240)
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("tied", {"pipeline": 2}), ("experts", EXPERT)])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("tied", {"pipeline": 2}),
+        ("experts", EXPERT),
+        pytest.param("experts", {"data": 2, **CONTEXT, "expert": 4}, marks=pytest.mark.slow),
+    ],
+)
 def test_machines_push_their_own_parts_of_a_version_to_replicas(
-    kind: str, layout: dict[str, int], model: Path, experts: Path, redis_url: str, run_id: str
+    kind: str, layout: dict[str, int], model: Path, redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
-    """Each rank acts as a machine. See `part_checks`."""
-    path = experts if kind == "experts" else model
-    run_ranks(part_checks.check_push, 2, str(path), json.dumps({**layout, "nodes": 2}), redis_url, run_id, timeout=240)
+    """Equally many ranks act as each of two machines. See `part_checks`."""
+    path = tiny_family_model("qwen2_moe", tmp_path / "experts", num_experts=4) if kind == "experts" else model
+    parallel = ParallelConfig(**layout, nodes=2)
+    run_ranks(part_checks.check_push, parallel.world_size, str(path), parallel.model_dump_json(), redis_url, run_id, timeout=240)

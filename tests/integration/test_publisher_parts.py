@@ -1,17 +1,13 @@
 """Versions of several parts, over real gRPC: every part comes from its own machine, and a replica serves all parts of a version or none."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from itertools import count
 
-import grpc
 import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.api.v1 import weights_pb2 as pb
-from polyreme.api.v1 import weights_pb2_grpc
-from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import RemotePart, TensorSpec, plan_manifest, tensor_views
@@ -36,8 +32,13 @@ class TwoMachines:
     def serve(self) -> PartServer:
         return PartServer(self.arena, 1, self.world.run.run_id, "127.0.0.1")
 
-    async def step(self, damaged: bool = False) -> dict[str, np.ndarray]:
-        """Publishes the next version and returns its tensors. `damaged`: the second machine's bytes change after their digests."""
+    async def step(self, damaged: bool = False, between: Callable[[], Awaitable[None]] | None = None) -> dict[str, np.ndarray]:
+        """Publishes the next version and returns its tensors.
+
+        Args:
+            damaged: the second machine's bytes change after their digests.
+            between: awaited when the first part is sealed and the second is being written.
+        """
         world, version = self.world, next(self.numbers)
         slot = await world.publisher.acquire_slot(300)
         weights, sealed = {}, []
@@ -47,6 +48,8 @@ class TwoMachines:
                 if name != "head":
                     view[...] = np.frombuffer(world.rng.bytes(view.nbytes), view.dtype).reshape(view.shape)
                 weights[name] = view.copy()
+            if arena is self.arena and between:
+                await between()
             weights |= {alias: weights[target] for alias, target in (("head", "embed"),)}
             sealed.append(seal(layout.stamped(world.run.run_id, world.term, version), arena.slot_view(slot)))
             generation = arena.complete(slot, version, world.term)
@@ -115,24 +118,17 @@ async def test_a_part_with_other_bytes_is_never_served(machines: TwoMachines) ->
         assert receiver.versions == [0, 2] and same(receiver.weights, weights)
 
 
-async def test_a_fetch_ends_when_its_slot_is_written_again(run_id: str) -> None:
-    large = plan_manifest([TensorSpec("high", "F32", (16 << 20,))], None, 1, 2)  # more than gRPC buffers
-    arena = Arena.create(run_id, large.nbytes, part=1)
-    server = PartServer(arena, 1, run_id, "127.0.0.1")
-    try:
-        arena.begin(0)
-        arena.complete(0, 7, 1)
-        async with rpc.connect(server.address) as channel:
-            request = pb.FetchRequest(part=1)
-            request.id.run_id, request.id.term, request.id.version = run_id, 1, 7
-            call = weights_pb2_grpc.WeightsServiceStub(channel).Fetch(request, timeout=300)
-            received = 0
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for chunk in call:
-                    if not received:
-                        arena.begin(0)
-                    received += len(chunk.data)
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND and 0 < received < large.nbytes
-    finally:
-        server.close()
-        arena.close()
+async def test_a_replica_that_joins_while_a_part_is_being_written_gets_the_version_before(machines: TwoMachines) -> None:
+    world = machines.world
+    async with AsyncExitStack() as stack:
+        before = await machines.step()
+        late: list[Receiver] = []
+
+        async def join() -> None:
+            late.append(await stack.enter_async_context(replica(world.registry, "late", machines.receiver())))
+            await world.publisher.wait_committed(0, 1, 300)
+            assert same(late[0].weights, before)
+
+        weights = await machines.step(between=join)
+        await world.publisher.wait_committed(1, 1, 300)
+        assert late[0].versions == [0, 1] and same(late[0].weights, weights)

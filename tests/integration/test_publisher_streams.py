@@ -69,7 +69,7 @@ async def test_a_broken_stream_is_reported_and_retried(world: World, monkeypatch
         await world.publisher.wait_committed(0, 1, 300)
         proxy.refuse_after(300)  # after the headers, before the last of the weights
         weights = await world.step()
-        await world.notice("the connection to replica far is broken", "version 1: UNAVAILABLE")
+        await world.notice("replica far has not received its weights", "version 1: UNAVAILABLE")
         proxy.heal()
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)
@@ -93,7 +93,7 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
         monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 1.0)
         proxy.hold()  # no bytes pass, and neither side notices
         weights = await world.step()
-        await world.notice("the connection to replica far is broken", "no progress after 0 of")
+        await world.notice("replica far has not received its weights", "no progress after 0 of")
         monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 300.0)
         monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 300.0)
         proxy.heal()

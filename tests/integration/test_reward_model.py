@@ -15,6 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from polyreme.api.v1 import reward_pb2
 from polyreme.errors import ConfigError
+from polyreme.experience import loading
+from polyreme.experience.run import Run
 from polyreme_reward.items import Item, RewardError, Status
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.classifier import Classifier
@@ -24,6 +26,7 @@ from support.models import tiny_model, tiny_reward_model
 from support.processes import descendants
 from support.rewards import item, scoring, serving
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
+from support.waiting import until
 
 TEMPLATE = (
     "{% for m in messages %}{% if 'forever' in m['content'] %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
@@ -165,11 +168,23 @@ def test_what_a_model_cannot_score_is_a_status(tmp_path: Path) -> None:
     assert good.value == pytest.approx(classifier.score([rows[1]])[0].value, abs=1e-5)
 
 
-async def test_a_service_scores_with_a_model_and_every_failure_is_a_status(model: Path) -> None:
+async def reports_a_whole_load(run: Run) -> bool:
+    """Whether the run has records of the model's load up to its end."""
+    records = [record for _, record in await run.records("0", 0) if record["kind"] == "loading"]
+    fractions = [record["fraction"] for record in records]
+    assert {record["role"] for record in records} <= {"reward model rm"} and fractions == sorted(fractions)
+    return len(fractions) > 1 and fractions[0] < 1.0 == fractions[-1]
+
+
+async def test_a_service_scores_with_a_model_and_every_failure_is_a_status(
+    model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "REPORT_SECONDS", 0.0)
     before = {p.pid for p in descendants()}
     reward = {"model": str(model), "weight": 2.0, "options": {"prompt_column": None, "batch_tokens": 256, "max_length": 200}}
     faults = {"z": "INVALID", "x" * 300: "ERROR", "rude": "ERROR"}
-    async with serving(reward, {"name": "length"}) as (stub, _, _):
+    async with serving(reward, {"name": "length"}, run=run) as (stub, _, _):
+        await until(lambda: reports_a_whole_load(run))
         listed = (await stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=300)).rewards[0]
         assert listed.name == "rm" and listed.version.startswith("rm-")
         assert listed.description.startswith("Qwen2ForSequenceClassification, ")

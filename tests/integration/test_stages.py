@@ -49,12 +49,12 @@ def configured(folder: Path, name: str, parallel: ParallelConfig, offload: bool 
 
 
 def train(
-    folder: Path, parallel: ParallelConfig, *names: str, dies_at: str = "", offload: bool = False
+    folder: Path, parallel: ParallelConfig, *names: str, dies_in: str = "", offload: bool = False
 ) -> dict[str, StageConfig]:
     """Trains these kinds of stages, one after the other, in a layout."""
     configs = {name: configured(folder, name, parallel, offload) for name in names}
     run_dirs = json.dumps([str(prepared(config)) for config in configs.values()])
-    run_ranks(run_rank, parallel.world_size, run_dirs, dies_at)
+    run_ranks(run_rank, parallel.world_size, run_dirs, dies_in)
     return configs
 
 
@@ -118,16 +118,20 @@ def test_every_layout_trains_to_the_weights_of_one_rank(
 def test_a_killed_stage_is_resumed_to_the_same_bits(
     folder: Path, two_tensor_ranks: dict[str, StageConfig], tmp_path: Path
 ) -> None:
-    """Rank 0 is killed after the third step. The newest checkpoint is from the second one. The interrupted run offloads."""
+    """Rank 0 is killed while it writes the second checkpoint beside the training. The interrupted run offloads."""
     for part in ("model", "rows.jsonl", "held_out.jsonl"):
         (tmp_path / part).symlink_to(folder / part)
     with pytest.raises(AssertionError):
-        train(tmp_path, ParallelConfig(tensor=2), "kto", dies_at="6", offload=True)
+        train(tmp_path, ParallelConfig(tensor=2), "kto", dies_in="2", offload=True)
     config = configured(tmp_path, "kto", ParallelConfig(tensor=2))
-    assert [record["step"] for record in records(config, "step")] == [1, 2, 3]
+    checkpoints = config.run_dir / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir() if not path.name.startswith(".")] == ["step-000002"]
+    assert [record["step"] for record in records(config, "step")][:4] == [1, 2, 3, 4]
     assert not (config.run_dir / "hf" / "final").exists()
     train(tmp_path, ParallelConfig(tensor=2), "kto", offload=True)
     assert [record["step"] for record in records(config, "step")] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records(config, "saved")] == [2, 4, 6]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000004", "step-000006"]
     torch.testing.assert_close(weights(config), weights(two_tensor_ranks["kto"]), rtol=0, atol=0)
 
 

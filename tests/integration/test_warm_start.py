@@ -31,9 +31,13 @@ def config_of(folder: Path, model: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("reports", "done"), [(2, [[1, 10], [1, 20]]), (3, [[1, 10], [1, 20], [1, 30], [2, 10]])], ids=["first phase", "second phase"]
+    ("reports", "done", "saves"),
+    [(2, [[1, 10], [1, 20]], [20]), (3, [[1, 10], [1, 20], [1, 30], [2, 10]], [30, 40])],
+    ids=["first phase", "second phase"],
 )
-def test_a_stopped_warm_start_continues_to_the_same_bits(reports: int, done: list[list[int]], tmp_path: Path) -> None:
+def test_a_stopped_warm_start_continues_to_the_same_bits(
+    reports: int, done: list[list[int]], saves: list[int], tmp_path: Path
+) -> None:
     """The stop is requested within the first phase, and at its end, where the second phase notices it."""
     model = tiny_model("tied", tmp_path / "model")
     for name, stop in (("straight", (NEVER,)), ("parts", (reports, NEVER))):
@@ -45,6 +49,7 @@ def test_a_stopped_warm_start_continues_to_the_same_bits(reports: int, done: lis
         json.loads((tmp_path / name).with_suffix(".json").read_text()) for name in ("straight/0", "parts/0", "parts/1")
     )
     assert (whole["complete"], first["complete"], rest["complete"]) == (True, False, True)
+    assert (whole["saves"], first["saves"], rest["saves"]) == ([30], saves, [30] if saves == [20] else [])
     assert first["steps"] == done and whole["steps"] == first["steps"] + rest["steps"]
     straight, resumed, stopped = (load_file(tmp_path / f"{name}.safetensors") for name in ("straight/0", "parts/1", "parts/0"))
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())

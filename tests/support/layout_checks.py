@@ -30,6 +30,7 @@ from polyreme_trainer.megatron.reshard import RankMesh, SavedShard, reshard
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import data_shard
 from polyreme_trainer.megatron.version_writer import VersionWriter
+from support import checkpoints
 
 ADAM = Adam(beta2=0.98, eps=1e-4, weight_decay=0.1, clip_grad=0.3)  # eps: keeps rounding of tiny gradients from becoming steps
 LENGTHS = (19, 7, 13, 10, 18)
@@ -110,7 +111,7 @@ def follow(script: str) -> None:
             if number:
                 measured.append(step(role))
             if str(number) in run["save"]:
-                checkpoint.save(Path(run["save"][str(number)]), [role], {})
+                checkpoints.save(Path(run["save"][str(number)]), [role], {})
         runs.append(measured)
     assert role is not None and role.optimizer is not None
     if torch.distributed.get_rank() == 0:

@@ -21,7 +21,7 @@ from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, e
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import PlannedBatch
 from polyreme_trainer.learner.leader import LeaderError, Ranks
-from polyreme_trainer.megatron import checkpoint, saves
+from polyreme_trainer.megatron import checkpoint, checkpoint_writer
 from polyreme_trainer.megatron.background import BackgroundWork
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
@@ -179,8 +179,8 @@ def save_and_continue(config_json: str, out: str) -> None:
     assert rank.engine.load() is None
     rank.save(0)
     gates = rank.engine.compare_hf(rank.engine.hf_path(0))
-    vars(saves)["BackgroundWork"] = HeldWork
-    cut_short = checkpoint.iteration_path(rank.config.run_dir / "checkpoints", 2).with_name(".iteration-000002.new")
+    vars(checkpoint_writer)["BackgroundWork"] = HeldWork
+    cut_short = rank.engine.hf_path(2).with_name(".iteration-000002.1234abcd.new")
     if rank.ranks.leads:
         cut_short.mkdir()
     metrics = []
@@ -194,7 +194,7 @@ def save_and_continue(config_json: str, out: str) -> None:
     assert rank.engine.newest_save == 0
     HeldWork.may_write.set()
     saved = rank.engine.finish_save(wait=True)
-    assert saved is not None and (saved.version, rank.engine.newest_save) == (3, 3)
+    assert saved is not None and (saved.number, rank.engine.newest_save) == (3, 3)
     assert rank.engine.finish_save(wait=True) is None
     assert not cut_short.exists()
     results: dict[str, object] = {
@@ -221,14 +221,15 @@ def resume_and_continue(config_json: str, out: str) -> None:
 
 def fail_to_write(rank: Rank) -> None:
     """A save whose export rank 0 cannot write ends every rank, and leaves no checkpoint."""
-    in_the_way = rank.engine.hf_path(5).with_name(".iteration-000005.new")
+    folder = rank.engine.hf_path(5).parent
     if rank.ranks.leads:
-        in_the_way.touch()
+        folder.rename(folder.with_name("moved"))
+        folder.touch()
     rank.engine.save(rank.engine.write(0, 5, term=1), 5, {})
     try:
         rank.engine.finish_save(wait=True)
-    except NotADirectoryError as error:
-        assert rank.ranks.leads and Path(error.filename) == in_the_way
+    except FileExistsError as error:
+        assert rank.ranks.leads and Path(error.filename) == folder
     except LeaderError:
         assert not rank.ranks.leads
     else:

@@ -17,7 +17,6 @@ from pathlib import Path
 from polyreme.experience.embedded_redis import redis_binary
 from polyreme.process.lifecycle import Child
 
-NETWORK = "10.213.77"  # a private network, whose route uses only our interface
 RATE = "2500mbit"
 BURST = "1mb"  # bytes that may pass at once after a pause; at least the rate's bytes per tick of the kernel's clock
 
@@ -55,8 +54,13 @@ class Network:
     """Machines on one switch (a namespace with a bridge). This process is also on it, at `address`."""
 
     switch: str
-    address: str = f"{NETWORK}.254"
+    prefix: str
+    """The first three numbers of its addresses. Only our interface leads there."""
     machines: list[Machine] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"{self.prefix}.254"
 
     def shape(self, rate: str, burst: str = BURST) -> None:
         """Limits the rate of this process's link, each way."""
@@ -69,7 +73,7 @@ class Network:
 
     def add(self) -> Machine:
         number = len(self.machines) + 1
-        machine = Machine(f"{self.switch}m{number}", f"{NETWORK}.{number}", self.switch, f"port{number}")
+        machine = Machine(f"{self.switch}m{number}", f"{self.prefix}.{number}", self.switch, f"port{number}")
         self.machines.append(machine)
         _run("ip", "netns", "add", machine.name)
         _plug(self.switch, machine.port, "eth0", machine.name)
@@ -82,8 +86,9 @@ class Network:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """A switch and its machines, removed at the end of the block. Addresses are fixed, so only one per host at a time."""
-    net = Network(f"ply{uuid.uuid4().hex[:6]}")
+    """A switch and its machines, removed at the end of the block. Several networks on one host have different addresses."""
+    drawn = uuid.uuid4()
+    net = Network(f"ply{drawn.hex[:6]}", f"10.{200 + drawn.bytes[0] % 50}.{drawn.bytes[1]}")
     try:
         _run("ip", "netns", "add", net.switch)
         _run("ip", "-n", net.switch, "link", "add", "bridge", "type", "bridge")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from polyreme.cli.checkpoint_manifest import checkpoint_path
 from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.megatron import checkpoint, hf_mapping
@@ -27,6 +28,7 @@ from polyreme_trainer.megatron.packing import PackedIds
 from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import DataShard
+from support import checkpoints
 
 TOLERANCE = 1e-5
 
@@ -261,7 +263,7 @@ def resumed_training_is_bit_identical(model: str, device: Device, folder: str) -
     first = role_of(model, device)
     train_role(first, steps=2)
     device.seed(5 + torch.distributed.get_rank())
-    checkpoint.save(checkpoint.iteration_path(root, 2), [first], {"term": 3})
+    checkpoints.save(checkpoint_path(root, 2), [first], {"term": 3})
     drawn = torch.rand(3)
     device.seed(0)
     found = checkpoint.newest(root)
@@ -296,8 +298,7 @@ def old_and_damaged_checkpoints(model: str, device: Device, folder: str) -> None
     role = role_of(model, device)
     root = Path(folder) / "checkpoints"
     for iteration in (1, 2, 10):
-        checkpoint.save(checkpoint.iteration_path(root, iteration), [role], {})
-        checkpoint.prune(root, iteration, keep=2)
+        checkpoints.save(checkpoint_path(root, iteration), [role], {}, keep=2)
     assert [found.iteration for found in checkpoint.find(root)] == [2, 10]
     state = root / "iteration-000010" / "state-0.pt"
     content = bytearray(state.read_bytes())
@@ -305,8 +306,10 @@ def old_and_damaged_checkpoints(model: str, device: Device, folder: str) -> None
     state.write_bytes(content)
     found = checkpoint.newest(root)
     assert found is not None and found.iteration == 2
-    (root / ".iteration-000011.new").mkdir()  # the remains of a crash during a save
-    checkpoint.save(checkpoint.iteration_path(root, 11), [role], {})
+    cut_short = root / ".iteration-000012.1234abcd.new"
+    cut_short.mkdir()  # the remains of a crash during a save
+    checkpoints.save(checkpoint_path(root, 11), [role], {})
+    assert not cut_short.exists()
     found = checkpoint.newest(root)
     assert found is not None and found.iteration == 11
 

@@ -26,7 +26,7 @@ from polyreme.process.lifecycle import die_with_parent
 from polyreme.weights.arena import Arena
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
-from polyreme_trainer.megatron import atomic, checkpoint, saves
+from polyreme_trainer.megatron import atomic, checkpoint, checkpoint_writer
 from polyreme_trainer.megatron.background import BackgroundWork
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
@@ -42,13 +42,10 @@ def die() -> None:
     time.sleep(60)
 
 
-def half(path: Path) -> None:
+def torn_checkpoint(_: Any, stream: Any) -> None:
     """Truncates a file, as a crash during its write would."""
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def torn_checkpoint(_: Any, file: Path) -> None:
-    half(file)
+    stream.flush()
+    os.truncate(stream.fileno(), os.fstat(stream.fileno()).st_size // 2)
 
 
 def torn_directory(path: Path) -> None:
@@ -73,7 +70,7 @@ MOMENTS: dict[str, Moment] = {
     "arena slot complete": (Arena, "complete", "after", None),
     "version set, not pushed": (ExperienceLog, "set_version", "after", None),
     "version pushed": (Publisher, "publish", "after", None),
-    "export written": (saves, "export_hf", "after", None),
+    "export written": (checkpoint_writer, "export_hf", "after", None),
     "checkpoint half written": (torch, "save", "after", torn_checkpoint),
     "checkpoint named": (atomic, "publish", "after", None),
     "old checkpoint half removed": (atomic, "discard", "before", torn_directory),
@@ -111,7 +108,7 @@ def arm(moment: str, occurrence: int) -> None:
     real, count = getattr(owner, name), 0
 
     if moment == BESIDE:
-        vars(saves)["BackgroundWork"] = HeldWork
+        vars(checkpoint_writer)["BackgroundWork"] = HeldWork
 
     def reached(*args: Any) -> None:
         nonlocal count

@@ -16,11 +16,14 @@ from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
+from polyreme.weights.manifest import ALIGNMENT
 from polyreme_trainer.learner.engine import Written
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.memory.machines import written_parameters
+from polyreme_trainer.megatron.memory.state import WIDTHS
 from polyreme_trainer.megatron.version_writer import VersionWriter
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.layout_checks import make_role, step
@@ -65,6 +68,9 @@ def check_push(model: str, layout: str, redis_url: str, run_id: str) -> None:
     role, ranks = make_role(model, "float32", device), Ranks(torch.distributed.get_rank(), BroadcastChannel(device.torch))
     writer = VersionWriter(role.model, ranks, run_id, role.model.writes, parallel.nodes)
     assert writer.parts == parallel.nodes
+    if ranks.rank % parallel.ranks_per_node == 0:  # the owner of its machine's arena, which the estimate of memory has by machine
+        estimated = WIDTHS["float32"] * written_parameters(role.model.arch, parallel)[ranks.rank // parallel.ranks_per_node]
+        assert estimated <= writer.arena.slot_nbytes < estimated + ALIGNMENT * len(writer.tensors(0))
     files = load_file(Path(model) / "model.safetensors")
     push = Push(redis_url, run_id, writer, list(files))
     try:

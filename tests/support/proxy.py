@@ -93,6 +93,8 @@ class Proxy:
             if self.listener is not None:
                 await self.listener(data)
             await self._flows.wait()
+            if self._refuses:
+                return  # a listener's `refuse` takes effect only at the next wait, and this read may hold all that was sent
             writer.write(data)
             await writer.drain()
         await self._flows.wait()
@@ -106,6 +108,8 @@ class Proxy:
             if self.answer_listener is not None:
                 await self.answer_listener(data)
             await self._flows.wait()
+            if self._refuses:
+                return
             writer.write(data)
             await writer.drain()
 

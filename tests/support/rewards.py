@@ -8,6 +8,7 @@ import httpx
 
 from polyreme.api.v1 import reward_pb2_grpc
 from polyreme.config.reward import RewardConfig
+from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item
@@ -32,11 +33,11 @@ async def scoring(*rewards: dict[str, Any], **fields: Any) -> AsyncIterator[Scor
 
 @asynccontextmanager
 async def serving(
-    *rewards: dict[str, Any], **fields: Any
+    *rewards: dict[str, Any], run: Run | None = None, **fields: Any
 ) -> AsyncIterator[tuple[reward_pb2_grpc.RewardServiceStub, httpx.AsyncClient, Addresses]]:
-    """A whole service on free loopback ports: its gRPC stub, an HTTP client of it, its addresses."""
+    """A whole service on free loopback ports, of a run or without one: its gRPC stub, an HTTP client of it, its addresses."""
     async with (
-        serve(reward_config(*rewards, **fields)) as addresses,
+        serve(reward_config(*rewards, **fields), run=run) as addresses,
         rpc.connect(addresses.grpc) as channel,
         httpx.AsyncClient(base_url=f"http://{addresses.http}", trust_env=False, timeout=300) as client,
     ):

@@ -1,9 +1,9 @@
 """Stages for tests: configurations, rows, a rank that dies at a given record, and an engine whose weights are a digest of its steps."""
 
-import asyncio
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +13,10 @@ from polyreme.cli.run_directory import open_stage, read_run_file, read_stage_con
 from polyreme.config.load import parse
 from polyreme.config.stage import STAGES, StageConfig
 from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.stage_engine import Sums
+from polyreme_trainer.learner.stage_engine import STEP, Sums
 from support.models import tiny_family_model
 from support.tiny_tokenizer import model_files
 
@@ -91,63 +92,96 @@ class Recorded:
 
 
 class DigestEngine:
-    """A StageEngine whose weights are a SHA-256 chain over its steps' rows, so they prove what was trained, and in which order."""
+    """A StageEngine whose weights are a SHA-256 chain over its steps' rows, so they prove what was trained, and in which order.
 
-    def __init__(self, config: StageConfig) -> None:
+    A save is complete when it is polled for the second time, or waited for.
+
+    Args:
+        losses: the held-out loss after each step; the number of held-out tokens by default.
+    """
+
+    def __init__(self, config: StageConfig, losses: Mapping[int, float] | None = None) -> None:
         self.root, self.weights = config.run_dir / "checkpoints", ""
+        self.facts: Mapping[str, Any] = {}
+        self.losses, self.number = losses, 0
+        self.saves: list[tuple[int, str, Mapping[str, Any], Path | None]] = []
+        self.polls = 0
 
     def load(self) -> int:
         found = sorted(self.root.glob("step-*.json"))
         if not found:
             return 0
-        self.weights = json.loads(found[-1].read_text())["weights"]
+        saved = json.loads(found[-1].read_text())
+        self.weights, self.facts = saved["weights"], saved["facts"]
         return int(found[-1].stem.removeprefix("step-"))
 
     def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
+        self.number = number
         self.weights = hashlib.sha256(
             f"{self.weights} {number}/{steps} {[ids.tolist() for ids in rows.ids]}".encode()
         ).hexdigest()
         return {"loss": 1 / number, "lr": 0.1, "grad_norm": 1.0}
 
     def measure(self, rows: StageRows) -> Sums:
-        return {"loss": (float(sum(map(len, rows.ids))), float(len(rows))), "none": (0.0, 0.0)}
+        tokens, count = float(sum(map(len, rows.ids))), float(len(rows))
+        return {"loss": (tokens if self.losses is None else self.losses[self.number] * count, count), "none": (0.0, 0.0)}
 
-    def save(self, number: int, facts: Mapping[str, Any]) -> Path:
+    def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
+        assert not self.saves, "one save at a time"
+        self.saves.append((number, self.weights, facts, hf_path))
+        self.polls = 0
+
+    def finish_save(self, wait: bool) -> Saved | None:
+        self.polls += 1
+        if not self.saves or not (wait or self.polls > 1):
+            return None
+        number, weights, facts, hf_path = self.saves.pop()
         self.root.mkdir(parents=True, exist_ok=True)
+        if hf_path is not None:
+            self.write(hf_path, weights, {STEP: f"{number}\n"})
         path = self.root / f"step-{number:06d}.json"
-        path.write_text(json.dumps({"weights": self.weights}))
-        return path
+        path.write_text(json.dumps({"weights": weights, "facts": dict(facts)}))
+        return Saved(number, path, hf_path, number, 0.0)
 
     def export(self, path: Path) -> Sequence[Gate]:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "weights").write_text(self.weights)
+        self.write(path, self.weights, {})
         return [Gate("difference", 0.0, 1e-3, "")]
+
+    def write(self, path: Path, weights: str, further: Mapping[str, str]) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        for name, content in {"weights": weights, **further}.items():
+            (path / name).write_text(content)
+
+    def close(self) -> None:
+        assert not self.saves, "the stage has ended before its last save"
 
 
 def one_rank() -> Ranks:
     return Ranks()
 
 
-def run_rank(run_dirs: str, dies_at: str = "") -> None:
-    """Runs one rank of the stages in `run_dirs` (JSON list), one after the other. Rank 0 is killed after `dies_at` records of the first."""
+def run_rank(run_dirs: str, dies_in: str = "") -> None:
+    """Runs one rank of the stages in `run_dirs` (JSON list), one after the other. Rank 0 is killed while it writes checkpoint number
+    `dies_in`."""
     from polyreme_trainer.learner import stage_main
+    from polyreme_trainer.megatron import checkpoint
     from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.channel import BroadcastChannel
     from polyreme_trainer.megatron.device import Device
-    from polyreme_trainer.observe.stage_records import StageRecorder
 
-    if dies_at:
-        emit, count = StageRecorder.emit, 0
+    if dies_in and os.environ["RANK"] == "0":
+        write, count = checkpoint.write, 0
 
-        async def mortal(recorder: StageRecorder, record: Mapping[str, Any]) -> None:
+        def mortal(temporary: Path, own: checkpoint.RankContents) -> None:
             nonlocal count
-            await emit(recorder, record)
             count += 1
-            if count == int(dies_at):
+            if count == int(dies_in):
+                (temporary / next(iter(own.contents))).write_bytes(b"the first bytes")
                 os.kill(os.getpid(), signal.SIGKILL)
-                await asyncio.sleep(60)
+            write(temporary, own)
 
-        StageRecorder.emit = mortal  # type: ignore[assignment,method-assign]
+        checkpoint.write = mortal
     folders = [Path(each) for each in json.loads(run_dirs)]
     first = read_stage_config(folders[0])
     device = Device("cpu")

@@ -11,13 +11,16 @@ from support.tiny_tokenizer import model_files
 def warm_up(config_json: str, reports: str, out: str) -> None:
     """Continues from the saved state, and is asked to drain at report number `reports`. Writes the weights and the reports."""
     config, device = start(config_json)
-    rank, steps = Rank(config, device), []
+    rank, steps, saves = Rank(config, device), [], []
     files = model_files() | {"config.json": Path(config.model.path, "config.json").read_bytes()}
 
     def report(record: dict[str, Any]) -> bool:
+        if record["kind"] == "sft_saved":
+            saves.append(record["step"])
+            return False
         steps.append((record["phase"], record["step"]))
         return len(steps) >= int(reports)
 
     complete = sft.warm_start(rank.engine, config, files, rank.ranks, report)
-    rank.write(Path(out), {"complete": complete, "steps": steps})
+    rank.write(Path(out), {"complete": complete, "steps": steps, "saves": saves})
     rank.engine.close()

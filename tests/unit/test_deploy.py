@@ -279,6 +279,7 @@ def test_the_learner_spreads_over_pods_that_meet_by_name(overlay: str, card: str
     ours, theirs = (template["spec"]["containers"][0] for template in (learner["template"], trainer))
     assert ours["args"] == ["learner"] and ours["image"] == theirs["image"]
     assert ours["resources"]["limits"].get(card) == (card and "1")
+    assert {"POLYREME_REDIS_PASSWORD", "POLYREME_TOKEN"} <= {variable["name"] for variable in ours["env"]}
     mounts, trainers = ({mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]} for one in (ours, theirs))
     assert mounts.items() <= trainers.items() and {"data", "runs"} <= mounts.keys()
     for claim in ("data", "runs"):

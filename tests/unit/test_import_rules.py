@@ -192,7 +192,7 @@ CORE_ARROWS = {
 TRAINER_ARROWS = {
     "orchestrator": {"algorithms", "data"},
     "observe": set(),
-    "stages": {"algorithms", "learner", "data"},
+    "stages": {"algorithms", "learner", "data", "observe"},
     "megatron": {"algorithms", "learner", "data"},
     "algorithms": set(),
     "data": set(),
@@ -200,7 +200,7 @@ TRAINER_ARROWS = {
 """Trainer rooms that may import only these rooms."""
 
 
-PROTOCOLS = ("engine", "stage_engine", "gates", "leader")
+PROTOCOLS = ("engine", "stage_engine", "gates", "leader", "saving")
 """Modules of the trainer's `learner` that the rooms below it implement or use. Of `learner`, they import only each other."""
 ENTRY_POINTS = ("__main__", "stage_main")
 """Modules of `learner` that assemble a process."""

@@ -16,10 +16,11 @@ import yaml
 from polyreme.cli.new_run.sample_data import rows, supervised_rows
 from polyreme.cli.new_run.tiny_model import write_tiny_model
 from polyreme.config.base import NAME
-from polyreme.dataset.columns import value_at
+from polyreme.config.data import DataSource
+from polyreme.dataset.columns import column_names, value_at
 from polyreme.dataset.source import read_objects
 from polyreme.dataset.text_files import Row
-from polyreme.errors import ConfigError
+from polyreme.errors import ConfigError, DataError
 
 TINY = "tiny"
 """The model that is created for a first try."""
@@ -32,12 +33,15 @@ REWARDS = {
     "math": "1 if the response is mathematically equal to the label",
     "choice": "1 if the chosen letter is the label's",
 }
+_NEED_LABEL = REWARDS.keys() - {"python"}
 Device = Literal["cpu", "cuda", "npu"]
 _PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query", "messages", "src")
 _LABELS = (
     *("answer", "label", "solution", "ground_truth", "final_answer", "target", "output", "tgt"),
     "reward_model.ground_truth",  # verl's
 )
+_HELD_OUT = 0.05
+"""Share of the user's prompts that are held out."""
 _TOKENS = 512
 """Maximum tokens of a prompt and of a response, unless the model's context is shorter."""
 
@@ -50,7 +54,7 @@ class Answers:
         name: name of the run.
         model: a Hugging Face directory, or TINY.
         data: a data file, or SAMPLE.
-        reward: a key of REWARDS.
+        reward: a key of REWARDS, or the path of a Python file with a reward function.
         device: device type of learner and replicas.
         prompt_key, label_key: columns of the data file.
     """
@@ -72,7 +76,7 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
     """
     if not re.match(NAME, answers.name):
         raise ConfigError("a name of lower-case letters, digits and hyphens", repr(answers.name), "Choose such a name: --name.")
-    texts = {"run.yaml": run_yaml(answers, folder)}
+    texts = {"run.yaml": run_yaml(answers)}
     if answers.reward == "python":
         texts["reward.py"] = _REWARD if answers.data == SAMPLE else _EMPTY_REWARD
     if answers.data == SAMPLE:
@@ -94,8 +98,8 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
     return created
 
 
-def run_yaml(answers: Answers, folder: Path) -> str:
-    """The text of run.yaml. `folder`: where it will be. Raises ConfigError when the model or the data does not exist."""
+def run_yaml(answers: Answers) -> str:
+    """The text of run.yaml. Raises ConfigError when the model, the data or the reward's file does not exist."""
     tiny, sample = answers.model == TINY, answers.data == SAMPLE
     prompt, response = (48, 16) if tiny and sample else _lengths(answers)
     warm_start = (
@@ -109,8 +113,7 @@ def run_yaml(answers: Answers, folder: Path) -> str:
         groups=16 if tiny else 32,
         model="model" if tiny else _absolute("the model", answers.model),
         dtype="float32" if answers.device == "cpu" else "bfloat16",
-        train="train.jsonl" if sample else _absolute("the data", answers.data),
-        held_out="  eval: eval.jsonl\n" if sample else "  # eval: eval.jsonl               # held-out rows, to see progress\n",
+        prompts=_SAMPLE_PROMPTS if sample else _own_prompts(answers),
         answers=_SAMPLED_ANSWERS if tiny and sample else "",
         prompt_key="prompt" if sample else _as_yaml(answers.prompt_key),
         label_key="answer" if sample else _as_yaml(answers.label_key),
@@ -118,11 +121,42 @@ def run_yaml(answers: Answers, folder: Path) -> str:
         new_tokens=response,
         length=prompt + response,
         vllm=f"  vllm: {{kv_cache_mib: {64 if tiny else 1024}}}\n" if answers.device == "cpu" else "",
-        reward="file: reward.py" if answers.reward == "python" else f"name: {answers.reward}",
-        about=REWARDS[answers.reward],
+        reward=_reward(answers.reward),
         lr="1.0e-3" if tiny else "1.0e-6",
         sft=warm_start if tiny and sample else "",
     )
+
+
+def _own_prompts(answers: Answers) -> str:
+    """The lines of `data` that name the user's file: a part of its prompts is held out if the file is large enough for both parts."""
+    path = _absolute("the data", answers.data)
+    held_out, trained = [
+        DataSource(path=Path(answers.data).resolve(), split=split, split_by=answers.prompt_key)
+        for split in ((0.0, _HELD_OUT), (_HELD_OUT, 1.0))
+    ]
+    if not (_has_row(held_out) and _has_row(trained)):
+        return f"  train: {path}\n  # eval: eval.jsonl               # held-out rows, to see progress\n"
+    key = json.dumps(answers.prompt_key, ensure_ascii=False)
+    return (
+        f"  train:\n    - {{path: {path}, split: [{_HELD_OUT}, 1], split_by: {key}}}\n"
+        f"  eval:                           # held-out prompts, to see progress\n"
+        f"    - {{path: {path}, split: [0, {_HELD_OUT}], split_by: {key}}}\n"
+    )
+
+
+def _has_row(source: DataSource) -> bool:
+    try:
+        return next(read_objects((source,)), None) is not None
+    except DataError:  # no row in this part, or a damaged one, which `config check` reports
+        return False
+
+
+def _reward(answer: str) -> str:
+    """The lines of a reward, with a comment."""
+    if answer in REWARDS:
+        source = "file: reward.py" if answer == "python" else f"name: {answer}"
+        return f"{source:<28}# {REWARDS[answer]}"
+    return f"file: {_absolute('the reward', answer)}"
 
 
 def find_columns(path: Path, prompt_key: str | None, label_key: str | None, reward: str) -> tuple[str, str]:
@@ -134,7 +168,7 @@ def find_columns(path: Path, prompt_key: str | None, label_key: str | None, rewa
     """
     row = next(read_objects(path))
     prompt = _find_column(row, prompt_key, _PROMPTS, "--prompt-key", "the prompt")
-    if reward == "python" and label_key is None:  # it may do without
+    if reward not in _NEED_LABEL and label_key is None:
         return prompt, next((key for key in _LABELS if _has_column(row, key)), "answer")
     return prompt, _find_column(row, label_key, _LABELS, "--label-key", "the reference answer")
 
@@ -144,7 +178,7 @@ def _find_column(row: Row, given: str | None, usual: Sequence[str], option: str,
     if found is None:
         raise ConfigError(
             f"a column with {what}, {given or 'such as ' + ', '.join(usual[:3])}, in {row.where}",
-            f"the columns {', '.join(row.fields)}",
+            f"the columns {', '.join(column_names(row.fields))}",
             f"Name it: {option} COLUMN; a dotted path names a value within one.",
         )
     return found
@@ -191,6 +225,7 @@ def _lines(found: Iterable[Mapping[str, Any]]) -> str:
 
 # For a long time, the most likely answer of a tiny model is a single letter, which is right only by chance.
 _SAMPLED_ANSWERS = "eval_answers: 4                   # sampled answers of each held-out prompt; 1: the most likely one\n"
+_SAMPLE_PROMPTS = "  train: train.jsonl\n  eval: eval.jsonl\n"
 _RUN = """\
 # Paths are relative to this file. `polyreme config show run.yaml` prints every key with its default and its meaning.
 name: {name}
@@ -204,14 +239,13 @@ model:
   dtype: {dtype}
 
 data:
-  train: {train}
-{held_out}  prompt_key: {prompt_key}              # column with the prompt, a text or chat messages
+{prompts}  prompt_key: {prompt_key}              # column with the prompt, a text or chat messages
   label_key: {label_key}               # column with the reference answer
   max_prompt_tokens: {prompt_tokens}
 
 reward:
   rewards:
-    - {reward}              # {about}
+    - {reward}
 
 rollout:
   max_new_tokens: {new_tokens}

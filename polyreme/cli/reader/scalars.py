@@ -50,6 +50,8 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
 
 def stage_scalars(line: Record) -> Iterator[tuple[str, float, int]]:
     """The scalars of a stage's record: (tag, value, step)."""
+    if line["kind"] == "saved" and "step" in line:  # a run's has an iteration
+        yield from ((f"checkpoint/{key}", float(line[key]), line["step"]) for key in ("seconds", "stall_seconds") if key in line)
     group = {"step": "train", "eval": "eval"}.get(line["kind"])
     if group is not None and "step" in line:
         for name, value in line.items():

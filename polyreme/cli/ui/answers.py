@@ -3,20 +3,27 @@
 Invariant: the functions only read. The offline report embeds the same values that the server sends.
 """
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
+from polyreme.cli.progress import Progress
 from polyreme.cli.reader import RunReader, Sample, SampleQuery
 from polyreme.cli.reader.downsample import Series
 from polyreme.cli.reader.index_rows import WALL_TIME
+from polyreme.cli.report import engine_starting, loading_progress
 
 Answer = dict[str, Any]
 
 POINTS = 800
 """Largest number of points of a curve."""
 _EVENTS = 500
+_LIVE = ("starting", "running", "draining")
 _SWAPS = 20
 """Maximum number of a replica's swaps whose times are shown."""
+_ACTIVITIES = ("start", "restart", "replicas", "loading", "engine_start")
+_ACTIVITY_EVENTS = 100
+"""Newest events of these kinds that decide what is being loaded."""
 _TIMES = {
     "time/learner_wait": "learner_wait",
     "time/train": "train",
@@ -36,6 +43,7 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
         "run": reader.run_id,
         "state": summary.get("state", ""),
         "reason": summary.get("reason", ""),
+        "activities": activities(reader, time.time()) if summary.get("state") in _LIVE else [],
         "iteration": contents.iterations,
         "iterations": config.get("iterations") or (config.get("trainer") or {}).get("steps"),
         "metrics": contents.metrics,
@@ -43,6 +51,15 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
         "is_stage": is_stage,
         "samples": contents.samples,
     }
+
+
+def activities(reader: RunReader, now: float) -> list[str]:
+    """What a live run loads or starts, and about how long it still takes. `now`: Unix time."""
+    progress = Progress(samples_per_iteration=1)
+    for event in reader.events(_ACTIVITIES, newest=_ACTIVITY_EVENTS):
+        progress.add(event)
+    lines = [loading_progress(load) for load in progress.loading.values()]
+    return lines + ([f"replica: {engine_starting(progress.engine_start, now)}"] if progress.engine_start else [])
 
 
 def curves(reader: RunReader, wanted: Mapping[str, int], points: int = POINTS) -> Answer:

@@ -12,6 +12,7 @@ from typing import Any
 
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.errors import ConfigError
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme_reward.items import Reward
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.reward import ModelReward
@@ -23,8 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIterator[Sequence[Reward]]:
+async def open_rewards(
+    config: RewardConfig, metrics: RewardMetrics, loads: LoadReports = unreported
+) -> AsyncIterator[Sequence[Reward]]:
     """Loads the configured rewards, in order. Ends their processes and connections at the end of the block.
+
+    Args:
+        config: the rewards and their limits.
+        metrics: the service's metrics.
+        loads: reports how much of each reward model is loaded.
 
     Raises:
         ConfigError: a reward cannot be loaded.
@@ -44,9 +52,11 @@ async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIte
                 rewards.append(remote)
             elif spec.model is not None:
                 limits = (config.item_timeout, config.start_timeout, config.worker_memory_mib)
-                model = ModelReward(spec.label, spec.weight, spec.model, spec.options, *limits, metrics)
+                model = ModelReward(spec.label, spec.weight, spec.model, spec.options, *limits, metrics, loads)
                 stack.push_async_callback(model.close)
+                logger.info("the reward %s: loading %s", model.name, spec.model)
                 await model.start()
+                logger.info("the reward %s: %s", model.name, model.description)
                 rewards.append(model)
             elif is_builtin(spec) and (builtin := BUILTINS.get(str(spec.name))) is not None and builtin.in_process:
                 name = str(spec.name)

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from polyreme.config.data import DataConfig, Sources
+from polyreme.config.evaluation import EvaluationSet, best_metric, without_part
 from polyreme.config.python_source import find_source
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.config.run import RunConfig
@@ -20,7 +21,7 @@ from polyreme.dataset.columns import label_text, value_at
 from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
-from polyreme_reward.build import is_builtin, read_file
+from polyreme_reward.build import correctness, is_builtin, read_file
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.plugins.load import ENTRY_POINTS
@@ -60,9 +61,10 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         except ConfigError as error:
             yield error
     if len(needs) == len(section.rewards):
-        for sources in config.data.given:
+        for sources in config.prompt_data:
             for source in as_sources(sources):
                 yield from _check_rows((source,), section, config.data, needs)
+        yield from _check_best(config, section)
 
 
 def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
@@ -86,6 +88,39 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
             required = {p.name for p in parameters if p.default is p.empty} - set(spec.options)
             return Need(("label",) if required & set(LABEL_NAMES) else (), certain=False)
     return Need()
+
+
+def _check_best(config: RunConfig, section: RewardConfig) -> Iterator[PolyremeError]:
+    """Yields an error when `eval_best` names a metric that its held-out set cannot have with these rewards."""
+    if config.eval_best is None:
+        return
+    settings, metric = best_metric(config.evaluation_sets, config.eval_best, config.reward_names)
+    try:
+        used = _used_rewards(settings, section)
+    except DataError:  # an error of its own
+        return
+    names, found = settings.metrics(used), f"eval_best: {config.eval_best}"
+    if len(section.rewards) > 1 or not correctness(section.rewards[0]) or section.rewards[0].weight != 1:
+        names = [name for name in names if not name.startswith("pass@")]
+        found += ", which needs a single built-in reward of weight 1 that is 1 for right and 0 for wrong" * metric.startswith(
+            "pass@"
+        )
+    if without_part(metric, config.reward_names) not in names:
+        yield ConfigError(
+            f"a metric that the held-out set {settings.name or 'data.eval'} can have: {', '.join(map(settings.metric, names))}",
+            found + f", which no row of the set names in {section.choose_by}" * metric.startswith("reward/"),
+            "Set eval_best to one of these.",
+        )
+
+
+def _used_rewards(settings: EvaluationSet, section: RewardConfig) -> Sequence[str]:
+    """The names of the rewards that score a held-out set, in their order. Raises DataError."""
+    known = [spec.label for spec in section.rewards]
+    if section.choose_by is None:
+        return known
+    rows = islice(read_objects(settings.data), settings.samples)
+    used = {name for where, fields in rows for name in _rewards_of(fields, section, where)}
+    return [name for name in known if name in used]
 
 
 def _check_rows(

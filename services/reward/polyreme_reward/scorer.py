@@ -18,7 +18,8 @@ from polyreme_reward.metrics import RewardMetrics
 logger = logging.getLogger(__name__)
 
 BATCH_LIMIT = 4096
-_REMEMBERED = 1 << 16
+_REMEMBERED = 1 << 16  # answers that are kept for retries
+_REMEMBERED_TOKENS = 1 << 22  # and their token rewards, of 32 bytes each
 
 
 class Part(NamedTuple):
@@ -89,6 +90,7 @@ class Scorer:
         self._idle.set()
         self._seconds_per_item = 0.0
         self._known: OrderedDict[str, Scored] = OrderedDict()
+        self._known_tokens = 0
         self._running: dict[str, asyncio.Future[Scored]] = {}
 
     @property
@@ -171,8 +173,9 @@ class Scorer:
                     self._running[item.key].set_result(scored)
                     if scored.status is Status.OK:
                         self._known[item.key] = scored
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+                        self._known_tokens += len(scored.token_rewards)
+            while len(self._known) > _REMEMBERED or self._known_tokens > _REMEMBERED_TOKENS:
+                self._known_tokens -= len(self._known.popitem(last=False)[1].token_rewards)
             return results
         finally:
             for item in batch:

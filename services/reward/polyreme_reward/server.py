@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from polyreme import API_VERSION
 from polyreme.config.reward import RewardConfig
 from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.loading import reports_to, unreported
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
@@ -59,8 +60,9 @@ async def serve(config: RewardConfig, endpoint: Endpoint = NEARBY, run: Run | No
     grace = min(config.item_timeout + 1.0, 30.0)
     metrics = RewardMetrics()
     ready = [False]
+    loads = unreported if run is None else reports_to(run.report)
     async with AsyncExitStack() as stack:
-        rewards = await stack.enter_async_context(open_rewards(config, metrics))
+        rewards = await stack.enter_async_context(open_rewards(config, metrics, loads))
         scorer = Scorer(rewards, config.queue, metrics, config.choose_by, config.choices)
         app = make_app(scorer, metrics, config.special_tokens, ready)
         http = await stack.enter_async_context(serve_http(endpoint.host, endpoint.http_port, app, grace, config.security))

@@ -28,7 +28,7 @@ def rollout(
     advertise: Advertise = None,
     wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to start.")] = 60.0,
 ) -> None:
-    """Serves a run's policy over gRPC and HTTP. It needs no copy of the model."""
+    """Serve a run's policy over gRPC and HTTP. It needs no copy of the model."""
     from polyreme_rollout.replica import serve_model, serve_replica
 
     if model is not None:

@@ -5,6 +5,7 @@ separate process makes the renewals: `python -m polyreme_rollout.device_start HO
 """
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 
 from polyreme.errors import RunFailedError
 from polyreme.experience.device_lease import DeviceLease
-from polyreme.experience.run import Run
+from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import connect
 from polyreme.process.lifecycle import die_with_parent
 from polyreme_rollout.run_spec import RunSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[Held | Non
     Yields None if the devices are not shared.
 
     Raises:
-        RunFailedError: the run has ended in the meantime.
+        RunFailedError: the run has failed in the meantime.
+        SystemExit: it has ended well, so the replica has nothing to do.
     """
     if spec.config.placement != "colocated":
         yield None
@@ -59,6 +63,15 @@ def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[Held | Non
         held.end_renewals()
 
 
+async def release(redis_url: str, run_id: str, held: Held) -> None:
+    """Ends the grant now, not at its deadline. Raises StoreError."""
+    redis = await connect(redis_url)
+    try:
+        await DeviceLease(Run(redis, run_id), "generate", held.holder, counter=held.counter).give_up()
+    finally:
+        await redis.aclose()
+
+
 async def _acquire(redis_url: str, run_id: str, holder: str) -> int:
     redis = await connect(redis_url)
     try:
@@ -66,8 +79,11 @@ async def _acquire(redis_url: str, run_id: str, holder: str) -> int:
 
         async def goes_on() -> None:
             state, _ = await run.state()
-            if state.ended:
+            if state is RunState.FAILED:
                 raise RunFailedError("a run that needs replicas", f"a run that is {state}", "Start it again with --resume.")
+            if state.ended:
+                logger.info("the run is %s", state)
+                sys.exit()
 
         return (await DeviceLease(run, "generate", holder).acquire(alive=goes_on)).counter
     finally:

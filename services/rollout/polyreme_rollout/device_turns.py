@@ -45,6 +45,10 @@ class ReplicaTurns:
         self._service, self._metrics = service, metrics
         swapper.may_use_devices = lambda: lease.usable
 
+    async def hold(self) -> None:
+        """Keeps the devices until the learner wants them, or until the grant has ended. For an engine that ends after its turn."""
+        await self._lease.hold()
+
     async def follow(self) -> None:
         """Takes turns until it is cancelled. Raises EngineDeadError."""
         holding = asyncio.ensure_future(self._lease.hold())

@@ -4,8 +4,10 @@ Invariant: a buffer is complete when all its bytes match their digests, and only
 """
 
 import asyncio
+import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,14 @@ from polyreme.weights import delta as deltas
 from polyreme.weights.arena import Arena
 from polyreme.weights.assembly import Assembly, RangeAssembly, RangeError
 from polyreme.weights.delta import DeltaManifest
+from polyreme.weights.digest import Each
 from polyreme.weights.manifest import Manifest
 from polyreme_rollout.arrival import Arrival
 from polyreme_rollout.engine.protocol import ArenaSource
 
 SLOT = 0
+THREADS = max(1, min(32, len(os.sched_getaffinity(0)) // 2))
+"""Threads that apply and verify a delta. The other cores are the engine's."""
 
 
 class Buffer:
@@ -50,18 +55,26 @@ class Buffer:
             self.generation = self.arena.complete(SLOT, manifest.version, manifest.term)
         return ArenaSource(str(self.arena.path), self.arena.nonce, SLOT, self.generation, manifest)
 
-    async def apply(self, delta: DeltaManifest, payload: memoryview, base: "Buffer") -> None:
-        """Writes the delta's result into this buffer, which may be the base. Raises FrameError, DigestError."""
+    async def apply(self, manifest: Manifest, steps: Sequence["Payload"], base: "Buffer | None") -> None:
+        """Writes the part that `manifest` describes into this buffer, and verifies it. Raises FrameError, DigestError.
+
+        Args:
+            steps: deltas, applied one after the other.
+            base: holds the base of the first one; None: this buffer does.
+        """
         self._assembly.broken = True  # until the result is verified
-        self._applying = asyncio.get_running_loop().run_in_executor(None, self._apply, delta, payload, base)
+        self._applying = asyncio.get_running_loop().run_in_executor(None, self._apply, manifest, steps, base)
         self._applying.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._hold(await asyncio.shield(self._applying))
 
-    def _apply(self, delta: DeltaManifest, payload: memoryview, base: "Buffer") -> Assembly:
-        if base is not self:
-            self.view[: delta.manifest.nbytes] = base.view[: delta.manifest.nbytes]
-        deltas.apply(delta, payload, self.view)
-        return Assembly.verified_part(delta.manifest, self.view)
+    def _apply(self, manifest: Manifest, steps: Sequence["Payload"], base: "Buffer | None") -> Assembly:
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as pool:
+            each: Each = pool.map
+            if base is not None:
+                self.view[: manifest.nbytes] = base.view[: manifest.nbytes]
+            for step in steps:
+                deltas.apply(step.delta, step.data, self.view, each)
+            return Assembly.verified_part(manifest, self.view, each)
 
     async def idle(self) -> None:
         """Waits until no thread writes to the buffer."""
@@ -78,12 +91,16 @@ class Payload:
     """The arrived bytes of the newest delta's payload of a part. The thread that writes the bytes faults in the pages."""
 
     def __init__(self, delta: DeltaManifest) -> None:
-        self._tensors, self.data = delta.tensors, np.empty(delta.nbytes, np.uint8).data
+        self.delta, self.data = delta, np.empty(delta.nbytes, np.uint8).data
         title = f"version {delta.manifest.version}"
         self.arrival = Arrival(RangeAssembly(delta.frames, delta.nbytes, self.data, title), self.data)
 
     def holds(self, delta: DeltaManifest) -> bool:
-        return not self.arrival.assembly.broken and self._tensors == delta.tensors
+        return not self.arrival.assembly.broken and self.delta.tensors == delta.tensors
+
+    def leads_to(self, manifest: Manifest) -> bool:
+        """Whether all bytes have arrived, and the delta's result is this part."""
+        return self.arrival.assembly.complete and self.delta.manifest.tensors == manifest.tensors
 
 
 class IncomingPart:
@@ -121,7 +138,7 @@ class IncomingDelta:
         apply: writes the delta's result into a buffer.
     """
 
-    def __init__(self, delta: DeltaManifest, payload: Payload, apply: Callable[[memoryview], Awaitable[Buffer]]) -> None:
+    def __init__(self, delta: DeltaManifest, payload: Payload, apply: Callable[[], Awaitable[Buffer]]) -> None:
         self._delta, self._payload, self._apply = delta, payload, apply
         self.apply_seconds = 0.0
         """Seconds that applying and verifying took, after `finish`."""
@@ -145,7 +162,7 @@ class IncomingDelta:
         if self.position < self.nbytes:
             return None
         started = time.perf_counter()
-        buffer = await self._apply(self._payload.data)
+        buffer = await self._apply()
         self.apply_seconds = time.perf_counter() - started
         return buffer.source(self._delta.manifest)
 

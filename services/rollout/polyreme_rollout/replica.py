@@ -17,7 +17,8 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme.net.endpoint import Endpoint
 from polyreme.process import logging_setup
-from polyreme_rollout.device_start import Held, devices_while_starting
+from polyreme.process.lifecycle import exec_again
+from polyreme_rollout.device_start import Held, devices_while_starting, release
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.model_config import config_for_model
@@ -28,11 +29,21 @@ from polyreme_rollout.temp_dir import replica_temp_dir
 def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_timeout: float = FIND_RUN_TIMEOUT) -> None:
     """Runs a replica until SIGTERM or SIGINT.
 
+    After the turn of an engine that ends while the learner trains, the same command replaces this process. It waits for the next turn before
+    it imports an engine, so it needs little memory until then.
+
     Raises:
         StoreError, UnavailableError, ConfigError: see their messages.
     """
+    environment = dict(os.environ)
+    if _serves_one_turn(redis_url, run_id, endpoint, find_timeout):
+        exec_again(environment)
+
+
+def _serves_one_turn(redis_url: str, run_id: str | None, endpoint: Endpoint, find_timeout: float) -> bool:
+    """Returns whether the replica has left the devices to the learner."""
     logging_setup.setup("rollout")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes files; the event loop replaces it
+    _exit_on_sigterm()  # the event loop replaces it
     _check_ports(endpoint)
     spec = asyncio.run(fetch_run_spec(redis_url, run_id, find_timeout))
     start_engine = load_engine(spec.config.rollout.engine)
@@ -48,9 +59,13 @@ def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_t
             engine = start_engine(spec.config, model_dir)
             try:
                 check_routes(engine, spec.config)
-                asyncio.run(_serve(engine, spec, redis_url, endpoint, held, began))
+                is_wanted = asyncio.run(_serve(engine, spec, redis_url, endpoint, held, began))
+                _exit_on_sigterm()
             finally:
                 engine.close()
+            if is_wanted and held is not None:
+                asyncio.run(release(redis_url, spec.run_id, held))
+            return is_wanted
 
 
 def serve_model(model_dir: Path, endpoint: Endpoint) -> None:
@@ -60,7 +75,7 @@ def serve_model(model_dir: Path, endpoint: Endpoint) -> None:
         ConfigError: it is not a model directory, or the port is in use.
     """
     logging_setup.setup("rollout")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _exit_on_sigterm()
     _check_ports(endpoint)
     config = config_for_model(model_dir)
     start_engine = load_engine(config.rollout.engine)
@@ -85,7 +100,7 @@ async def _serve_model(engine: InferenceEngine, config: RunConfig, endpoint: End
 
 async def _serve(
     engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, held: Held | None, began: float
-) -> None:
+) -> bool:
     from polyreme.process import lifecycle
     from polyreme_rollout.serving import serve
 
@@ -93,7 +108,7 @@ async def _serve(
     await engine.open()
     lifecycle.settle()
     await report_engine(redis_url, spec.run_id, engine.name, time.monotonic() - began)
-    await serve(engine, spec, redis_url, endpoint, stop, held)
+    return await serve(engine, spec, redis_url, endpoint, stop, held)
 
 
 def check_routes(engine: InferenceEngine, config: RunConfig) -> None:
@@ -104,6 +119,11 @@ def check_routes(engine: InferenceEngine, config: RunConfig) -> None:
             f"{engine.name}, which does not",
             "Remove trainer.moe.replay_routes, or use an engine that reports its routes.",
         )
+
+
+def _exit_on_sigterm() -> None:
+    """Makes SIGTERM unwind the stack, which removes this replica's files."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _check_ports(endpoint: Endpoint) -> None:

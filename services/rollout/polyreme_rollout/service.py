@@ -130,10 +130,12 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
 
     def on_lost(self) -> None:
         """Fails every running call, because no policy is left."""
+        self.fail_running("a weight swap failed and no version could be restored: continue on another replica")
+
+    def fail_running(self, reason: str) -> None:
+        """Fails every running call with UNAVAILABLE."""
         for sequence in self._running.values():
-            sequence.call.fail(
-                _PolicyLostError("a weight swap failed and no version could be restored: continue on another replica")
-            )
+            sequence.call.fail(_PolicyLostError(reason))
 
     async def drained(self) -> None:
         """Waits until no sequence is running."""

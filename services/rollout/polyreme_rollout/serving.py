@@ -52,8 +52,8 @@ async def serve(
     endpoint: Endpoint,
     stop: asyncio.Event,
     held: Held | None = None,
-) -> None:
-    """Serves an open engine until `stop`, then drains.
+) -> bool:
+    """Serves an open engine until `stop`, then drains. Returns whether it ended for a learner that wants the devices.
 
     Args:
         held: the device grant under which the engine has started. Without one, a colocated replica waits for a grant before it
@@ -111,10 +111,13 @@ async def serve(
             if spec.config.placement == "colocated":
                 device = DeviceLease(run, "generate", held.holder if held else replica_id, counter=held.counter if held else 0)
                 if not await _acquire(device, stop):
-                    return
+                    return False
                 if held is not None:
                     held.end_renewals()
-                turns = asyncio.create_task(ReplicaTurns(device, engine, swapper, service, metrics).follow(), name="device turns")
+                replica_turns = ReplicaTurns(device, engine, swapper, service, metrics)
+                turns = asyncio.create_task(
+                    replica_turns.hold() if spec.config.ends_engines else replica_turns.follow(), name="device turns"
+                )
                 servers.callback(turns.cancel)  # after the drain; the grant ends after the engine
             async with await Registry(run).register(lease) as keeper:
                 logger.info(
@@ -122,11 +125,14 @@ async def serve(
                 )
                 await _wait_for_stop(stop, engine, turns)
             service.draining = True
+            if is_wanted := turns is not None and turns.done() and not stop.is_set():
+                service.fail_running("the learner takes the devices: continue in the next turn")
             logger.info("draining: %d running sequences have %.0f s to end", service.running, DRAIN_TIMEOUT)
             await publish_state()
             with suppress(TimeoutError):
                 await asyncio.wait_for(service.drained(), DRAIN_TIMEOUT)
             logger.info("drained, %d sequences are left", service.running)
+            return is_wanted and not stop.is_set()
     finally:
         await redis.aclose()
 
@@ -143,11 +149,15 @@ async def _acquire(device: DeviceLease, stop: asyncio.Event) -> bool:
 
 
 async def _wait_for_stop(stop: asyncio.Event, engine: InferenceEngine, turns: "asyncio.Task[None] | None") -> None:
-    """Raises PolyremeError with a restartable exit code when the engine has died."""
-    while not stop.is_set():
-        if turns is not None and turns.done() and not engine.dead:
-            turns.result()  # raises its error
-        if engine.dead:
-            raise PolyremeError("the engine to run", "its processes have exited", "See the log above; restart the replica.")
-        with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), ENGINE_CHECK_INTERVAL)
+    """Also returns when `turns` ends. Raises PolyremeError with a restartable exit code when the engine has died."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while not stop.is_set():
+            if engine.dead:
+                raise PolyremeError("the engine to run", "its processes have exited", "See the log above; restart the replica.")
+            if turns is not None and turns.done():
+                return turns.result()  # raises its error
+            waited = {stopping, *([turns] if turns else [])}
+            await asyncio.wait(waited, timeout=ENGINE_CHECK_INTERVAL, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()

@@ -1,11 +1,11 @@
 """Receives versions by stream into the replica's own memory, whole or as deltas.
 
 Invariant:
-- A buffer that holds the served version, or one that the engine is loading, is not written. A delta is applied to a copy of its base, or
-  in place to a base that is not served.
+- A buffer that holds the served version, or one that the engine is loading, is not written. A delta is applied in place to a base that is
+  not served. If its base is served, it is applied to the version before, after the delta between the two, or else to a copy of its base.
 - A part has one stream at a time. A newer stream ends an older one, whose connection may be dead without notice.
 - The bytes of a broken stream stay unstaged until other bytes replace them; the next stream of the same part continues after them.
-- At most one buffer per part is idle. A part keeps the payload of at most one delta, until the whole part arrives.
+- At most one buffer per part is idle. A part keeps the payload of at most one complete delta, until the whole part arrives.
 """
 
 import asyncio
@@ -95,12 +95,13 @@ class WeightReceiver:
             if not bases:
                 raise BaseError(f"expected version {delta.base_version} of term {delta.base_term} as the base; found other bytes")
 
-            async def apply(payload: memoryview) -> Buffer:
-                in_use = self._in_use()
-                base = min(bases, key=lambda buffer: buffer.arena.nonce in in_use)
-                return await self._apply(delta, payload, base, base.arena.nonce in in_use)
-
+            before = self._payloads.get(part)
             payload = await self._payload(delta)
+            steps = [before] if before and before is not payload and before.leads_to(base_manifest) else []
+
+            async def apply() -> Buffer:
+                return await self._apply(delta.manifest, [*steps, payload], bases)
+
             async with self._offered(_delta_id(delta), payload.arrival):
                 yield IncomingDelta(delta, payload, apply)
 
@@ -140,15 +141,21 @@ class WeightReceiver:
         if payload and payload.arrival.assembly.complete:
             self.outgoing.offer(_delta_id(delta), payload.arrival.outgoing)
 
-    async def _apply(self, delta: DeltaManifest, payload: memoryview, base: Buffer, copies: bool) -> Buffer:
-        if copies:
-            shadow = await self._empty(delta.manifest)
+    async def _apply(self, manifest: Manifest, steps: list[Payload], bases: list[Buffer]) -> Buffer:
+        """Applies the last step, a delta from `bases`, and before it the other one, if that makes a copy of a base unnecessary."""
+        in_use = self._in_use()
+        idle = [buffer for buffer in self._buffers[manifest.part] if buffer.arena.nonce not in in_use]
+        for first in range(len(steps) - 1, -1, -1):
+            shadow = next((buffer for buffer in idle if buffer.holds_all(steps[first].delta.base)), None)
+            if shadow is not None:
+                self._reuse(shadow)
+                shadow.arena.begin(SLOT)
+                await shadow.apply(manifest, steps[first:], None)
+                break
         else:
-            shadow = base
-            self._reuse(shadow)
-            shadow.arena.begin(SLOT)
-        await shadow.apply(delta, payload, base)
-        self.outgoing.offer(_part_id(delta.manifest), shadow.arrival.outgoing)
+            shadow = await self._empty(manifest)
+            await shadow.apply(manifest, steps[-1:], bases[0])
+        self.outgoing.offer(_part_id(manifest), shadow.arrival.outgoing)
         return shadow
 
     def _reuse(self, buffer: Buffer) -> None:

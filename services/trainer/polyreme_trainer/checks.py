@@ -60,7 +60,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         read_model_files(config.model.path), config.data
     )  # raises when there is none: nothing else can be checked then
     yield from check_template(template)
-    for sources in config.data.given:
+    for sources in config.prompt_data:
         for source in as_sources(sources):
             yield from _check_prompts((source,), config, template)
     for phase in config.trainer.sft:

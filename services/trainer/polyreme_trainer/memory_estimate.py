@@ -14,15 +14,16 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize
-from polyreme_trainer.megatron.memory.checkpoint import checkpoint_term
-from polyreme_trainer.megatron.memory.estimate import RankEstimate, arena_term, cache_bytes_per_token, largest_rank
-from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model
+from polyreme_trainer.megatron.memory.checkpoint import checkpoint_terms
+from polyreme_trainer.megatron.memory.estimate import GIB, RankEstimate, arena_term, stage_estimates
+from polyreme_trainer.megatron.memory.machines import written_parameters
+from polyreme_trainer.megatron.memory.state import Addend, Model
 from polyreme_trainer.placement import devices_needed
+from polyreme_trainer.replica_memory import refuse_replica, replica_line
 from polyreme_trainer.stages.table import TABLE
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 _SMALLER = (
     "Set trainer.offload, trainer.recompute or trainer.lora, use more tensor ranks or stages (trainer.parallel), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, an"
     " algorithm with fewer models, a smaller model, or larger devices."
@@ -30,30 +31,30 @@ _SMALLER = (
 
 
 @dataclass(frozen=True)
-class LearnerMemory:
-    """The learner's memory.
+class MachineMemory:
+    """The learner's memory on one machine.
 
     Attributes:
-        rank: the estimate of the rank that needs most.
-        ranks: ranks on each machine.
-        arena: shared memory of the policy's versions on the first machine; None for a stage, which publishes no versions.
-        checkpoint: host memory on the first machine while a checkpoint is written; None for a stage, which waits until it is written.
+        rank: the estimate of the machine's rank that needs most.
+        ranks: the number of its ranks.
+        arena: shared memory of its part of the policy's versions; None if it has no part. A stage publishes no versions.
+        checkpoint: host memory while a checkpoint is written.
         shares_device: whether all models are in the host's memory while replicas have the devices.
     """
 
     rank: RankEstimate
     ranks: int
     arena: Addend | None
-    checkpoint: Addend | None
+    checkpoint: Addend
     shares_device: bool = False
 
     @property
     def shared(self) -> list[Addend]:
-        """The terms in the host's memory that the ranks of the first machine share."""
-        return [term for term in (self.arena, self.checkpoint) if term is not None]
+        """The terms in the host's memory that the ranks share."""
+        return [self.checkpoint] if self.arena is None else [self.arena, self.checkpoint]
 
     @property
-    def machine(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of all ranks, the arena and a checkpoint's copy, on a machine whose ranks compute in its own memory."""
         return self.ranks * self.rank.all_bytes + sum(term.nbytes for term in self.shared)
 
@@ -65,33 +66,73 @@ class LearnerMemory:
 
     @property
     def host(self) -> int:
-        """Bytes of the host's memory on the first machine, when the ranks use accelerators."""
+        """Bytes of the host's memory, when the ranks use accelerators."""
         each = self.kept if self.shares_device else self.rank.host_bytes
         return self.ranks * each + sum(term.nbytes for term in self.shared)
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """The learner's memory on each of its machines, the first one first."""
+
+    machines: list[MachineMemory]
+
+    @property
+    def rank(self) -> RankEstimate:
+        """The estimate of the rank that needs most."""
+        return max((machine.rank for machine in self.machines), key=lambda rank: rank.nbytes)
+
+    @property
+    def largest(self) -> MachineMemory:
+        """The machine that needs most, if the ranks compute in its own memory."""
+        return max(self.machines, key=lambda machine: machine.nbytes)
+
+    @property
+    def largest_host(self) -> MachineMemory:
+        """The machine whose host needs most, if the ranks use accelerators."""
+        return max(self.machines, key=lambda machine: machine.host)
+
+    def at(self, machine: int | None) -> "LearnerMemory":
+        """The memory on one machine. None: on all."""
+        return self if machine is None else LearnerMemory([self.machines[machine]])
 
 
 def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     """The estimate of a configuration. Raises ConfigError for a model that cannot be trained, or that does not divide over the ranks."""
     models, parallel = models_of(config), config.trainer.parallel
+    arenas: list[Addend | None] = [None] * parallel.nodes
     try:
-        rank = largest_rank(models, parallel, micro_batch_of(config), config.trainer.offload)
+        stages = stage_estimates(models, parallel, micro_batch_of(config), config.trainer.offload)
+        if isinstance(config, RunConfig):
+            parts = written_parameters(models[0].arch, parallel)
+            arenas = [arena_term(count, config.model.dtype) if count else None for count in parts]
+        checkpoints = checkpoint_terms(models, _followers(config), config.model.dtype, parallel)
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
+    machines, colocated = [], isinstance(config, RunConfig) and config.placement == "colocated"
+    for node, (arena, checkpoint) in enumerate(zip(arenas, checkpoints, strict=True)):
+        each = parallel.pipeline // parallel.nodes  # stages on a machine; without stages, all machines have the same
+        mine = stages[node * each : (node + 1) * each] if each else stages
+        rank = max(mine, key=lambda stage: stage.nbytes)
+        machines.append(MachineMemory(rank, parallel.ranks_per_node, arena, checkpoint, colocated))
+    return LearnerMemory(machines)
+
+
+def _followers(config: RunConfig | StageConfig) -> set[str]:
+    """The roles without an optimizer that follow the actor, which a checkpoint contains."""
     if isinstance(config, StageConfig):
-        return LearnerMemory(rank, parallel.ranks_per_node, None, None)
+        return set()
     renewed = config.recipe.kl is not None and config.recipe.kl.renew_interval > 0
-    followers = {"moving average", *(["reference"] if renewed else [])}
-    checkpoint = checkpoint_term(models, followers, config.model.dtype, parallel.nodes)
-    arena = arena_term(models[0].arch, config.model.dtype)
-    return LearnerMemory(rank, parallel.ranks_per_node, arena, checkpoint, config.placement == "colocated")
+    return {"moving average", *(["reference"] if renewed else [])}
 
 
 def models_of(config: RunConfig | StageConfig) -> list[Model]:
     """The models that the learner holds, the trained policy first. Raises ConfigError."""
     arch, dtype, lora = load_architecture(config.model.path), config.model.dtype, config.trainer.lora
 
-    def trained(role: str, arch: Architecture) -> Model:
-        return Model(role, arch, dtype, trained=True, adapter=None if lora is None else adapter_architecture(arch, lora))
+    def trained(role: str, arch: Architecture, copies_actor: bool = False) -> Model:
+        adapter = None if lora is None else adapter_architecture(arch, lora)
+        return Model(role, arch, dtype, trained=True, adapter=adapter, copies_actor=copies_actor)
 
     if isinstance(config, StageConfig):
         reference = TABLE[config.stage].reference(config)
@@ -102,11 +143,12 @@ def models_of(config: RunConfig | StageConfig) -> list[Model]:
     models = [trained("actor", arch)]
     if config.algorithm.has_critic:
         critic = load_architecture(config.trainer.critic.path or config.model.path)
-        models.append(trained("critic", critic.with_value_head()))
+        models.append(trained("critic", critic.with_value_head(), copies_actor=config.trainer.critic.path is None))
+    followers = _followers(config)
     if config.recipe.kl is not None and not config.shares_reference:
-        models.append(Model("reference", arch, dtype, trained=False))
+        models.append(Model("reference", arch, dtype, trained=False, copies_actor="reference" in followers))
     if config.trainer.ema_decay is not None:
-        models.append(Model("moving average", arch, "float32", trained=False))
+        models.append(Model("moving average", arch, "float32", trained=False, copies_actor=True))
     return models
 
 
@@ -145,32 +187,17 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
         yield f"memory         of the host for each learner rank, while not in use (trainer.offload){on_cpu}, in GiB:"
         for term in memory.rank.host:
             yield f"  {term.nbytes / GIB:>9,.3f}    {term.name}: {term.arithmetic}"
-        yield f"  {memory.rank.host_bytes / GIB:>9,.3f}    in all; {memory.ranks} rank(s) on each machine"
-    if memory.arena is not None:
-        yield f"memory         in /dev/shm of the learner's first machine: {memory.arena.nbytes / GIB:,.3f} GiB, {memory.arena.arithmetic}"
-    if memory.checkpoint is not None:
-        nbytes, arithmetic = memory.checkpoint.nbytes, memory.checkpoint.arithmetic
-        yield f"memory         in the host of the learner's first machine while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
+        yield f"  {memory.rank.host_bytes / GIB:>9,.3f}    in all; {parallel.ranks_per_node} rank(s) on each machine"
+    for number, machine in enumerate(memory.machines, start=1):
+        place = "the learner's machine" + (f" {number} of {parallel.nodes}" if parallel.nodes > 1 else "")
+        if machine.arena is not None:
+            yield f"memory         in /dev/shm of {place}: {machine.arena.nbytes / GIB:,.3f} GiB, {machine.arena.arithmetic}"
+        nbytes, arithmetic = machine.checkpoint.nbytes, machine.checkpoint.arithmetic
+        yield f"memory         in the host of {place} while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
     if not isinstance(config, StageConfig):
         yield f"memory         of each replica's device: {replica_line(config)}"
         if config.device != "cpu":
             yield placement_line(config, memory)
-
-
-def replica_line(config: RunConfig) -> str:
-    """A replica's weights and its cache of keys and values, per device."""
-    arch, rollout, dtype = load_architecture(config.model.path), config.rollout, config.model.dtype
-    weights = arch.parameters * WIDTHS[dtype] / rollout.tensor_parallel
-    each = cache_bytes_per_token(arch, dtype, rollout.tensor_parallel)
-    wanted = rollout.max_num_seqs * rollout.max_model_len
-    if config.device == "cpu":
-        cache = f"{rollout.vllm.kv_cache_mib / 1024:,.3f} GiB of key-value cache, {(rollout.vllm.kv_cache_mib << 20) // each:,} tokens"
-    else:
-        cache = f"key-value cache up to {rollout.vllm.gpu_memory_utilization:.0%} of the device"
-    return (
-        f"{weights / GIB:,.3f} GiB of weights, {cache} at {each:,} bytes each"
-        f" ({rollout.max_num_seqs} samples of {rollout.max_model_len} tokens need {wanted * each / GIB:,.3f} GiB)"
-    )
 
 
 def placement_line(config: RunConfig, memory: LearnerMemory) -> str:
@@ -178,38 +205,46 @@ def placement_line(config: RunConfig, memory: LearnerMemory) -> str:
     apart, together = (devices_needed(config, placement) for placement in ("separate", "colocated"))
     return (
         f"devices        {apart} with placement: separate, {together} with placement: colocated, which keeps"
-        f" {memory.ranks * memory.kept / GIB:,.3f} GiB of the learner in the host's memory during generation"
+        f" {max(each.ranks * each.kept for each in memory.machines) / GIB:,.3f} GiB of the learner in the host's memory during generation"
     )
 
 
-def refuse(config: RunConfig | StageConfig, limit: int | None, host: int | None = None) -> Iterator[PolyremeError]:
+def refuse(
+    config: RunConfig | StageConfig, limit: int | None, host: int | None = None, machine: int | None = None
+) -> Iterator[PolyremeError]:
     """Yields an error when the models do not divide over the ranks, or the learner cannot fit.
 
     Args:
         limit: memory of a device in bytes; on CPU, of the machine, which all ranks of a node share. None: unknown.
         host: the machine's own memory in bytes, without its accelerators. None: unknown.
+        machine: the learner's machine that has this memory. None: all have the same.
     """
     try:
-        memory = learner_memory(config)
+        memory = learner_memory(config).at(machine)
     except ConfigError as error:
         yield error
         return
-    on_cpu, rank = config.device == "cpu", memory.rank
-    shared = "".join(f" + {term.name} {term.nbytes / GIB:,.2f}" for term in memory.shared)
-    if limit is not None and limit < (memory.machine if on_cpu else rank.nbytes):
+    on_cpu, rank, node = config.device == "cpu", memory.rank, memory.largest
+    if limit is not None and limit < (node.nbytes if on_cpu else rank.nbytes):
         found = _sum(rank.terms, rank.nbytes)
         if on_cpu:
-            terms = sorted({*rank.terms, *rank.host}, key=lambda term: term.name)
-            found = f"{memory.ranks} rank(s) x ({_sum(terms, rank.all_bytes)}){shared}: {memory.machine / GIB:,.2f} GiB"
+            terms = sorted({*node.rank.terms, *node.rank.host}, key=lambda term: term.name)
+            found = _machine_sum(node, _sum(terms, node.rank.all_bytes), node.nbytes)
         place = "this machine" if on_cpu else "each device"
         yield ConfigError(f"a learner that fits the {limit / GIB:,.1f} GiB of {place}", found, _SMALLER)
-    if host is not None and not on_cpu and host < memory.host:
-        each = f"{memory.kept / GIB:,.2f} GiB of its models" if memory.shares_device else _sum(rank.host, rank.host_bytes)
+    node = memory.largest_host
+    if host is not None and not on_cpu and host < node.host:
+        each = f"{node.kept / GIB:,.2f} GiB of its models" if node.shares_device else _sum(node.rank.host, node.rank.host_bytes)
         yield ConfigError(
             f"a learner that keeps at most the {host / GIB:,.1f} GiB of this machine's memory",
-            f"{memory.ranks} rank(s) x ({each}){shared}: {memory.host / GIB:,.2f} GiB",
+            _machine_sum(node, each, node.host),
             "Disable a part of trainer.offload, set placement: separate, spread the ranks over more machines, or use a machine with more memory.",
         )
+
+
+def _machine_sum(machine: MachineMemory, each: str, nbytes: int) -> str:
+    shared = "".join(f" + {term.name} {term.nbytes / GIB:,.2f}" for term in machine.shared)
+    return f"{machine.ranks} rank(s) x ({each}){shared}: {nbytes / GIB:,.2f} GiB"
 
 
 def _sum(terms: Iterable[Addend], nbytes: int) -> str:
@@ -217,19 +252,22 @@ def _sum(terms: Iterable[Addend], nbytes: int) -> str:
 
 
 def report(config: RunConfig | StageConfig, limit: int | None) -> Iterator[str | PolyremeError]:
-    """The estimate's lines, and an error when the learner exceeds `limit`; see `refuse`. Raises ConfigError."""
+    """The estimate's lines, and errors when the learner or a replica exceeds `limit`; see `refuse`. Raises ConfigError."""
     yield from memory_lines(config)
     yield from refuse(config, limit)
+    if isinstance(config, RunConfig) and limit is not None:
+        yield from refuse_replica(config, limit)
 
 
-def announce(config: RunConfig | StageConfig, limit: int, host: int, leads: bool) -> None:
-    """Logs the estimate on rank 0, before anything is allocated. Raises ConfigError on every rank when the estimate exceeds a limit.
+def announce(config: RunConfig | StageConfig, limit: int, host: int, rank: int) -> None:
+    """Logs the estimate on rank 0, before anything is allocated. Raises ConfigError on every rank of a machine when the estimate exceeds a limit.
 
     Args:
-        limit, host: as in `refuse`.
+        limit, host: as in `refuse`, of this rank's machine.
+        rank: the number of this rank.
     """
-    if leads:
+    if rank == 0:
         for line in memory_lines(config):
             logger.info("%s", line)
-    for error in refuse(config, limit, host):
+    for error in refuse(config, limit, host, rank // config.trainer.parallel.ranks_per_node):
         raise error

@@ -167,6 +167,41 @@ def test_prompts_that_are_too_long(config_file: Path) -> None:
     assert "1, all longer" in errors(config_file)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "best", "refused"),
+    [
+        ("[{name: exact}]", "hard/pass@2", False),
+        ("[{name: exact, weight: 2}]", "hard/pass@2", True),
+        ("[{name: exact}, {name: length}]", "hard/pass@2", True),
+        ("[{name: length}]", "hard/pass@2", True),
+        ("[{name: length}]", "hard/best@2", False),
+        ("[{name: exact}, {name: length}]", "hard/reward/length", False),
+    ],
+)
+def test_a_deciding_metric_that_the_rewards_cannot_give(config_file: Path, rewards: str, best: str, refused: bool) -> None:
+    sets = f"eval_sets=[{{name: hard, data: {config_file.parent / 'train.jsonl'}, answers: 2}}]"
+    result = found(config_file, sets, f"eval_best={best}", f"reward.rewards={rewards}")
+    assert len(result.errors) == refused
+    for error in result.errors:
+        assert isinstance(error, ConfigError)
+        assert "hard/best@2" in error.expected and "pass@" not in error.expected and best in error.found
+
+
+def test_a_deciding_reward_that_no_row_of_the_set_names(config_file: Path) -> None:
+    rows(config_file, {"prompt": "1+1=", "answer": "2", "kind": "exact"})
+    chosen = ("reward.rewards=[{name: exact}, {name: length}]", "reward.choose_by=kind")
+    sets = f"eval_sets=[{{name: hard, data: {config_file.parent / 'train.jsonl'}}}]"
+    assert not found(config_file, *chosen, sets, "eval_best=hard/reward/exact").errors
+    [error] = found(config_file, *chosen, sets, "eval_best=hard/reward/length").errors
+    assert isinstance(error, ConfigError) and "hard/mean, hard/reward/exact" in error.expected and "kind" in error.found
+
+
+def test_the_rows_of_each_held_out_set_are_checked(config_file: Path) -> None:
+    (config_file.parent / "hard.jsonl").write_text('{"question": "1+1="}\n')
+    text = errors(config_file, f"eval_sets=[{{name: hard, data: {config_file.parent / 'hard.jsonl'}}}]")
+    assert "'prompt' in" in text and "hard.jsonl" in text
+
+
 def test_what_another_service_lacks_here_is_a_notice(config_file: Path) -> None:
     """Its files may be on the service's own machine."""
     config = load_config(config_file, ["reward.rewards=[{file: elsewhere.py}]"])

@@ -17,6 +17,7 @@ from polyreme.cli.main import build_app
 from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, find_columns, write_new_run
 from polyreme.cli.new_run.sample_data import EXAMPLES, rows, supervised_rows
 from polyreme.config.load import load_any, load_config
+from polyreme.dataset.source import read_objects
 from polyreme.errors import ConfigError, DataError
 from support.tiny_tokenizer import model_files
 
@@ -141,6 +142,38 @@ def test_data_without_a_usable_row_is_an_error_before_anything_is_written(
     with pytest.raises((ConfigError, DataError)) as error:
         find_columns(tmp_path / "own.jsonl", *keys)
     assert "own.jsonl" in error.value.expected
+
+
+def test_a_part_of_own_prompts_is_held_out(tmp_path: Path) -> None:
+    data = tmp_path / "own.jsonl"
+    data.write_text("".join(f'{{"q, {{a}}": "prompt {number}", "answer": "1"}}\n' for number in range(200)))
+    write_new_run(tmp_path / "new", Answers("mine", data=str(data), prompt_key="q, {a}"))
+    config = load_config(tmp_path / "new" / "run.yaml")
+    trained, held_out = ({row.fields["q, {a}"] for row in read_objects(part)} for part in config.prompt_data)
+    assert len(trained) + len(held_out) == 200 and not trained & held_out
+    assert 0 < len(held_out) < 40
+
+
+def test_an_own_reward_is_named_and_not_copied(tmp_path: Path) -> None:
+    model, data = own_files(tmp_path)
+    reward = tmp_path / "points.py"
+    reward.write_text("def points(response):\n    return len(response)\n")
+    runner, app = CliRunner(), build_app(["init"])
+    words = ["init", str(tmp_path / "new"), "--model", str(model), "--data", str(data), "--reward", str(reward)]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    config = load_config(tmp_path / "new" / "run.yaml")
+    assert config.reward is not None and config.reward.rewards[0].file == reward
+    assert findings(config).errors == () and not (tmp_path / "new" / "reward.py").exists()
+    assert "random weights" not in result.stdout
+    refused = runner.invoke(app, [*words[:-1], str(tmp_path / "none.py")])
+    assert isinstance(refused.exception, ConfigError)
+
+
+def test_the_tiny_model_with_own_data_is_pointed_out(tmp_path: Path) -> None:
+    _, data = own_files(tmp_path)
+    words = ["init", str(tmp_path / "new"), "--model", TINY, "--data", str(data)]
+    assert "random weights" in CliRunner().invoke(build_app(["init"]), words).stdout
 
 
 def test_a_name_that_no_run_may_have_and_a_file_as_the_folder_are_refused(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from polyreme.cli import view
-from polyreme.cli.progress import Progress, comparable
-from polyreme.cli.report import plain_line, report
+from polyreme.cli.progress import LOADING_SECONDS, Progress, comparable
+from polyreme.cli.report import activities, plain_line, report
 from polyreme.cli.summary import redis_bytes, summary_lines
 from polyreme.config.model import ModelConfig
 from polyreme.config.trainer import ParallelConfig
@@ -146,14 +146,30 @@ def test_a_long_evaluation_says_how_far_it_is_until_it_is_over() -> None:
 def test_a_model_that_loads_is_shown_until_it_is_loaded() -> None:
     loading = {"kind": "loading", "role": "critic", "fraction": 0.25, "seconds_left": 75.0, "time": 1.0}
     progress = progress_of(loading)
-    assert progress.loading == loading
-    assert plain_line(loading, progress, 24) == "learner loads the critic: 25%, remaining about 1:15"
+    assert progress.loading == {"critic": loading}
+    assert plain_line(loading, progress, 24) == "loading the critic: 25%, remaining about 1:15"
     done = {"kind": "loading", "role": "critic", "fraction": 1.0, "seconds_left": 0.0, "time": 2.0}
     progress.add(done)
-    assert progress.loading is None and plain_line(done, progress, 24) == "learner loads the critic: 100%"
+    assert not progress.loading and plain_line(done, progress, 24) == "loading the critic: 100%"
     progress.add(loading)
     progress.add({"kind": "restart", "process": "learner-0", "text": "why", "time": 3.0})
-    assert progress.loading is None
+    assert not progress.loading
+
+
+def test_models_that_load_at_once_are_shown_until_each_is_loaded() -> None:
+    critic = {"kind": "loading", "role": "critic", "fraction": 0.25, "seconds_left": 75.0, "time": 1.0}
+    reward = {**critic, "role": "reward model quality", "fraction": 0.5}
+    progress = progress_of(critic, reward)
+    assert list(activities(progress)) == [
+        "loading the critic: 25%, remaining about 1:15",
+        "loading the reward model quality: 50%, remaining about 1:15",
+    ]
+    progress.add({**critic, "fraction": 1.0, "time": 6.0})
+    assert progress.loading == {"reward model quality": reward}
+    progress.add(iteration(1, time=1.0 + LOADING_SECONDS / 2))
+    assert progress.loading == {"reward model quality": reward}
+    progress.add(iteration(2, time=1.0 + LOADING_SECONDS))  # its process is gone
+    assert not progress.loading
 
 
 def test_an_engine_that_starts_is_shown_until_a_replica_registers() -> None:

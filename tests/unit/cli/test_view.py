@@ -37,11 +37,11 @@ def test_the_view_says_what_starts_and_for_how_long(config: RunConfig) -> None:
     console = Console(file=io.StringIO(), width=160, height=40)
     console.print(view.render(config, progress, "starting", (160, 40), now=27.0))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "learner loads the actor: 25%, remaining about 1:15" in shown
+    assert "loading the actor: 25%, remaining about 1:15" in shown
     assert "elapsed 0:26" in shown and "replicas starting" in shown
     narrow = Console(file=io.StringIO(), width=64, height=14)
     narrow.print(view.render(config, progress, "starting", (64, 14), now=27.0))
-    assert "learner loads the actor: 25%, remaining about 1:15" in narrow.file.getvalue()  # type: ignore[attr-defined]
+    assert "loading the actor: 25%, remaining about 1:15" in narrow.file.getvalue()  # type: ignore[attr-defined]
     progress.add({"kind": "engine_start", "host": "a", "pid": 7, "engine": "vllm", "time": 15.0})
     console.print(view.render(config, progress, "starting", (160, 40), now=27.0))
     assert "replicas vllm starts on a, for 0:12" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -53,11 +53,12 @@ def test_named_sets_come_after_the_data(file: Path) -> None:
         ("hard/majority@6", ("hard", "majority@6")),
         ("hard/reward/exact", ("hard", "reward/exact")),
         ("reward/exact", ("", "reward/exact")),
+        ("hard/reward/exact/part", ("hard", "reward/exact/part")),
     ],
 )
 def test_the_metric_that_decides(file: Path, best: str | None, found: tuple[str, str]) -> None:
     config = load_config(file, ["data.eval=held_out.jsonl", SETS, *([f"eval_best={best}"] if best else [])])
-    settings, metric = best_metric(config.evaluation_sets, config.eval_best)
+    settings, metric = best_metric(config.evaluation_sets, config.eval_best, config.reward_names)
     assert (settings.name, metric) == found
 
 
@@ -71,6 +72,10 @@ def test_the_metric_that_decides(file: Path, best: str | None, found: tuple[str,
         [SETS, "eval_best=hard/pass@3"],
         [SETS, "eval_best=hard/mean@5"],
         [SETS, "eval_best=hard/accuracy"],
+        [SETS, "eval_best=hard/reward/other"],
+        [SETS, "eval_best=hard/pass@"],
+        [SETS, "eval_best=hard/pass@x"],
+        [SETS, "eval_best=hard/other@6"],
         ["eval_sets=[{name: a, data: x}, {name: a, data: y}]"],
         ["eval_sets=[{name: reward, data: x}]"],
         ["eval_sets=[{name: a/b, data: x}]"],
@@ -91,6 +96,18 @@ def test_no_set_has_the_name_of_a_group_of_metrics() -> None:
 
 def test_pass_at_k_is_there_for_powers_of_two_and_all_answers() -> None:
     assert [pass_sizes(count) for count in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-    settings = EvaluationSet(name="a", data=Path("x"), answers=8)
-    assert [k for k in range(1, 10) if settings.has_metric(f"pass@{k}")] == [1, 2, 4, 8]
-    assert not any(settings.has_metric(name) for name in ("pass@", "pass@x", "other@8", "accuracy"))
+
+
+def test_the_metrics_of_a_set() -> None:
+    several = EvaluationSet(name="a", data=Path("x"), answers=6)
+    assert several.metrics(["exact"]) == [
+        *("mean", "mean@6", "best@6", "majority@6", "pass@1", "pass@2", "pass@4", "pass@6", "reward/exact"),
+    ]
+    assert EvaluationSet(name="a", data=Path("x")).metrics([]) == ["mean"]
+
+
+def test_an_unknown_metric_is_refused_with_those_of_each_set(file: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(file, ["data.eval=held_out.jsonl", SETS, "eval_best=hard/pass@3"])
+    for name in ("mean", "easy/mean", "easy/reward/exact", "hard/best@6", "hard/pass@6"):
+        assert name in error.value.found

@@ -45,6 +45,16 @@ def test_shared_devices_exclude_staleness_and_decide_no_weights(tree: dict[str, 
         load_config(written(tmp_path, {**tree, "placement": "colocated", "max_staleness": 1}))
 
 
+def test_an_engine_ends_for_training_only_on_cpu(tree: dict[str, Any], tmp_path: Path) -> None:
+    changed = {**tree, "rollout": {**tree["rollout"], "cpu_sleep": "end"}}
+    for placement in ("separate", "colocated"):
+        config = load_config(written(tmp_path, {**changed, "placement": placement}))
+        assert config.ends_engines == (placement == "colocated")
+        assert config.fingerprint() == run_config(tmp_path).fingerprint()
+    with pytest.raises(ConfigError, match=r"rollout\.cpu_sleep"):
+        load_config(written(tmp_path, {**changed, "device": "cuda"}))
+
+
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_a_token_budget_must_let_the_longest_response_end_within_its_bound(
     tree: dict[str, Any], tmp_path: Path, placement: str
@@ -336,6 +346,18 @@ def test_a_critics_schedule_ends_below_its_peak(tree: dict[str, Any], tmp_path: 
     tree["trainer"]["critic"] = {"optimizer": {"lr": 1e-4, "min_lr": 1e-3, "schedule": "cosine"}}
     with pytest.raises(ConfigError, match=r"trainer\.critic\.optimizer\.min_lr"):
         load_config(written(tmp_path, {**tree, "algorithm": {"preset": "ppo"}}))
+
+
+def test_missing_keys_are_named_with_what_they_contain(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("name: mine\nmodel: {path: model}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "run.yaml")
+    for piece in (
+        "data is missing, with data.train",
+        "trainer is missing, with trainer.optimizer.lr",
+        "groups_per_iteration is missing",
+    ):
+        assert piece in error.value.found
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

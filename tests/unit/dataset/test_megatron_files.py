@@ -1,6 +1,7 @@
 """Megatron's indexed data sets, as Megatron-LM and MindSpeed RL write them."""
 
 import struct
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,7 +45,18 @@ def test_mindspeeds_files_are_found_by_their_prefix(tmp_path: Path) -> None:
         list(read_megatron(index))
 
 
-@pytest.mark.parametrize("damage", ["magic", "short index", "short data", "no data"])
+def test_memory_does_not_hold_an_object_for_each_sequence(tmp_path: Path) -> None:
+    count = 50_000
+    write_megatron(tmp_path / "d", [[7]] * count)
+    tracemalloc.start()
+    try:
+        assert next(iter(read_megatron(tmp_path / "d.idx"))).fields == {"input_ids": (7,)}
+        assert tracemalloc.get_traced_memory()[1] < 40 * count  # bytes
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("damage", ["magic", "short index", "empty index", "short data", "no data"])
 def test_a_damaged_data_set(tmp_path: Path, damage: str) -> None:
     write_megatron(tmp_path / "d", [[1, 2], [3]])
     index, data = tmp_path / "d.idx", tmp_path / "d.bin"
@@ -52,6 +64,8 @@ def test_a_damaged_data_set(tmp_path: Path, damage: str) -> None:
         index.write_bytes(b"X" + index.read_bytes()[1:])
     elif damage == "short index":
         index.write_bytes(index.read_bytes()[:40])
+    elif damage == "empty index":
+        index.write_bytes(b"")
     elif damage == "short data":
         data.write_bytes(data.read_bytes()[:8])
     else:

@@ -14,7 +14,7 @@ from pyarrow import feather, parquet
 
 from polyreme.config.data import DataSource
 from polyreme.dataset import source
-from polyreme.dataset.columns import value_at
+from polyreme.dataset.columns import column_names, value_at
 from polyreme.dataset.source import digest_of, files_of, read_objects
 from polyreme.errors import DataError
 
@@ -209,3 +209,25 @@ def test_rows_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_dotted_paths(key: str, value: Any) -> None:
     assert value_at({"a.b": 1, "a": {"b": 0, "c": 2}, "d": [{"e": 3}]}, key) == value
+
+
+def test_columns_inside_a_column_are_named_by_their_path() -> None:
+    assert column_names({"b": [{"x": 1}], "a": {"d": {"e": 1}, "c": {}}}) == ["a.c", "a.d.e", "b"]
+
+
+def test_a_missing_file_of_a_table_is_not_a_damaged_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        list(read_objects(tmp_path / "none.parquet"))
+    assert error.value.found == "no such file"
+
+
+def test_a_large_row_group_is_not_read_at_once(tmp_path: Path) -> None:
+    table = pa.table({"prompt": [f"{number:06d}" * 50 for number in range(40_000)]})  # 12 MB
+    parquet.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False, row_group_size=len(table))
+    size = table.nbytes
+    del table
+    before = pa.total_allocated_bytes()
+    rows = read_objects(tmp_path / "a.parquet")
+    assert next(rows).fields == {"prompt": "000000" * 50}
+    assert pa.total_allocated_bytes() - before < size / 2
+    assert sum(1 for _ in rows) == 39_999

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from polyreme_reward import scorer as scoring
 from polyreme_reward.items import Item, Outcome, Status, failed, ok
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import BadBatch, RequestRejected, Scorer
@@ -99,6 +100,21 @@ async def test_a_key_is_scored_once() -> None:
     again = await service.score([item("z"), item("x", key="k1")])
     assert first[0] == first[1] == again[1]
     assert reward.asked == 3, "k1 once, the item without a key twice"
+
+
+@pytest.mark.parametrize("bound", [{"_REMEMBERED": 2}, {"_REMEMBERED_TOKENS": 4}])
+async def test_the_remembered_answers_are_bounded_by_their_number_and_by_their_token_rewards(
+    monkeypatch: pytest.MonkeyPatch, bound: dict[str, int]
+) -> None:
+    for name, value in bound.items():
+        monkeypatch.setattr(scoring, name, value)
+    reward = Scripted(x=Outcome(Status.OK, 1.5, token_rewards=(1.0, 0.5)))
+    service = scorer(reward)
+    for key in "abc" * 2:  # the oldest is forgotten when the third one arrives
+        await service.score([item("x", key=key)])
+    assert reward.asked == 6
+    await service.score([item("x", key="b"), item("x", key="c")])
+    assert reward.asked == 6
 
 
 async def test_a_key_under_way_is_waited_for() -> None:

@@ -35,6 +35,14 @@ def test_a_learner_that_cannot_fit_the_machine_is_an_error(tmp_path: Path, monke
     assert isinstance(found, ConfigError) and "actor weights" in found.found
 
 
+def test_a_machine_with_few_cards_is_advised_on_the_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(checks, "device_count", lambda kind: asked.append(kind) or 1)
+    config = run_config(tmp_path, device="cuda")  # one learner rank and one replica; its model does not exist
+    assert "placement: colocated" in next(found for found in check(config) if isinstance(found, str))
+    assert asked == ["cuda"]
+
+
 def test_a_tracker_without_its_package_is_an_error_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WandbConfig, "module", "no_such_module_anywhere")
     model = ModelConfig(path=tiny_model("tied", tmp_path / "actor"))

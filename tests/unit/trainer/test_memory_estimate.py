@@ -10,6 +10,8 @@ import pytest
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import STAGES
 from polyreme.errors import ConfigError
+from polyreme_trainer.megatron.memory.estimate import moments
+from polyreme_trainer.megatron.memory.sharding import Sharding
 from polyreme_trainer.memory_estimate import announce, learner_memory, memory_lines, micro_batch_of, models_of, refuse
 from support.published import PARAMETERS, published_config
 
@@ -104,7 +106,8 @@ def test_a_stage_holds_its_model_and_a_reference_where_its_loss_has_one(
     )
     head = 18 * 896 if stage == "reward-model" else 0
     assert state_bytes(config) == each * PARAMETERS[NAME] + head
-    assert learner_memory(config).arena is None
+    (machine,) = learner_memory(config).machines
+    assert machine.arena is None and machine.checkpoint.nbytes == 16 * (PARAMETERS[NAME] + head // 18)
 
 
 @pytest.mark.parametrize(
@@ -156,18 +159,18 @@ def test_the_lines_add_up(tmp_path: Path) -> None:
     header, *lines = memory_lines(config)
     numbers = [float(line.split()[0].replace(",", "")) for line in lines if line.startswith("  ")]
     assert header.startswith("memory") and abs(sum(numbers[:-1]) - numbers[-1]) < 0.01
-    assert "key-value cache" in lines[-1] and "its optimizer" in lines[-2] and "3 versions" in lines[-3]
+    assert "key-value cache" in lines[-1] and "actor optimizer" in lines[-2] and "3 versions" in lines[-3]
 
 
 def test_the_learner_logs_the_estimate_once_and_every_rank_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = run(tmp_path, device="cuda")
+    config = run(tmp_path, device="cuda", trainer={"optimizer": {"lr": 1e-6}, "parallel": {"data": 2}})
     caplog.set_level(logging.INFO)
-    announce(config, 2**40, 2**44, leads=False)
+    announce(config, 2**40, 2**44, rank=1)
     assert not caplog.records
-    announce(config, 2**40, 2**44, leads=True)
+    announce(config, 2**40, 2**44, rank=0)
     assert [record.getMessage() for record in caplog.records] == list(memory_lines(config))
     with pytest.raises(ConfigError):
-        announce(config, 2**30, 2**44, leads=False)
+        announce(config, 2**30, 2**44, rank=1)
 
 
 def test_an_entropy_bonus_needs_more_logits(tmp_path: Path) -> None:
@@ -183,13 +186,18 @@ def test_data_ranks_divide_the_optimizer_alone(tmp_path: Path) -> None:
 OFFLOAD = {"optimizer": {"lr": 1e-6}, "offload": {"optimizer": True, "idle_models": True}}
 
 
+TINY = {"data": {"train": "x", "max_prompt_tokens": 1}, "rollout": {"max_new_tokens": 2, "max_model_len": 4}}
+"""A prompt of one token and a short response: almost no activations."""
+
+
 def test_with_offload_one_model_trains_on_the_device_and_the_rest_is_on_the_host(tmp_path: Path) -> None:
     config, plain = (run(tmp_path, algorithm={"preset": "ppo"}, device="cuda", **part) for part in ({"trainer": OFFLOAD}, {}))
     memory, before = learner_memory(config), learner_memory(plain)
     assert state_bytes(config) == (2 + 4) * PARAMETERS[NAME]
     assert memory.rank.host_bytes == (2 + 2 + 2 + 12 + 12) * PARAMETERS[NAME] + 14 * 896
     assert memory.rank.nbytes - state_bytes(config) == before.rank.nbytes - state_bytes(plain), "the same activations"
-    assert (before.rank.host_bytes, before.host) == (0, sum(term.nbytes for term in before.shared))
+    (machine,) = before.machines
+    assert (before.rank.host_bytes, machine.host) == (0, sum(term.nbytes for term in machine.shared))
     lines = list(memory_lines(config))
     assert f"{memory.rank.host_bytes / 2**30:,.3f}    in all; 1 rank(s)" in "\n".join(lines)
     assert sum(line.startswith("memory         of the host") for line in lines) == 1
@@ -197,27 +205,84 @@ def test_with_offload_one_model_trains_on_the_device_and_the_rest_is_on_the_host
 
 
 def test_the_step_of_an_offloaded_optimizer_may_be_the_peak(tmp_path: Path) -> None:
-    """Without activations to speak of: one prompt token and a short response."""
-    changes = {"data": {"train": "x", "max_prompt_tokens": 1}, "rollout": {"max_new_tokens": 2, "max_model_len": 4}}
     trainer = {**OFFLOAD, "micro_batch_tokens": 1, "recompute": "full"}
-    memory = learner_memory(run(tmp_path, trainer=trainer, **changes))
+    memory = learner_memory(run(tmp_path, trainer=trainer, **TINY))
     embedding = 151936 * 896
     assert [(term.name, term.nbytes) for term in memory.rank.step] == [("actor optimizer step", 12 * embedding)]
+
+
+def test_two_models_are_on_the_device_while_one_takes_the_weights_of_the_other(tmp_path: Path) -> None:
+    """With adapters this is the peak, because almost nothing else is on the device: a critic starts as the actor, each layer merged."""
+    trainer = {**OFFLOAD, "lora": {"rank": 8}, "micro_batch_tokens": 1, "recompute": "full"}
+    config = run(tmp_path, algorithm={"preset": "ppo"}, trainer=trainer, **TINY)
+    rank, (actor, critic) = learner_memory(config).rank, models_of(config)
+    assert actor.adapter is not None and critic.adapter is not None
+    assert sum(term.nbytes for term in rank.state) == 2 * sum(
+        each.parameters for each in (actor.arch, actor.adapter, critic.arch, critic.adapter)
+    )
+    assert [(term.name, term.nbytes) for term in rank.step] == [("actor merged layer", (4 + 4 + 2) * 2 * 4864 * 896)]
+    own = run(tmp_path, algorithm={"preset": "ppo"}, trainer={**trainer, "critic": {"path": config.model.path}}, **TINY)
+    assert learner_memory(own).rank.nbytes < rank.nbytes, "a critic with weights of its own copies nothing"
+
+
+def test_a_moving_average_takes_the_actor_s_weights_in_float32(tmp_path: Path) -> None:
+    config = run(tmp_path, trainer={**OFFLOAD, "ema_decay": 0.9, "micro_batch_tokens": 1, "recompute": "full"}, **TINY)
+    models = models_of(config)
+    found = moments(models, Sharding(), micro_batch_of(config), config.trainer.offload)["moving average copy"]
+    embedding = 151936 * 896
+    assert found.nbytes == (2 + 4) * PARAMETERS[NAME] + 4 * embedding
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_a_host_must_hold_what_rests_there_and_the_arena(placement: str, tmp_path: Path) -> None:
     config = run(tmp_path, device="cuda", placement=placement, algorithm={"preset": "ppo"}, trainer=OFFLOAD)
-    memory = learner_memory(config)
-    assert not list(refuse(config, None, memory.host))
-    (error,) = refuse(config, None, memory.host - 1)
+    (machine,) = learner_memory(config).machines
+    assert not list(refuse(config, None, machine.host))
+    (error,) = refuse(config, None, machine.host - 1)
     assert isinstance(error, ConfigError) and "arena" in error.found
-    assert len(list(refuse(config, memory.rank.nbytes - 1, memory.host - 1))) == 2
-    assert memory.host == memory.rank.host_bytes + sum(term.nbytes for term in memory.shared)
+    assert len(list(refuse(config, machine.rank.nbytes - 1, machine.host - 1))) == 2
+    assert machine.host == machine.rank.host_bytes + sum(term.nbytes for term in machine.shared)
 
 
 def test_on_cpu_both_are_the_same_memory(tmp_path: Path) -> None:
     config, plain = (run(tmp_path, algorithm={"preset": "ppo"}, **part) for part in ({"trainer": OFFLOAD}, {}))
     gradients = 4 * (PARAMETERS[NAME] + 896)
-    assert learner_memory(plain).machine - learner_memory(config).machine == gradients, "the idle model's alone are saved"
-    assert not list(refuse(config, learner_memory(config).machine, 0))
+    (machine,), (before,) = learner_memory(config).machines, learner_memory(plain).machines
+    assert before.nbytes - machine.nbytes == gradients, "the idle model's alone are saved"
+    assert not list(refuse(config, machine.nbytes, 0))
+
+
+def test_each_machine_holds_its_part_of_a_version_and_of_a_checkpoint(tmp_path: Path) -> None:
+    """Stages on two machines: each writes its own layers, and the first one also the embedding, the last one the final norm."""
+    trainer = {"optimizer": {"lr": 1e-6}, "parallel": {"pipeline": 4, "nodes": 2, "data": 2}}
+    config = run(tmp_path, trainer=trainer)
+    memory, embedding = learner_memory(config), 151936 * 896
+    layers = (PARAMETERS[NAME] - embedding - 896) // 2
+    parts = [embedding + layers, layers + 896]
+    assert [machine.arena and machine.arena.nbytes for machine in memory.machines] == [3 * 2 * part for part in parts]
+    exported = [2 * PARAMETERS[NAME], 0]
+    found = [machine.checkpoint.nbytes for machine in memory.machines if machine.checkpoint]
+    assert found == [(2 + 12) * part + export for part, export in zip(parts, exported, strict=True)]
+    first, last = memory.machines
+    names = [{term.name for term in machine.rank.terms} for machine in memory.machines]
+    assert "actor logits" not in names[0] and first.rank.nbytes != last.rank.nbytes, "each machine has its own stages"
+    text = "\n".join(memory_lines(config))
+    assert all(f"machine {number} of 2: {3 * 2 * part / 2**30:,.3f}" in text for number, part in enumerate(parts, start=1))
+
+
+def test_each_machine_compares_with_its_own_memory(tmp_path: Path) -> None:
+    config = run(tmp_path, trainer={"optimizer": {"lr": 1e-6}, "parallel": {"pipeline": 2, "nodes": 2}})
+    first, last = (machine.nbytes for machine in learner_memory(config).machines)
+    assert first != last
+    for number, nbytes in enumerate((first, last)):
+        announce(config, nbytes, nbytes, rank=number)
+        with pytest.raises(ConfigError):
+            announce(config, nbytes - 1, nbytes, rank=number)
+    assert [len(list(refuse(config, limit))) for limit in (max(first, last), max(first, last) - 1)] == [0, 1]
+
+
+def test_machines_with_copies_hold_no_version(tmp_path: Path) -> None:
+    config = run(tmp_path, trainer={"optimizer": {"lr": 1e-6}, "parallel": {"data": 2, "nodes": 2}})
+    first, second = learner_memory(config).machines
+    assert first.arena is not None and first.arena.nbytes == 6 * PARAMETERS[NAME] and second.arena is None
+    assert second.checkpoint.nbytes == 12 // 2 * PARAMETERS[NAME]

@@ -1,5 +1,8 @@
 """Deltas of parts: applied, chained or compacted, they give the digests of the whole version, or are refused."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from polyreme.weights import delta as deltas
 from polyreme.weights.delta import DeltaError, DeltaManifest, TensorDelta, WeightDelta, compact, diff
 from polyreme.weights.digest import DigestError, seal, verify
 from polyreme.weights.manifest import Manifest, ManifestError, TensorSpec, plan_manifest, tensor_views
+from polyreme.weights.sparse import FrameError
 
 LAYOUT = plan_manifest(
     [TensorSpec("embed", "BF16", (400, 30)), TensorSpec("norm", "F32", (33,)), TensorSpec("none", "BF16", (0, 4)),
@@ -89,8 +93,30 @@ def test_unchanged_tensors_have_no_bytes_dense_ones_no_positions() -> None:
     assert delta.manifest.density == 34 / (12000 + 33 + 9000 + 77)
 
 
-def test_more_than_half_of_the_bytes_is_no_delta() -> None:
-    assert between(first_version(0), first_version(1)) is None
+@pytest.mark.parametrize(("changed", "positions"), [(2250, True), (2251, False)])
+def test_a_tensor_is_stored_whole_from_a_quarter_of_its_elements_on(changed: int, positions: bool) -> None:
+    base = first_version(0)
+    manifest, data = base[0].stamped("run", 3, 1), bytearray(base[1])
+    tensor_views(manifest, memoryview(data))["mlp"][:changed] ^= 1
+    after = seal(manifest, memoryview(data)), data
+    delta = between(base, after)
+    assert delta is not None
+    mlp = delta.manifest.tensors[3]
+    assert (mlp.changed, mlp.words > 0) == (changed if positions else 9000, positions)
+    assert applied(delta, base) == after
+
+
+@pytest.mark.parametrize(("rows", "is_sent"), [(185, True), (195, False)])
+def test_more_than_half_of_the_bytes_is_no_delta(rows: int, is_sent: bool) -> None:
+    """Random bytes do not become smaller."""
+    layout = plan_manifest([TensorSpec(f"row{number}", "U8", (1000,)) for number in range(380)])
+    old = bytearray(np.random.default_rng(0).bytes(layout.nbytes))
+    new = bytearray(old)
+    for tensor in layout.tensors[:rows]:
+        new[tensor.offset : tensor.offset + 1000] = np.random.default_rng(tensor.offset + 1).bytes(1000)
+    sealed = [seal(layout.stamped("run", 3, number), memoryview(data)) for number, data in enumerate((old, new))]
+    delta = diff(sealed[0], memoryview(old), sealed[1], memoryview(new))
+    assert (delta is not None) == is_sent
 
 
 def test_a_delta_on_another_base_is_found_out() -> None:
@@ -99,6 +125,23 @@ def test_a_delta_on_another_base_is_found_out() -> None:
     assert delta is not None
     with pytest.raises(DigestError):
         applied(delta, first_version(1))
+
+
+def test_threads_share_the_tensors_and_find_the_same_errors() -> None:
+    base, rng = first_version(0), np.random.default_rng(1)
+    after = step(base, rng, 0.1)
+    delta = between(base, after)
+    assert delta is not None
+    with ThreadPoolExecutor(3) as pool:
+        for payload, error in ((delta.payload, None), (bytes(len(delta.payload)), FrameError)):
+            shadow = bytearray(base[1])
+            with pytest.raises(error) if error else nullcontext():
+                deltas.apply(delta.manifest, memoryview(payload), memoryview(shadow), pool.map)
+                verify(after[0], memoryview(shadow), pool.map)
+                assert shadow == after[1]
+        shadow[0] ^= 1
+        with pytest.raises(DigestError, match="embed"):
+            verify(after[0], memoryview(shadow), pool.map)
 
 
 def test_deltas_that_do_not_follow_each_other_are_not_compacted() -> None:

@@ -148,6 +148,7 @@ function App() {
       <nav class="tabs" aria-label="Views">${VIEWS.map(([view, title]) => html`<a href=${`#/${view}`} aria-current=${current === view ? "page" : undefined}>${title}</a>`)}</nav>
       ${error && html`<p class="failure" role="status">The server does not answer; the page shows the last values.</p>`}
       ${focus?.reason && focus.state !== "done" ? html`<p class=${`notice ${focus.state}`}>${focus.reason}</p>` : null}
+      ${(focus?.activities ?? []).map((text) => html`<p class="notice activity" role="status">${text}</p>`)}
       ${runs.length ? html`<${View} ...${props} />` : html`<${Empty} title="No run">There is no run in this directory.<//>`}
     </main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;

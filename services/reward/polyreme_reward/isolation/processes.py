@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from polyreme.errors import ConfigError, UnavailableError
+from polyreme.experience.loading import Loaded
 from polyreme_reward.isolation.privacy import scrubbed
 from polyreme_reward.isolation.wire import HEADER, encode
 
@@ -88,6 +89,7 @@ class Workers:
         preload: trusted modules that the keeper imports once for all workers.
         start_timeout: seconds for a worker to load.
         environment: names of variables that workers get in addition to the usual ones.
+        begin_loading: called when a worker begins to load. Returns what receives the fractions of weights that it reports.
 
     Attributes:
         trouble: why the last attempt to start a worker failed, or None.
@@ -95,10 +97,15 @@ class Workers:
     """
 
     def __init__(
-        self, setup: Mapping[str, Any], preload: Sequence[str], start_timeout: float, environment: Collection[str] = ()
+        self,
+        setup: Mapping[str, Any],
+        preload: Sequence[str],
+        start_timeout: float,
+        environment: Collection[str] = (),
+        begin_loading: Callable[[], Loaded | None] = lambda: None,
     ) -> None:
         self._setup, self._preload, self._start_timeout = setup, preload, start_timeout
-        self._environment = environment
+        self._environment, self._begin_loading = environment, begin_loading
         self.trouble: str | None = None
         self._keeper_answers = False
         self._alive: dict[int, Worker] = {}
@@ -119,8 +126,11 @@ class Workers:
         try:
             await worker.open()
             await worker.send(self._setup)
+            loaded = self._begin_loading()
             async with asyncio.timeout(self._start_timeout):
-                message = await worker.receive()
+                while "loading" in (message := await worker.receive()):
+                    if loaded is not None:
+                        loaded(float(message["loading"]))
             facts = [(str(version), str(description), bool(tokens)) for version, description, tokens in message.get("ready", ())]
         except TimeoutError:
             self.discard(worker)

@@ -55,8 +55,9 @@ class BoundedOutput(io.TextIOBase):
 def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes.
 
-    The first message has `memory_mib` and either `rewards` (sources), or `module`: a module of this package with `load(setup)` and
-    `run(channel, loaded, setup)`, which replace the loading and scoring of plugins.
+    The first message has `memory_mib` and either `rewards` (sources), or `module`: a module of this package with
+    `load(setup, report)` and `run(channel, loaded, setup)`, which replace the loading and scoring of plugins. `report` sends the loaded
+    fraction of the weights.
 
     Returns the exit status.
     """
@@ -95,7 +96,7 @@ def main(channel: socket.socket) -> int:
 def _run_module(channel: socket.socket, setup: dict[str, Any]) -> int:
     module = importlib.import_module(setup["module"])
     try:
-        loaded = module.load(setup)
+        loaded = module.load(setup, lambda fraction: channel.sendall(encode({"loading": fraction})))
     except ConfigError as error:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
         return 2

@@ -8,7 +8,8 @@ Only a model's process imports this module.
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # texts are tokenized one at a t
 import torch
 import xxhash
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from polyreme.errors import ConfigError
+from polyreme.experience.loading import Loaded
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
 from polyreme_reward.model.device import open_device
 
 _UNBOUNDED = 1 << 24  # tokenizers without a limit report 1e30
+_WEIGHTS = "Loading weights"
+"""The title of the progress bar in `from_pretrained` that counts tensors."""
 _FIX = "Fix the model's directory, or its options under reward.rewards."
 
 
@@ -33,17 +37,19 @@ class Classifier:
     Args:
         path: directory written by `save_pretrained`, including the tokenizer.
         options: the fields of ModelOptions.
+        report: called with the loaded fraction of the weights.
 
     Raises:
         ConfigError: the model cannot be loaded, lacks weights, has several outputs and no `label`, or fails to score a short text.
     """
 
-    def __init__(self, path: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, options: Mapping[str, Any], report: Loaded = lambda fraction: None) -> None:
         disable_progress_bar()
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._chat, self._column = options["template"] == "chat", options["prompt_column"]
         self._device = open_device(options["device"], options["threads"])
-        self._model, self._tokenizer = _load(path, options["dtype"])
+        with _reported(report):
+            self._model, self._tokenizer = _load(path, options["dtype"])
         self._model.eval().to(self._device)
         self._text_config = self._model.config.get_text_config()
         self._embeddings: int = self._model.get_input_embeddings().weight.shape[0]
@@ -148,6 +154,26 @@ class Classifier:
             raise ConfigError(f"a model in {path} that scores a short text", str(error), _FIX) from None
         if outcome.status is not Status.OK:
             raise ConfigError(f"a model in {path} that scores a short text", outcome.message, _FIX)
+
+
+@contextmanager
+def _reported(report: Loaded) -> Iterator[None]:
+    """Reports the loaded fraction of the weights that transformers loads in this block: its progress bar counts the tensors."""
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _counted(args[0], report) if kwargs.get("desc") == _WEIGHTS else factory(*args, **kwargs)
+
+    previous = set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
+
+
+def _counted(tensors: Collection[Any], report: Loaded) -> Iterator[Any]:
+    for done, tensor in enumerate(tensors, start=1):
+        yield tensor
+        report(done / len(tensors))
 
 
 def _load(path: str, dtype: str) -> tuple[Any, Any]:

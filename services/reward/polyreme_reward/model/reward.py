@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from polyreme.errors import ConfigError
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme_reward.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed, judge
 from polyreme_reward.metrics import RewardMetrics
@@ -86,6 +87,7 @@ class ModelReward:
         start_timeout: seconds to load the model.
         memory_mib: data memory for scoring in addition to the loaded model, in MiB.
         metrics: counts replaced processes.
+        loads: reports how much of the model is loaded, at start and when its process is replaced.
 
     Raises:
         ConfigError: an option is unknown or invalid, or the directory does not exist.
@@ -103,6 +105,7 @@ class ModelReward:
         start_timeout: float,
         memory_mib: int,
         metrics: RewardMetrics,
+        loads: LoadReports = unreported,
     ) -> None:
         try:
             checked_options = TypeAdapter(ModelOptions).validate_python(options)
@@ -117,7 +120,7 @@ class ModelReward:
         self.name, self.weight = name, weight
         self._item_timeout, self._metrics = item_timeout, metrics
         setup = {"module": _WORKER, "model": str(path), "options": asdict(checked_options), "memory_mib": memory_mib}
-        self._processes = Workers(setup, _PRELOAD, start_timeout)
+        self._processes = Workers(setup, _PRELOAD, start_timeout, begin_loading=lambda: loads(f"reward model {name}"))
         self._numbers = itertools.count()
         self._queue: deque[_Job] = deque()
         self._inside: dict[int, _Job] = {}  # sent to the process and not yet answered

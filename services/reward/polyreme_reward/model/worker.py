@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyreme.errors import ConfigError
+from polyreme.experience.loading import Loaded
 from polyreme_reward.isolation.wire import encode, receive
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
 from polyreme_reward.model.batches import next_batch
 
 
-def load(setup: Mapping[str, Any]) -> Any:
-    """Loads the Classifier of a setup message. Raises ConfigError."""
+def load(setup: Mapping[str, Any], report: Loaded) -> Any:
+    """Loads the Classifier of a setup message, and reports the fraction of its weights. Raises ConfigError."""
     try:
         from polyreme_reward.model.classifier import Classifier
     except ImportError as error:
@@ -27,7 +28,7 @@ def load(setup: Mapping[str, Any]) -> Any:
             str(error),
             "Install them: pip install 'polyreme-reward[model]'.",
         ) from None
-    return Classifier(setup["model"], setup["options"])
+    return Classifier(setup["model"], setup["options"], report)
 
 
 def run(channel: socket.socket, classifier: Any, setup: Mapping[str, Any]) -> int:

@@ -215,5 +215,5 @@ def _misfit(function: Callable[..., Any], found: str) -> ConfigError:
         "a reward function with parameters among (prompt, templated_prompt, response, response_raw, label, metadata, token_ids, token_texts, "
         "item), or with PaddleNLP's, verl's, OpenRLHF's or TRL's signature",
         f"{getattr(function, '__name__', function)} with {found}",
-        "Rename the parameters, or set the others in `options`.",
+        "Rename the parameters, or set them in `options`. The reference answer is `label`, any other column of the row metadata['COLUMN'].",
     )

@@ -1,6 +1,7 @@
 """`polyreme convert`: detects the kind of the source, and writes the other kind.
 
-Invariant: the target appears whole or not at all, and never replaces an existing file or directory.
+Invariant: the target appears whole or not at all, and never replaces an existing file or directory. An option that the conversion does not
+use is refused.
 """
 
 from collections.abc import Mapping
@@ -13,14 +14,21 @@ import typer
 from torch import Tensor
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.convert import hf_directory, rank_files, state_dict, torch_dist, torch_dist_writer
+from polyreme_trainer.convert import (
+    hf_directory,
+    layout,
+    rank_files,
+    rank_files_writer,
+    state_dict,
+    torch_dist,
+    torch_dist_writer,
+)
 from polyreme_trainer.convert.adapter import with_adapter
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.atomic import new_directory
 from polyreme_trainer.megatron.critic import critic_architecture
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_files import open_tensors
 from polyreme_trainer.megatron.hf_mapping import Rank
 
 VOCAB_MULTIPLE = 128
@@ -39,6 +47,25 @@ class Layers(StrEnum):
 
     local = "local"
     transformer_engine = "transformer_engine"
+
+
+class Kind(StrEnum):
+    """The kind of a source."""
+
+    state_dict = "a state dict"
+    hf = "a Hugging Face directory"
+    rank_files = "a Megatron checkpoint in the format torch"
+    torch_dist = "a Megatron checkpoint in the format torch_dist"
+
+
+RANKS = {
+    "--tensor": "tensor_model_parallel_size",
+    "--pipeline": "pipeline_model_parallel_size",
+    "--virtual-pipeline": "virtual_pipeline_model_parallel_size",
+    "--expert": "expert_model_parallel_size",
+    "--expert-tensor": "expert_tensor_parallel_size",
+}
+"""The options of a layout, and the names of Megatron's arguments."""
 
 
 def convert(
@@ -65,9 +92,23 @@ def convert(
             "--format", help="Of the Megatron checkpoint to write: a file for each rank, or one checkpoint for every layout."
         ),
     ] = CheckpointFormat.torch,
-    tensor: Annotated[int, typer.Option(min=1, help="Tensor ranks of the Megatron checkpoint to write.")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="Its pipeline ranks.")] = 1,
-    expert: Annotated[int, typer.Option(min=1, help="Its expert ranks.")] = 1,
+    tensor: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tensor ranks of the Megatron checkpoint; none: 1 for one to write, those of the files for one to read.",
+            show_default=False,
+        ),
+    ] = None,
+    pipeline: Annotated[int | None, typer.Option(min=1, help="Its pipeline ranks.", show_default=False)] = None,
+    virtual_pipeline: Annotated[
+        int | None, typer.Option(min=1, help="Virtual stages of each pipeline rank.", show_default=False)
+    ] = None,
+    expert: Annotated[int | None, typer.Option(min=1, help="Its expert ranks.", show_default=False)] = None,
+    expert_tensor: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks that cut each expert; none: the tensor ranks do.", show_default=False),
+    ] = None,
     vocab_multiple: Annotated[
         int, typer.Option(min=1, help="Its embedding is padded to a multiple of this for each tensor rank.")
     ] = VOCAB_MULTIPLE,
@@ -83,84 +124,104 @@ def convert(
             "it exists",
             "Name a new directory. Actor and critic have files of equal names, so each needs its own directory.",
         )
-    to_megatron = adapter is None and config is None and (source / "config.json").is_file()
+    kind, path = kind_of(source, iteration)
+    written = file_format if kind is Kind.hf and config is None and adapter is None else None
+    counts = zip(RANKS, (tensor, pipeline, virtual_pipeline, expert, expert_tensor), strict=True)
+    ranks = {option: count for option, count in counts if count is not None}
+    other = {"--vocab-multiple": (vocab_multiple, VOCAB_MULTIPLE), "--layers": (layers, Layers.local)}
+    other |= {"--format": (file_format, CheckpointFormat.torch), "--iteration": (iteration, None)}
+    given = ranks | {option: value for option, (value, default) in other.items() if value != default}
+    check_used(given, kind, written, merges=adapter is not None)
     described = source if config is None else config
     arch = load_architecture(described)
     arch = critic_architecture(arch) if orm else arch
-    layout = Rank(tp=tensor, pp=pipeline, ep=expert, vocab_multiple=vocab_multiple)
-    if to_megatron:
-        check_layout(arch, layout, layers, file_format)
-    elif adapter is not None:
-        check_no_layout(layout, layers, file_format)
+    engine = layers is Layers.transformer_engine
+    mesh = Rank(
+        tp=tensor or 1,
+        pp=pipeline or 1,
+        ep=expert or 1,
+        vocab_multiple=vocab_multiple,
+        vpp=virtual_pipeline or 1,
+        etp=0 if expert_tensor == (tensor or 1) else expert_tensor or 0,
+    )
+    if written is CheckpointFormat.torch:
+        check_layout(arch, mesh, layers)
     with ExitStack() as stack:
-        tensors = read(stack, source, arch, iteration)
+        tensors = read(stack, kind, path, arch, {RANKS[option]: count for option, count in ranks.items()})
         if adapter is not None:
             tensors = with_adapter(tensors, adapter, hf_mapping.hf_shapes(arch))
         folder = stack.enter_context(new_directory(target))
-        if to_megatron and file_format is CheckpointFormat.torch_dist:
-            torch_dist_writer.write(folder, arch, tensors, vocab_multiple, engine=layers is Layers.transformer_engine)
-        elif to_megatron:
-            rank_files.write(folder, arch, tensors, layout, engine=layers is Layers.transformer_engine)
+        if written is CheckpointFormat.torch_dist:
+            torch_dist_writer.write(folder, arch, tensors, vocab_multiple, engine=engine)
+        elif written is CheckpointFormat.torch:
+            rank_files_writer.write(folder, arch, tensors, mesh, engine=engine)
         else:
             hf_directory.write(folder, tensors, described, critic=orm)
     print(f"{target}: {arch.parameters:,} parameters of {arch.family.name}" + (", a critic" if orm else ""))
 
 
-def read(stack: ExitStack, source: Path, arch: Architecture, iteration: int | None) -> Mapping[str, Tensor]:
-    """The source's tensors by Hugging Face's names, checked. Raises ConfigError."""
+def kind_of(source: Path, iteration: int | None) -> tuple[Kind, Path]:
+    """The kind of the source, and the file or directory with its weights. Raises ConfigError."""
     if source.is_file():
-        return state_dict.read(source, arch)
+        return Kind.state_dict, source
     if (source / "config.json").is_file():
-        opened = stack.enter_context(open_tensors(source))
-        opened.check(hf_mapping.hf_shapes(arch), hf_mapping.hf_aliases(arch))
-        return opened
+        return Kind.hf, source
     if not source.is_dir():
         raise ConfigError("a file or directory to convert", f"no {source}", "Give one that is there.")
     folder = rank_files.folder_of_iteration(source, iteration)
-    if (folder / torch_dist.INDEX).is_file():
-        return torch_dist.TorchDist(folder, arch)
-    return rank_files.RankFiles(folder, arch)
+    return (Kind.torch_dist if (folder / torch_dist.INDEX).is_file() else Kind.rank_files), folder
 
 
-def check_no_layout(layout: Rank, layers: Layers, file_format: CheckpointFormat) -> None:
-    """Raises ConfigError for options of a Megatron checkpoint, which is not written with an adapter."""
-    plain = Rank(vocab_multiple=VOCAB_MULTIPLE)
-    given = {
-        "--tensor": (layout.tp, plain.tp),
-        "--pipeline": (layout.pp, plain.pp),
-        "--expert": (layout.ep, plain.ep),
-        "--vocab-multiple": (layout.vocab_multiple, plain.vocab_multiple),
-        "--layers": (layers.value, Layers.local.value),
-        "--format": (file_format.value, CheckpointFormat.torch.value),
-    }
-    if changed := [f"{option} {value}" for option, (value, default) in given.items() if value != default]:
+def read(stack: ExitStack, kind: Kind, path: Path, arch: Architecture, ranks: Mapping[str, int]) -> Mapping[str, Tensor]:
+    """The source's tensors by Hugging Face's names, checked. `ranks`: see `RankFiles`. Raises ConfigError."""
+    match kind:
+        case Kind.state_dict:
+            return state_dict.read(path, arch)
+        case Kind.hf:
+            return stack.enter_context(hf_directory.read(path, arch))
+        case Kind.torch_dist:
+            return torch_dist.TorchDist(path, arch)
+        case Kind.rank_files:
+            return rank_files.RankFiles(path, arch, ranks)
+
+
+def check_used(given: Mapping[str, object], kind: Kind, written: CheckpointFormat | None, *, merges: bool) -> None:
+    """Raises ConfigError for options that a conversion does not use.
+
+    Args:
+        given: the options of Megatron checkpoints that differ from their defaults.
+        written: the format of the Megatron checkpoint to write; None: a Hugging Face directory is written.
+        merges: whether an adapter is merged.
+    """
+    used = set[str]()
+    if written is not None:
+        used |= {"--format", "--vocab-multiple", "--layers"}
+    if written is CheckpointFormat.torch or kind is Kind.rank_files:
+        used |= RANKS.keys()
+    if kind in (Kind.rank_files, Kind.torch_dist):
+        used.add("--iteration")
+    unused = ", ".join(f"{option} {value}" for option, value in given.items() if option not in used)
+    if not unused:
+        return
+    if written is CheckpointFormat.torch_dist or kind is Kind.torch_dist:
+        raise ConfigError(
+            "no layout for the format torch_dist", unused, "Leave them out: every layout loads the same checkpoint."
+        )
+    if merges:
         raise ConfigError(
             "no layout together with --adapter, which writes a Hugging Face directory",
-            ", ".join(changed),
+            unused,
             "Merge the adapter first, then convert the merged directory.",
         )
+    raise ConfigError(f"only options that the conversion of {kind} uses", unused, "Leave them out.")
 
 
-def check_layout(arch: Architecture, layout: Rank, layers: Layers, file_format: CheckpointFormat) -> None:
-    """Raises ConfigError when the model does not divide over the layout, or the format does not support it."""
-    if file_format is CheckpointFormat.torch_dist:
-        if (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
-            raise ConfigError(
-                "no --tensor, --pipeline and --expert with --format torch_dist",
-                f"{layout.tp}, {layout.pp} and {layout.ep}",
-                "Leave them out: every layout loads the same checkpoint.",
-            )
-        return
+def check_layout(arch: Architecture, mesh: Rank, layers: Layers) -> None:
+    """Raises ConfigError when the model does not divide over the layout, or the files cannot have it."""
     try:
-        hf_mapping.check(arch, layout.tp)
-        for rank in rank_files.every_rank(layout):
-            list(hf_mapping.stage_rows(arch, rank))
-        if layout.ep > 1 and not arch.experts:
-            raise ValueError(f"{arch.family.name} has no experts")
-        if arch.head == "value" and arch.hidden % layout.tp:
-            raise ValueError(f"hidden size {arch.hidden} does not divide over {layout.tp} tensor ranks")
+        layout.check(arch, mesh)
     except ValueError as error:
-        raise ConfigError("a model that divides over the ranks", str(error), "Change --tensor, --pipeline or --expert.") from None
+        raise ConfigError("a model that divides over the ranks", str(error), f"Change {', '.join(RANKS)}.") from None
     if layers is Layers.transformer_engine and arch.experts:
         raise ConfigError(
             "--layers local for a model with experts", layers.value, "Transformer Engine names experts by its version; use local."

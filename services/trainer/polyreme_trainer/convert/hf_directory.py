@@ -1,20 +1,44 @@
-"""Writes a Hugging Face directory: safetensors files with their index, config.json, and the tokenizer's files.
+"""Reads and writes a Hugging Face directory: safetensors files with their index, config.json, and the tokenizer's files.
 
-Invariant: only the tensors of one safetensors file are in memory at a time, and a file exceeds the size limit only for a single tensor.
+Invariant: a directory is read only if it has exactly the model's tensors. When it is written, only the tensors of one safetensors file are in
+memory at a time, and a file exceeds the size limit only for a single tensor.
 """
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from polyreme.cli.progress_bar import counted
+from polyreme_trainer.convert.names import check_shapes
+from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.export import classifier_config, with_dtype
+from polyreme_trainer.megatron.families.base import LM_HEAD, Architecture
+from polyreme_trainer.megatron.hf_files import open_tensors, save_tensors
 
 SHARD_BYTES = 4 << 30
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
+"""Numbers that old directories have although the configuration determines them."""
+
+
+@contextlib.contextmanager
+def read(path: Path, arch: Architecture) -> Iterator[Mapping[str, Tensor]]:
+    """A directory's tensors, opened. Raises ConfigError unless they are the model's.
+
+    A critic may have the language model's head, which it never uses.
+    """
+    shapes, aliases = hf_mapping.hf_shapes(arch), hf_mapping.hf_aliases(arch)
+    unused = {LM_HEAD} if arch.head == "value" else aliases.keys()
+    with open_tensors(path) as opened:
+        others = {name: (0,) for name in opened if name not in shapes and name not in unused and not _COMPUTED.search(name)}
+        if others:
+            check_shapes(shapes, {name: shapes[name] for name in shapes if name in opened} | others, str(path))
+        opened.check(shapes, aliases)
+        yield opened
 
 
 def write(target: Path, tensors: Mapping[str, Tensor], config: Path, *, critic: bool, shard_bytes: int = SHARD_BYTES) -> None:
@@ -27,7 +51,7 @@ def write(target: Path, tensors: Mapping[str, Tensor], config: Path, *, critic: 
     """
     names, dtype = [], ""
     for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
-        save_file(shard, target / f"shard-{number}", metadata={"format": "pt"})
+        save_tensors(shard, target / f"shard-{number}")
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
         names.append(list(shard))
     for file in sorted(config.iterdir()):

@@ -1,9 +1,10 @@
 """Reads foreign files of torch.save without running code from them.
 
-Invariant: unpickling creates only tensors, numbers, strings and containers. Any other object, such as Megatron's `args`, becomes an empty
-placeholder, and its class is not imported.
+Invariant: unpickling creates only tensors, numbers, strings and containers, to which argparse's Namespace belongs. Any other object becomes
+an empty placeholder, and its class is not imported.
 """
 
+import argparse
 import collections
 import pickle
 import zipfile
@@ -23,6 +24,7 @@ _INDEX = (
 )
 
 _PLAIN: dict[tuple[str, str], Any] = {
+    ("argparse", "Namespace"): argparse.Namespace,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
@@ -32,7 +34,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _INDEX},
 }
-"""The classes that unpickling creates: tensors, and the index of a torch_dist checkpoint."""
+"""The classes that unpickling creates: tensors, containers, and the index of a torch_dist checkpoint."""
 
 
 DAMAGED = (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, TypeError, AttributeError, KeyError)

@@ -18,7 +18,7 @@ from torch import Tensor
 from polyreme.errors import ConfigError
 from polyreme_trainer.convert import pickles
 from polyreme_trainer.convert.names import CRITIC_BIAS, OUTPUT_LAYER, check_shapes, local_name
-from polyreme_trainer.convert.rank_files import file_shapes, file_slices
+from polyreme_trainer.convert.parameters import file_shapes, file_slices
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.families.base import EMBEDDING_ROW, Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank

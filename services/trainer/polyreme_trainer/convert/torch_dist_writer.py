@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from polyreme.cli.progress_bar import bar
 from polyreme.errors import ConfigError
+from polyreme_trainer.convert.layout import ITERATION, TRACKER, arguments
 from polyreme_trainer.convert.names import engine_name, experts_engine_name
-from polyreme_trainer.convert.rank_files import ITERATION, TRACKER, arguments, file_shapes, file_slices
+from polyreme_trainer.convert.parameters import assembled, file_shapes, file_slices
 from polyreme_trainer.convert.torch_dist import stacked
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank, Slice
@@ -42,7 +43,7 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], vocab
         engine: name the parameters of a model with experts as Transformer Engine's layers do. Without experts both have these names.
 
     Raises:
-        ConfigError: a parameter has another dtype in one layer than in the others.
+        ConfigError: a parameter has another dtype in one layer than in the others, or its tensors have different dtypes.
     """
     rank = Rank(vocab_multiple=vocab_multiple)
     folder = target / f"iter_{ITERATION:07d}"
@@ -102,9 +103,7 @@ class _Parameters(DefaultSavePlanner):
             torch.save([None], state := io.BytesIO())
             return state
         param = self._params[write_item.index]
-        whole = torch.zeros(self._shapes[param], dtype=self._dtypes[param])
-        for piece in self._slices[param]:
-            whole[piece.param_index] = self._tensors[piece.hf_name][piece.hf_index]
+        whole = assembled(param, self._shapes[param], self._slices[param], self._tensors, self._dtypes[param])
         assert write_item.tensor_data is not None
         return whole.view(write_item.tensor_data.chunk.sizes)
 

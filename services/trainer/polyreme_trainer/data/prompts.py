@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from polyreme.config.data import DataConfig, Sources
-from polyreme.dataset.columns import TokenIds, chat_messages, label_text, plain_prompt, value_at
+from polyreme.dataset.columns import TokenIds, chat_messages, column_names, label_text, plain_prompt, value_at
 from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompt_store import Prompt, PromptStore
@@ -146,6 +146,12 @@ def encode_prompts(rows: Sequence[DatasetRow], data: DataConfig, template: Templ
 
 def none_usable(sources: Sources, data: DataConfig, filtered: int, duplicates: int = 0) -> DataError:
     """The error for data without a usable prompt."""
+    if duplicates and not filtered:
+        return DataError(
+            f"a prompt in {name_of(sources)} that no earlier source has, since data.deduplicate is set",
+            f"{duplicates} repeated ones",
+            "Remove the source, or set data.deduplicate to false.",
+        )
     return DataError(
         f"prompts of at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {name_of(sources)}",
         f"{filtered} longer and {duplicates} repeated ones" if duplicates else f"{filtered}, all longer",
@@ -247,7 +253,7 @@ def column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any
     """A required column, by name or dotted path; `setting` names it in the configuration. Raises DataError."""
     value = value_at(fields, key, _MISSING)
     if value is _MISSING:
-        raise DataError(f"a column {key!r} in {where}", f"columns {sorted(fields)}", f"Fix the row, or {setting}.")
+        raise DataError(f"a column {key!r} in {where}", f"columns {column_names(fields)}", f"Fix the row, or {setting}.")
     return value
 
 

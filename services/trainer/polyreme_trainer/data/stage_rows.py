@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from polyreme.config.data import Sources
@@ -45,6 +46,15 @@ class StageRows:
         places = (rows[:, None] * self.width + np.arange(self.width)).ravel()
         columns = {name: values[rows] for name, values in self.columns.items()}
         return StageRows([self.ids[i] for i in places], [self.loss_mask[i] for i in places], self.width, columns)
+
+    def digest(self) -> str:
+        """xxh3_64 of all rows, hexadecimal."""
+        digest = xxhash.xxh3_64()
+        for ids, mask in zip(self.ids, self.loss_mask, strict=True):
+            digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + mask.tobytes())
+        for name, values in sorted(self.columns.items()):
+            digest.update(name.encode() + values.tobytes())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)

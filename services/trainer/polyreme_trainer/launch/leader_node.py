@@ -6,7 +6,6 @@ restart takes precedence, whichever machine reports it.
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from polyreme import API_VERSION
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError, StaleTermError, UnavailableError
-from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.leases import Lease
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import address
 from polyreme.net.endpoint import is_loopback
@@ -57,13 +56,13 @@ async def lead(
     """
     machines = Machines(run)
     launch = f"learner-0-{uuid.uuid4().hex[:8]}"
-    facts: dict[str, Any] = {"node": 0, "at": time.time(), "log_dir": str(log_dir), "members": []}
+    facts: dict[str, Any] = {"node": 0, "log_dir": str(log_dir), "members": []}
     proof = proof_of(config, launch)
     for old in proof.parent.glob(proof_of(config, "*").name):  # left behind by killed leaders
         old.unlink(missing_ok=True)
     proof.touch()
     try:
-        async with await Registry(run).register(Lease("learner", launch, endpoint, "", API_VERSION, facts)) as keeper:
+        async with await machines.register(Lease("learner", launch, endpoint, "", API_VERSION, facts)) as keeper:
             members = await _gather(machines, run, config, keeper.lease)
             if not members:
                 return 0

@@ -139,11 +139,12 @@ class _Receiver:
                 break
             if attempt < self._section.attempts:
                 await asyncio.sleep(_BACKOFF.draw(attempt))
-        text = f"a notice ({notice.event}) could not be sent by {self._section.kind}: {failure}"
-        logger.warning("%s", text)
+        logger.warning("a notice (%s) could not be sent by %s: %s", notice.event, self._section.kind, failure)
         if not self._failed:  # one record is enough: all failures are in the log
             self._failed = True
             with suppress(PolyremeError):  # Redis may be unreachable
+                short = f"{failure.found}. {failure.do}" if isinstance(failure, PolyremeError) else str(failure)
+                text = f"no {notice.event} notice by {self._section.kind}: {short}"  # short, since the view cuts a long line
                 await self._emit({"kind": "notice", "service": "train", "text": text})
 
 

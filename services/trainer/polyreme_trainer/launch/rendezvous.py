@@ -8,12 +8,13 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from polyreme.cli.input_files import read_model_files
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError
-from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.leases import Lease, LeaseKeeper, Registry
 from polyreme.experience.run import Run
 from polyreme.process.lifecycle import Child
 from polyreme.process.supervisor import FINAL_CODES
@@ -41,6 +42,10 @@ class Machines:
     def __init__(self, run: Run) -> None:
         self._run, self._registry = run, Registry(run)
         self._missed: dict[str, float] = {}
+
+    async def register(self, lease: Lease) -> LeaseKeeper:
+        """Registers a machine, with the time of Redis as its fact `at`: the clocks of machines differ."""
+        return await self._registry.register(replace(lease, facts={**lease.facts, "at": await self._registry.now()}))
 
     async def there(self) -> dict[str, Lease]:
         return {lease.id: lease for lease in await self._registry.leases("learner")}

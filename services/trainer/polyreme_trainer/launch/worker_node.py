@@ -1,6 +1,7 @@
 """Another machine of the learner: it answers each launch of the trainer's machine and runs its share of the ranks.
 
-Invariant: ranks run here only while their launch is the newest one and names this machine. When the launch ends, they end.
+Invariant: ranks run here only while their launch is the newest one and names this machine. When the launch ends, they end. No shared
+memory of theirs outlives this process, and a killed predecessor's is removed at the start.
 """
 
 import asyncio
@@ -8,19 +9,24 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from polyreme import API_VERSION
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
-from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.leases import Lease
 from polyreme.experience.run import Run
 from polyreme.net.endpoint import address_towards
 from polyreme.process.supervisor import describe_end, last_error
+from polyreme.weights.arena import arena_path, remove_stale
 from polyreme_trainer.launch.rendezvous import AGENT, Machines, check_files, log_path_of, start_agent
 from polyreme_trainer.launch.trainer_process import LEARNER
 
 logger = logging.getLogger(__name__)
+
+_RELEASE_SECONDS = 10.0
+"""Seconds for killed ranks to disappear after their agent."""
 
 
 async def follow(
@@ -44,10 +50,11 @@ async def follow(
             "Node 0 is the trainer's machine.",
         )
     name = f"learner-{node}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-    facts = {"node": node, "at": time.time(), "launch": "", "status": None, "why": ""}
+    facts = {"node": node, "launch": "", "status": None, "why": ""}
     lease = Lease("learner", name, address_towards(redis_url), "", API_VERSION, facts)
-    async with await Registry(run).register(lease) as keeper:
-        machines, known = Machines(run), ""
+    machines, known = Machines(run), ""
+    remove_stale()
+    async with _no_arena_left(run.run_id, node), await machines.register(lease) as keeper:
 
         async def over() -> bool:
             return stop.is_set() or (await run.check()).ended
@@ -104,3 +111,15 @@ async def follow(
             await keeper.update({"launch": known, "status": None, "why": ""})
             if await run.until(named):
                 await run_share(call)
+
+
+@asynccontextmanager
+async def _no_arena_left(run_id: str, node: int) -> AsyncIterator[None]:
+    """At the end of the block, removes the arena of ranks that were killed. They die shortly after their agent."""
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        while arena_path(run_id, node).exists() and time.monotonic() < deadline:
+            remove_stale(run_id)
+            await asyncio.sleep(0.05)

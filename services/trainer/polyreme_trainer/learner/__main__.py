@@ -10,6 +10,7 @@ import sys
 from contextlib import closing
 
 from polyreme.config.run import RunConfig
+from polyreme.experience.loading import unreported
 from polyreme.experience.run import Run
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
@@ -17,7 +18,7 @@ from polyreme.process.lifecycle import die_with_parent, exit_on_error
 from polyreme.process.machine import memory_limit
 from polyreme_trainer.learner.device_turns import LearnerTurns
 from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
-from polyreme_trainer.learner.loading import reports_to_run, unreported
+from polyreme_trainer.learner.loading import reports_to_run
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
@@ -50,7 +51,7 @@ def main(kind: type[Learner] = Learner) -> None:
         config, files = asyncio.run(read_run(redis_url, run_id))
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
         device.seed(config.seed)
-        announce(config, device.memory(), memory_limit(), leads=rank == 0)
+        announce(config, device.memory(), memory_limit(), rank)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         turns = LearnerTurns(config, redis_url, run_id, ranks)

@@ -72,19 +72,19 @@ class Written:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk.
+    """A checkpoint on disk: of a version, or of a step of a warm start or of a stage.
 
     Attributes:
-        version: its version.
+        number: its version or step.
         path: the checkpoint's directory.
-        hf_path: the Hugging Face directory of the same version.
-        oldest: the oldest version that still has a checkpoint; valid on rank 0 only.
+        hf_path: the Hugging Face directory of the same weights; None: it has none.
+        oldest: the oldest version or step that still has a checkpoint; valid on rank 0 only.
         seconds: the time that rank 0 took to write it.
     """
 
-    version: int
+    number: int
     path: Path
-    hf_path: Path
+    hf_path: Path | None
     oldest: int
     seconds: float
 
@@ -155,7 +155,7 @@ class TrainEngine(Protocol):
         ...
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Writes a checkpoint between two supervised steps; `step` counts the completed steps of all phases."""
+        """Starts to write a checkpoint between two supervised steps; `step` counts the completed steps of all phases. As `save`."""
         ...
 
     def load_warm_start(self) -> Mapping[str, Any] | None:

@@ -20,6 +20,7 @@ from polyreme_trainer.learner.device_turns import LearnerTurns
 from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, TrainEngine, Written
 from polyreme_trainer.learner.leader import Ranks, join, split
 from polyreme_trainer.learner.run_client import RunClient
+from polyreme_trainer.learner.saving import Saving
 from polyreme_trainer.observe import alarms
 from polyreme_trainer.observe.metrics import iteration_record, observe
 from polyreme_trainer.stages import sft
@@ -60,8 +61,7 @@ class Learner:
         self.run_id = run_id
         self.version = 0
         """The policy's version."""
-        self.save_stall = 0.0
-        """Seconds for which the newest save stalled training."""
+        self.saving = Saving(engine.finish_save, self.report_save)
         self.published: tuple[Manifest, ...] = ()
         """The parts of the newest published version; on rank 0."""
         self.history: list[alarms.Observation] = []
@@ -95,19 +95,19 @@ class Learner:
         settle()
         first = self.version + 1
         for iteration in range(first, self.config.iterations + 1):
-            self.finish_save(wait=False)
+            self.saving.finish(wait=False)
             trained = self.iterate(iteration)
             if trained is None:
                 break
             self.version, written = iteration, trained
             if self.save_is_due():
                 self.save(written)
-        self.finish_save(wait=True)
+        self.saving.finish(wait=True)
         if self.version != self.engine.newest_save:
             self.take_devices()
             self.save(written)
         self.lend_devices()
-        self.finish_save(wait=True)
+        self.saving.finish(wait=True)
         if self.version == self.config.iterations:
             self.ranks.on_leader(self.finish)
 
@@ -130,7 +130,7 @@ class Learner:
         self.ranks.on_leader(lambda: self.client.begin(self.version, self.engine.facts))
         if loaded is None:
             self.save(written)
-            self.finish_save(wait=True)
+            self.saving.finish(wait=True)
         self.check_gates(self.engine.compare_hf(self.engine.hf_path(self.version)))
         self.ranks.on_leader(partial(self.publish, written))
         self.compare_replicas()
@@ -251,23 +251,23 @@ class Learner:
 
     def save(self, written: Written) -> None:
         """Waits for the previous save, then starts to save the current version, which `written` holds."""
-        began = time.perf_counter()
-        self.finish_save(wait=True)
-        facts: dict[str, Any] = {"run_id": self.run_id, "version": self.version, "fingerprint": self.config.fingerprint()}
-        self.ranks.on_leader(lambda: self.client.add_facts(facts))
-        self.engine.save(written, self.version, facts)
-        self.save_stall = time.perf_counter() - began
 
-    def finish_save(self, wait: bool) -> None:
-        """Reports the running save if it has completed. With `wait`, waits until no save is running."""
-        if (saved := self.engine.finish_save(wait)) is not None:
-            self.ranks.on_leader(partial(self.release, saved))
+        def begin() -> None:
+            facts: dict[str, Any] = {"run_id": self.run_id, "version": self.version, "fingerprint": self.config.fingerprint()}
+            self.ranks.on_leader(lambda: self.client.add_facts(facts))
+            self.engine.save(written, self.version, facts)
 
-    async def release(self, saved: Saved) -> None:
+        self.saving.start(begin)
+
+    def report_save(self, saved: Saved, stall_seconds: float) -> None:
+        """Releases what no checkpoint needs any more, and records the save."""
+        self.ranks.on_leader(partial(self.release, saved, stall_seconds))
+
+    async def release(self, saved: Saved, stall_seconds: float) -> None:
         """Deletes from the log the groups that no checkpoint needs and whose samples are on disk, and records the save. On rank 0."""
         await self.client.experience.release(min(saved.oldest, await self.client.run.recorded()))
-        seconds = {"seconds": saved.seconds, "stall_seconds": self.save_stall}
-        record = {"kind": "saved", "iteration": saved.version, "path": str(saved.path), "hf_path": str(saved.hf_path)}
+        seconds = {"seconds": saved.seconds, "stall_seconds": stall_seconds}
+        record = {"kind": "saved", "iteration": saved.number, "path": str(saved.path), "hf_path": str(saved.hf_path)}
         await self.client.run.emit({**record, **seconds})
 
     def compare_replicas(self) -> None:

@@ -11,7 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import Gate
+
+STEP = "step"
+"""The file in an export that names its step."""
 
 Sums = Mapping[str, tuple[float, float]]
 """Metric name -> (sum, weight); the metric is sum / weight."""
@@ -28,6 +32,11 @@ class StageEngine(Protocol):
         """
         ...
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
+        ...
+
     def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
         """Optimizer step `number` of 1 .. `steps`. Returns its metrics, the same on every rank; `lr` and `grad_norm` among them."""
         ...
@@ -36,8 +45,19 @@ class StageEngine(Protocol):
         """The metrics of rows without training on them; the same on every rank."""
         ...
 
-    def save(self, number: int, facts: Mapping[str, Any]) -> Path:
-        """Writes the checkpoint of step `number`. `facts`: JSON values; rank 0's are stored. Returns its path."""
+    def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
+        """Starts to write the checkpoint of step `number`.
+
+        Requires that no other save is being written. Training may continue at once, because the state to write has been copied.
+
+        Args:
+            facts: JSON values; rank 0's are stored.
+            hf_path: the Hugging Face directory in which the model is written before the checkpoint, with the file `STEP`; None: none.
+        """
+        ...
+
+    def finish_save(self, wait: bool) -> Saved | None:
+        """See `TrainEngine.finish_save`."""
         ...
 
     def export(self, path: Path) -> Sequence[Gate]:
@@ -46,6 +66,10 @@ class StageEngine(Protocol):
         Returns:
             The comparison's outcomes; empty on ranks other than 0.
         """
+        ...
+
+    def close(self) -> None:
+        """Ends a running save."""
         ...
 
 

@@ -19,12 +19,12 @@ from typing import Any
 from polyreme.cli.input_files import read_model_files
 from polyreme.cli.run_directory import read_run_file, read_stage_config
 from polyreme.errors import ConfigError
+from polyreme.experience.loading import reports_to, unreported
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
 from polyreme.process.machine import memory_limit
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.leader import LeaderError, Ranks
-from polyreme_trainer.learner.loading import reports_to, unreported
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
@@ -69,8 +69,8 @@ def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], 
     with recorder as records:
         emit = records.emit if ranks.leads else no_records
         loads = reports_to(lambda record: asyncio.run(emit(record))) if ranks.leads else unreported
-        engine = MegatronStageEngine(config, objective, reference, files, template.stop_ids, ranks, device, loads)
-        return StageLoop(config, template, stage.read, engine, ranks, emit, drains).run()
+        with closing(MegatronStageEngine(config, objective, reference, files, template.stop_ids, ranks, device, loads)) as engine:
+            return StageLoop(config, template, stage.read, engine, ranks, emit, drains).run()
 
 
 async def no_records(record: Any) -> None:
@@ -85,7 +85,7 @@ def main() -> None:
     with exit_on_error("learner"):
         config = read_stage_config(run_dir)
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
-        announce(config, device.memory(), memory_limit(), leads=rank == 0)
+        announce(config, device.memory(), memory_limit(), rank)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         try:

@@ -1,10 +1,13 @@
 """Atomic directories.
 
-Invariant: a directory appears complete or not at all, even across a crash or a power failure.
+Invariant: a directory appears complete or not at all, even across a crash or a power failure. Every writer builds its own temporary
+directory. The next writer of the same path removes that of an earlier one, which then fails, so no directory has the files of two writers.
 """
 
 import contextlib
+import glob
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +16,7 @@ from pathlib import Path
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yields a temporary sibling directory. At the end it is synced and renamed to `path`, which it replaces."""
-    temporary = staging(path)
-    discard(temporary)
-    temporary.mkdir(parents=True)
+    temporary = stage(path)
     try:
         yield temporary
     except BaseException:
@@ -24,9 +25,13 @@ def new_directory(path: Path) -> Iterator[Path]:
     publish(temporary, path)
 
 
-def staging(path: Path) -> Path:
-    """The temporary path at which a directory is built before it is renamed to `path`."""
-    return path.with_name(f".{path.name}.new")
+def stage(path: Path) -> Path:
+    """Creates the temporary directory that `publish` renames to `path`, and removes those of earlier writers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    discard_unfinished(path.parent, glob.escape(path.name))
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    temporary.mkdir()
+    return temporary
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -35,7 +40,7 @@ def publish(temporary: Path, path: Path) -> None:
         for name in names:
             sync(Path(folder) / name)
         sync(Path(folder))
-    if path.exists():
+    if os.path.lexists(path):
         old = path.with_name(f".{path.name}.old")
         discard(old)
         path.rename(old)
@@ -46,10 +51,20 @@ def publish(temporary: Path, path: Path) -> None:
     sync(path.parent)
 
 
+def discard_unfinished(folder: Path, names: str) -> None:
+    """Removes what interrupted writers of directories in `folder` have left behind. `names`: a glob pattern of the directories' names."""
+    for pattern in (f".{names}.*.new", f".{names}.old"):
+        for path in folder.glob(pattern):
+            discard(path)
+
+
 def discard(path: Path) -> None:
-    """Removes a directory tree if it exists."""
-    if path.exists():
-        shutil.rmtree(path)
+    """Removes a directory tree, a file or a link, if it exists."""
+    with contextlib.suppress(FileNotFoundError):  # another process may remove it at the same time
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def sync(path: Path) -> None:

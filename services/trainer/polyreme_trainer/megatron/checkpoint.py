@@ -5,15 +5,18 @@ A checkpoint is a directory. `state-R.pt` has what rank R saves of every role th
 the weights of its shard that training changes (in a model with adapters, only these). `rng-R.pt` has its random generators.
 `checkpoint.json` has the format, the iteration, the layout, the learner's facts, the xxh3_64 of every file, and its own digest.
 
-`save` writes one at once. `begin`, `rank_contents`, `write` and `complete` are its parts; `write` and `complete` use no collective, so a thread
-can run them while training continues, on copied `RankContents`. Ranks report to rank 0 by receipts in the directory, which all of them share.
+`begin`, `rank_contents`, `write` and `complete` are the parts of a save, see `checkpoint_writer`. `write` and `complete` use no collective, so a
+thread can run them while training continues, on copied `RankContents`. Ranks report to rank 0 by receipts in the directory, which all of
+them share.
 
 Invariant: a checkpoint directory is complete, because it is built under another name, synced and renamed. A damaged checkpoint, whatever
 the damage, never prevents finding, pruning or saving others; the log has the reason. Loading unpickles only tensors and plain containers.
 """
 
+import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,9 +28,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from polyreme.cli.checkpoint_manifest import MANIFEST, digest_of, is_intact, number_of, read_manifest, write_manifest
+from polyreme.cli.checkpoint_manifest import (
+    MANIFEST,
+    digest_of,
+    is_intact,
+    number_of,
+    numbered,
+    read_manifest,
+    write_manifest,
+)
 from polyreme.errors import ConfigError, UnavailableError
-from polyreme_trainer.learner.loading import Loaded, LoadReports, unreported
+from polyreme.experience.loading import Loaded, LoadReports, unreported
+from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
@@ -43,7 +55,6 @@ Read = Callable[[str, Iterable[str]], dict[str, Tensor]]
 """Kind of state, names of parameters -> this rank's whole parameters."""
 
 _RECEIPT_POLL = 0.05
-_RECEIPT_SECONDS = 60.0  # after a barrier that follows the writing, so only a shared file system is waited for
 
 
 @dataclass(frozen=True)
@@ -52,9 +63,9 @@ class Checkpoint:
 
     Attributes:
         path: the checkpoint's directory.
-        iteration: the number in the directory's name.
+        iteration: the number in the directory's name; of other prefixes, it counts steps.
         layout: the layout of the ranks that wrote it.
-        facts: the facts that the learner passed to `save`.
+        facts: the facts that were saved with it.
         files: file name -> xxh3_64, hexadecimal.
     """
 
@@ -106,21 +117,49 @@ def rank_contents(roles: Sequence[Role[Any]]) -> RankContents:
     return RankContents(contents, asdict(_layout(roles)) | _models(roles), number, torch.distributed.get_world_size())
 
 
-def begin(path: Path) -> None:
-    """Creates the directory in which the ranks build the checkpoint `path`. Collective."""
-    temporary = atomic.staging(path)
-    if torch.distributed.get_rank() == 0:
-        atomic.discard(temporary)
-        temporary.mkdir(parents=True)
-    torch.distributed.barrier()
+def begin(path: Path, ranks: Ranks) -> Path:
+    """Creates the directory in which the ranks build the checkpoint `path`, and removes what interrupted saves have left. Collective.
+
+    Raises:
+        OSError: it cannot be created. On rank 0; on the others, LeaderError.
+    """
+
+    def create() -> bytes:
+        prefix, _, _ = path.name.rpartition("-")
+        atomic.discard_unfinished(path.parent, f"{prefix}-*")
+        return atomic.stage(path).name.encode()
+
+    return path.with_name(ranks.broadcast_from_leader(lambda: asyncio.to_thread(create)).decode())
 
 
-def write(path: Path, own: RankContents) -> None:
-    """Writes this rank's files of the checkpoint `path`, and last a receipt with their digests."""
-    temporary, digests = atomic.staging(path), {}
+def check_writable(root: Path, ranks: Ranks) -> None:
+    """Checks that a checkpoint's directory can be created. Collective.
+
+    Raises:
+        ConfigError: it cannot. On rank 0; on the others, LeaderError.
+    """
+
+    async def create_and_remove() -> None:
+        try:
+            await asyncio.to_thread(lambda: atomic.discard(atomic.stage(root / "writable")))
+        except OSError as error:
+            raise ConfigError(f"a writable directory {root}", str(error), "Make it writable, or set output_dir.") from None
+
+    ranks.on_leader(create_and_remove)
+
+
+def write(temporary: Path, own: RankContents) -> None:
+    """Writes this rank's files of a checkpoint, and last a receipt with their digests. Raises OSError with the file's name."""
+    digests = {}
     for name, content in own.contents.items():
-        torch.save(content, temporary / name)
-        atomic.sync(temporary / name)  # on a file system of several machines, only the writer can sync a file
+        try:
+            with (temporary / name).open("wb") as stream:  # with a path, torch hides the cause, such as a full disk
+                torch.save(content, stream)
+                stream.flush()
+                os.fsync(stream.fileno())  # on a file system of several machines, only the writer can sync a file
+        except OSError as error:
+            error.filename = str(temporary / name)
+            raise
         digests[name] = digest_of(temporary / name)
     receipt = _receipt(temporary, own.rank)
     unfinished = receipt.with_suffix(".part")
@@ -128,17 +167,18 @@ def write(path: Path, own: RankContents) -> None:
     unfinished.rename(receipt)
 
 
-def complete(path: Path, own: RankContents, facts: Mapping[str, Any], seconds: float) -> None:
+def complete(temporary: Path, path: Path, own: RankContents, facts: Mapping[str, Any], seconds: float) -> None:
     """Publishes the checkpoint `path`, and replaces an existing one, once every rank has written its files. On rank 0, after `write`.
 
     Args:
+        temporary: the directory that `begin` has created.
         facts: JSON values for the manifest, such as `algorithm`.
         seconds: how long the other ranks may still write.
 
     Raises:
         UnavailableError: a rank's files are not there in time.
     """
-    temporary, deadline = atomic.staging(path), time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     digests: dict[str, str] = {}
     for rank in range(own.ranks):
         receipt = _receipt(temporary, rank)
@@ -154,23 +194,6 @@ def complete(path: Path, own: RankContents, facts: Mapping[str, Any], seconds: f
         receipt.unlink()
     write_manifest(temporary, number_of(path), own.models, facts, dict(sorted(digests.items())))
     atomic.publish(temporary, path)
-
-
-def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
-    """Writes the checkpoint `path` and replaces an existing one. Collective; returns on every rank once it is on disk.
-
-    Args:
-        path: a path that ends in a number, see `iteration_path`.
-        roles: the roles that change during training.
-        facts: JSON values for the manifest; rank 0's are stored.
-    """
-    begin(path)
-    own = rank_contents(roles)
-    write(path, own)
-    torch.distributed.barrier()
-    if own.rank == 0:
-        complete(path, own, facts, _RECEIPT_SECONDS)
-    torch.distributed.barrier()
 
 
 def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> None:
@@ -237,20 +260,10 @@ def _read(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
-def iteration_path(root: Path, iteration: int, prefix: str = "iteration") -> Path:
-    """The path of a checkpoint: PREFIX-NUMBER. `prefix` names what the number counts."""
-    return root / f"{prefix}-{iteration:06d}"
-
-
 def find(root: Path, prefix: str = "iteration") -> list[Checkpoint]:
     """All checkpoints whose manifests are intact, oldest first; their other files are not read."""
-    found = [read(path) for path in sorted(root.glob(f"{prefix}-*"), key=number_of)]
+    found = [read(path) for path in numbered(root, prefix)]
     return [checkpoint for checkpoint in found if checkpoint is not None]
-
-
-def count(root: Path, prefix: str = "iteration") -> int:
-    """The number of checkpoints, including damaged ones."""
-    return len(list(root.glob(f"{prefix}-*")))
 
 
 def newest(root: Path, prefix: str = "iteration") -> Checkpoint | None:
@@ -267,7 +280,7 @@ def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> N
     there = find(root, prefix)
     kept = {checkpoint.path for checkpoint in [each for each in there if each.iteration <= iteration][-keep:]}
     newer = {each.path for each in there if each.iteration > iteration and each.intact()}
-    for path in root.glob(f"{prefix}-*"):
+    for path in numbered(root, prefix):
         if path not in kept | newer:
             if number_of(path) > iteration:
                 logger.warning("checkpoint %s is damaged: removed", path)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.mixing import rows_of_step
@@ -22,7 +23,6 @@ from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.megatron import checkpoint
 from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
@@ -276,7 +276,7 @@ class MegatronEngine:
 
     def finish_save(self, wait: bool) -> Saved | None:
         saved = self.saves.finish(wait)
-        if saved and saved.version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
+        if saved and saved.hf_path == self.hf_path(0) and self.algorithm.needs.reference and self.followers.reference is None:
             self.make_reference(saved.hf_path)
         return saved
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from polyreme_trainer.megatron.atomic import new_directory
+from polyreme_trainer.megatron.hf_files import save_tensors
 from polyreme_trainer.megatron.peft_files import PeftAdapter
 
 CRITIC = "critic"
@@ -66,7 +66,7 @@ def _write(folder: Path, model: Export) -> None:
     dtype = str(next(iter(model.tensors.values())).dtype).removeprefix("torch.")
     for name, content in model.model_files.items():
         (folder / name).write_bytes(with_dtype(content, dtype) if name == "config.json" else content)
-    save_file(dict(model.tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(model.tensors, folder / "model.safetensors")
     if model.adapter is not None:
         (folder / ADAPTER).mkdir()
         model.adapter.write(folder / ADAPTER)

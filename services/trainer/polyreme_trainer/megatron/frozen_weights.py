@@ -1,7 +1,7 @@
 """The weights that training reads but does not change. A checkpoint has their digests in place of their bytes.
 
 Invariant: a resume continues only with the frozen weights, for the same use, with which the checkpoint was trained. Only rank 0 reads the
-files, in a thread, while its heartbeat keeps the other ranks waiting.
+files, in a thread: that of a save, or one beside the heartbeat that keeps the other ranks waiting.
 """
 
 import asyncio
@@ -25,17 +25,7 @@ class FrozenWeights:
         self._digests: dict[Path, str] = {}
 
     def record(self, directories: Mapping[str, Path]) -> dict[str, str]:
-        """The digest of every directory, by its use, for a checkpoint's facts. Collective; empty on ranks other than 0."""
-        found: dict[str, str] = {}
-
-        async def read() -> None:
-            found.update(await asyncio.to_thread(self.read, directories))
-
-        self._ranks.on_leader(read)
-        return found
-
-    def read(self, directories: Mapping[str, Path]) -> dict[str, str]:
-        """As `record`, but the calling thread reads the files, without a collective. On rank 0; one thread at a time."""
+        """The digest of every directory, by its use, for a checkpoint's facts. On rank 0, in the thread of a save; one at a time."""
         return {use: self._digest(directory) for use, directory in directories.items()}
 
     def check(self, directories: Mapping[str, Path], recorded: Mapping[str, str]) -> None:

@@ -1,16 +1,20 @@
-"""Reads the weights of a Hugging Face directory: one safetensors file, or several with an index. It unpickles nothing.
+"""Reads the weights of a Hugging Face directory: one safetensors file, or several with an index. It unpickles nothing. It also writes one.
 
-Invariant: a missing or damaged file raises a ConfigError that names it, never an error of the parser.
+Invariant: a missing or damaged file raises a ConfigError that names it, never an error of the parser. A file that cannot be written raises
+OSError.
 """
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from polyreme.errors import ConfigError
@@ -71,6 +75,17 @@ class HfTensors(Mapping[str, Tensor]):
                     "different numbers",
                     "Set tie_word_embeddings: false in this config.json, or remove the unused tensor.",
                 )
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Writes a safetensors file. Raises OSError, such as that of a full disk."""
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from None
 
 
 @contextlib.contextmanager

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from polyreme.config.run import RunConfig
-from polyreme.weights.canary import LIMITS as CANARY_LIMITS
-from polyreme.weights.canary import Canary
+from polyreme.weights.canary import Canary, limit_of
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import comparison
@@ -47,7 +46,7 @@ class ModelProbes:
         length = min(CANARY_TOKENS, self._config.rollout.max_model_len - 1)  # the engine samples one more
         ids = comparison.probe_ids(self._policy.arch.vocab, length, self._config.seed)[0].numpy()
         logprobs = self.answer_logprobs([Answer(ids[:1], ids[1:], np.empty(0, np.float32))], temperature=1.0)
-        limit = self._config.weights.canary_limit or CANARY_LIMITS[self._config.model.dtype]
+        limit = limit_of(self._config.model.dtype, self._config.weights.canary_limit)
         return Canary(tuple(ids.tolist()), tuple(logprobs.tolist()), limit)
 
     def compare_hf(self, path: Path) -> Sequence[Gate]:

@@ -11,7 +11,9 @@ from typing import Any
 import grpc
 
 from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.api.v1 import weights_pb2_grpc
 from polyreme.config.security import SecurityConfig
+from polyreme.errors import ConfigError, UnavailableError
 from polyreme.net import rpc
 from polyreme.net.ports import join
 from polyreme.weights.arena import Arena
@@ -19,6 +21,7 @@ from polyreme.weights.wire import CHUNK_BYTES, FETCH, encode_chunk, keep_memory
 
 START_TIMEOUT = 30.0
 CLOSE_TIMEOUT = 10.0
+REACH_TIMEOUT = 30.0
 
 
 class PartServer:
@@ -71,11 +74,12 @@ class PartServer:
     async def _fetch(self, request: pb.FetchRequest, context: Any) -> None:
         """Sends the part from the request's offset on. The caller's deadline bounds the call."""
         title = f"part {request.part} of version {request.id.version} of term {request.id.term}"
-        slot = self._slot_of(request)
-        if slot is None:
+        held = self._find(request)
+        if held is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"expected {title} here; found none")
-        assert slot is not None
-        generation, data = self._arena.generation(slot), self._arena.slot_view(slot)
+        assert held is not None
+        slot, generation = held
+        data = self._arena.slot_view(slot)
         await context.send_initial_metadata(())
         for position in range(request.offset, len(data), CHUNK_BYTES):
             message = encode_chunk(position, data[position : position + CHUNK_BYTES])
@@ -83,10 +87,40 @@ class PartServer:
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"other bytes have replaced {title}")
             await context.write(message)
 
-    def _slot_of(self, request: pb.FetchRequest) -> int | None:
-        """The slot with the requested version; None when there is none."""
+    def _find(self, request: pb.FetchRequest) -> tuple[int, int] | None:
+        """The slot with the requested version, and its generation word. None when no slot has it, or a write has begun there."""
         if (request.id.run_id, request.part) != (self._run_id, self._part) or request.HasField("base"):
             return None
-        wanted, slots = (request.id.term, request.id.version), range(self._arena.slots)
-        held = (slot for slot in slots if self._arena.generation(slot) % 2 == 0 and self._arena.generation(slot))
-        return next((slot for slot in held if self._arena.version(slot) == wanted), None)
+        wanted = (request.id.term, request.id.version)
+        for slot in range(self._arena.slots):
+            generation = self._arena.generation(slot)  # read before the version: a write may begin in between
+            if generation and generation % 2 == 0 and self._arena.version(slot) == wanted:
+                return slot, generation
+        return None
+
+
+async def check_part_server(address: str, part: int, security: SecurityConfig | None) -> None:
+    """Checks that another machine's part server can be reached and accepts this machine's certificate and token.
+
+    Raises:
+        ConfigError: it refuses the token. UnavailableError: it cannot be reached.
+    """
+    try:
+        async with rpc.connect(address, security) as channel:
+            stub = weights_pb2_grpc.WeightsServiceStub(channel)
+            async for _ in stub.Fetch(pb.FetchRequest(part=part), timeout=REACH_TIMEOUT):
+                pass
+    except grpc.aio.AioRpcError as error:
+        if error.code() == grpc.StatusCode.NOT_FOUND:  # of no run: the server has answered
+            return
+        if error.code() == grpc.StatusCode.UNAUTHENTICATED and security is not None:
+            raise ConfigError(
+                f"one token in {security.token_env} on all machines of the learner",
+                f"another one at {address}, which serves part {part} of the weights",
+                "Set the variable to the same value everywhere, then continue with --resume.",
+            ) from None
+        raise UnavailableError(
+            f"an answer from {address}, which serves part {part} of the weights, within {REACH_TIMEOUT:g} s",
+            f"{error.code().name}: {error.details()}",
+            "Open its ports to the trainer and to all replicas. With TLS, its certificate must fit that address (security.server_name).",
+        ) from None

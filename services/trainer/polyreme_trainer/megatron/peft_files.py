@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from polyreme.config.trainer import LoraConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron.families.base import VALUE_HEAD
+from polyreme_trainer.megatron.hf_files import save_tensors
 from polyreme_trainer.megatron.lora_mapping import LORA_A, LORA_B, projection_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -80,7 +81,7 @@ class PeftAdapter:
             "modules_to_save": ["score"] if classifier else None,
         }
         (folder / CONFIG).write_text(json.dumps(config, indent=2))
-        save_file({_PREFIX + name: tensor for name, tensor in self.tensors.items()}, folder / TENSORS, metadata={"format": "pt"})
+        save_tensors({_PREFIX + name: tensor for name, tensor in self.tensors.items()}, folder / TENSORS)
 
 
 @dataclass(frozen=True)

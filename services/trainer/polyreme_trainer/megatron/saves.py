@@ -1,30 +1,23 @@
-"""The learner's files in the run directory: checkpoints for resuming, and a Hugging Face directory for each of them.
+"""A run's files in the run directory: checkpoints for resuming, and a Hugging Face directory for each version that has one.
 
-`save` copies the state to host memory and returns. A thread of each rank writes it while training continues. Rank 0's thread writes the
-export and, once all ranks have written their files, the manifest; then it removes old checkpoints.
-
-Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint has one. At most one save is being
-written, and it counts only after `finish` has returned it on every rank. Version 0's directory is never removed: it is the reference policy,
-and every checkpoint has its digest.
+Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint has one. Version 0's directory is never
+removed: it is the reference policy, and every checkpoint has its digest.
 """
 
 import asyncio
-import logging
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from polyreme.cli.checkpoint_manifest import checkpoint_path, number_of, numbered
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.megatron import atomic, checkpoint
-from polyreme_trainer.megatron.background import BackgroundWork
-from polyreme_trainer.megatron.export import Export, export_hf
+from polyreme_trainer.megatron.checkpoint_writer import CheckpointWriter, Save
+from polyreme_trainer.megatron.export import Export
 from polyreme_trainer.megatron.frozen_weights import FrozenWeights
 from polyreme_trainer.megatron.roles import Role
 
@@ -33,15 +26,6 @@ WARM_START = "warm-start"
 
 FROZEN = "frozen"
 """The checkpoint's fact with the digests of the frozen weights that training used."""
-
-WRITE_SECONDS = 300.0
-SLOWEST_WRITE = 10e6
-"""Bytes per second. A save's deadline is `WRITE_SECONDS` plus the time of its bytes at this speed."""
-POLL_SECONDS = 1.0
-CLOSE_SECONDS = 30.0
-"""Seconds for which a learner that ends with an error waits for the running save."""
-
-logger = logging.getLogger(__name__)
 
 
 def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoint.Checkpoint | None:
@@ -53,7 +37,7 @@ def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoi
 
     async def find() -> bytes:
         found = await asyncio.to_thread(checkpoint.newest, root, prefix)
-        if found is None and (damaged := checkpoint.count(root, prefix)):
+        if found is None and (damaged := len(numbered(root, prefix))):
             raise ConfigError(
                 f"an undamaged checkpoint in {root}",
                 f"{damaged}, all damaged (the log says how)",
@@ -73,14 +57,6 @@ def read_shared(path: Path) -> checkpoint.Checkpoint:
     return found
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A save that is being written. The work returns the oldest version with a checkpoint, and the seconds that writing took."""
-
-    version: int
-    work: BackgroundWork[tuple[int, float]]
-
-
 class Saves:
     """The run directory's checkpoints and exports.
 
@@ -90,14 +66,14 @@ class Saves:
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
         self._config, self._ranks = config, ranks
-        self._root = config.run_dir / "checkpoints"
+        self._root, self._hf = config.run_dir / "checkpoints", config.run_dir / "hf"
         self._frozen = FrozenWeights(ranks)
-        self._pending: Pending | None = None
+        self._writer = CheckpointWriter(ranks)
         self.newest: int | None = None
 
     def hf_path(self, version: int) -> Path:
         """The path of the Hugging Face directory of `version`."""
-        return self._config.run_dir / "hf" / f"iteration-{version:06d}"
+        return checkpoint_path(self._hf, version)
 
     def load(self, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
         """Restores the newest intact checkpoint. Collective.
@@ -124,68 +100,45 @@ class Saves:
         facts: Mapping[str, Any],
         exports: Mapping[str, Export],
     ) -> None:
-        """Copies `version` to host memory and starts to write its Hugging Face directory and its checkpoint. Collective.
-
-        Requires that no other save is being written; see `finish`.
+        """Starts to write the Hugging Face directory and the checkpoint of `version`, see `CheckpointWriter`. Collective.
 
         Args:
             roles: the roles to save in the checkpoint.
             facts: facts for the checkpoint; rank 0's are stored.
-            exports: the models to export, by the name of their subdirectory; "" is the policy. Their tensors do not change until the
-                save is finished. Used on rank 0.
+            exports: the models to export, see `Save`.
         """
-        assert self._pending is None, "one save at a time"
-        path = checkpoint.iteration_path(self._root, version)
-        checkpoint.begin(path)
-        own = checkpoint.rank_contents(roles).copied(roles[0].model.device)
-        exported = sum(tensor.nbytes for model in exports.values() for tensor in model.tensors.values())
-        seconds = WRITE_SECONDS + (own.nbytes + exported) / SLOWEST_WRITE
-        began = time.perf_counter()
+        self._writer.start(
+            Save(
+                checkpoint_path(self._root, version),
+                roles,
+                lambda: {**facts, **self._further_facts()},
+                self._config.trainer.keep_checkpoints,
+                self.hf_path(version),
+                exports,
+                self._discard,
+            )
+        )
 
-        def write() -> tuple[int, float]:
-            if not self._ranks.leads:
-                checkpoint.write(path, own)
-                return version, time.perf_counter() - began
-            further = dict(exports)
-            export_hf(self.hf_path(version), further.pop(""), further)
-            checkpoint.write(path, own)
-            checkpoint.complete(path, own, {**facts, **self._further_facts()}, seconds)
-            self._prune(version)
-            return checkpoint.find(self._root)[0].iteration, time.perf_counter() - began
-
-        self._pending = Pending(version, BackgroundWork(f"the checkpoint of version {version}", write, seconds))
+    def save_warm_start(self, step: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
+        """Starts to write a checkpoint between two steps of a warm start. `step` counts the steps of all phases. Collective."""
+        path = checkpoint_path(self._root, step, WARM_START)
+        self._writer.start(Save(path, roles, lambda: {**facts, FROZEN: self._frozen.record(self._bases)}, keep=1))
 
     def finish(self, wait: bool) -> Saved | None:
-        """The running save once it is complete on all ranks. None while it is incomplete, or when there is none. Collective.
-
-        Args:
-            wait: return only when nothing is being written.
-
-        Raises:
-            The error of this rank's thread. An error of rank 0's thread is a LeaderError on the other ranks.
-        """
-        while (pending := self._pending) is not None:
-            seconds = POLL_SECONDS if wait else 0.0
-            if not self._ranks.leads:
-                pending.work.finished(seconds)
-            if self._ranks.broadcast_from_leader(partial(_finished, pending.work, seconds)) == b"\x01":
-                self._pending, self.newest = None, pending.version
-                path = checkpoint.iteration_path(self._root, pending.version)
-                oldest, took = pending.work.result() if self._ranks.leads else (pending.version, 0.0)
-                return Saved(pending.version, path, self.hf_path(pending.version), oldest, took)
-            if not wait:
-                break
-        return None
+        """The running save once it is complete on all ranks, see `CheckpointWriter.finish`. Collective."""
+        saved = self._writer.finish(wait)
+        if saved is not None and saved.hf_path is not None:  # not of a warm start
+            self.newest = saved.number
+        return saved
 
     def close(self) -> None:
         """Waits once more for a running save after an error elsewhere. Not collective."""
-        if self._pending is not None and not self._pending.work.end(CLOSE_SECONDS):
-            logger.warning("the checkpoint of version %d was not completed", self._pending.version)
+        self._writer.close()
 
     def _further_facts(self) -> dict[str, Any]:
         """The facts for the manifest that a resume checks."""
-        frozen = {FROZEN: self._frozen.read(self._bases), "warm_started": bool(self._config.trainer.sft)}
-        return {**self._frozen.read(self._reference), **frozen}
+        frozen = {FROZEN: self._frozen.record(self._bases), "warm_started": bool(self._config.trainer.sft)}
+        return {**self._frozen.record(self._reference), **frozen}
 
     def check_reference(self, facts: Mapping[str, Any]) -> Path:
         """The Hugging Face directory of version 0, after a check of its weights against the checkpoint's digest. Collective.
@@ -210,29 +163,16 @@ class Saves:
         self._frozen.check(self._bases, found.facts[FROZEN])
         return found
 
-    def save_warm_start(self, step: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
-        """Writes a checkpoint between two steps of a warm start and removes older ones. `step` counts the steps of all phases. Collective."""
-        path = self._root / f"{WARM_START}-{step:06d}"
-        checkpoint.save(path, roles, {**facts, FROZEN: self._frozen.record(self._bases)})
-        if self._ranks.leads:
-            self._discard_warm_starts(except_for=path)
-
-    def _prune(self, version: int) -> None:
-        checkpoint.prune(self._root, version, self._config.trainer.keep_checkpoints)
-        kept = {0, *(each.iteration for each in checkpoint.find(self._root))}
-        for path in self.hf_path(0).parent.glob("iteration-*"):
-            if path not in {self.hf_path(each) for each in kept}:
+    def _discard(self) -> None:
+        """Removes the exports without a checkpoint, and the warm start's checkpoints. In rank 0's thread."""
+        kept = {0, *(number_of(path) for path in numbered(self._root))}
+        for path in numbered(self._hf):
+            if number_of(path) not in kept:
                 atomic.discard(path)
-        self._discard_warm_starts()
-        for folder in (self._root, self.hf_path(0).parent):  # of saves that a crash has cut short
-            for pattern in (".iteration-*.new", ".iteration-*.old"):
-                for path in folder.glob(pattern):
-                    atomic.discard(path)
-
-    def _discard_warm_starts(self, except_for: Path | None = None) -> None:
-        for path in self._root.glob(f"{WARM_START}-*"):
-            if path != except_for:
-                atomic.discard(path)
+        for path in numbered(self._root, WARM_START):
+            atomic.discard(path)
+        atomic.discard_unfinished(self._hf, "iteration-*")
+        atomic.discard_unfinished(self._root, f"{WARM_START}-*")
 
     def _check_warm_start(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
@@ -261,8 +201,3 @@ class Saves:
     @property
     def _reference(self) -> dict[str, Path]:
         return {"reference": self.hf_path(0)}
-
-
-async def _finished(work: BackgroundWork[Any], seconds: float) -> bytes:
-    """One byte: whether the work finishes within `seconds`."""
-    return bytes([await asyncio.to_thread(work.finished, seconds) if seconds else work.finished()])

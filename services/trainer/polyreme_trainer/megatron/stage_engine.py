@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polyreme.cli.checkpoint_manifest import checkpoint_path
 from polyreme.config.stage import StageConfig
+from polyreme.experience.loading import LoadReports, unreported
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.objective import Objective, StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import LIMITS, Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loading import LoadReports, unreported
-from polyreme_trainer.learner.stage_engine import Sums, mismatched
-from polyreme_trainer.megatron import checkpoint, comparison
+from polyreme_trainer.learner.stage_engine import STEP, Sums, mismatched
+from polyreme_trainer.megatron import atomic, checkpoint, comparison
 from polyreme_trainer.megatron.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
+from polyreme_trainer.megatron.checkpoint_writer import CheckpointWriter, Save
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
@@ -83,6 +86,8 @@ class MegatronStageEngine:
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
         self.root = config.run_dir / "checkpoints"
         self.prefix = config.checkpoint_prefix
+        self.writer = CheckpointWriter(ranks)
+        self.facts: Mapping[str, Any] = {}
         self.host = HostMemory(config.trainer.offload, device.pins)
         self.model = self.make_model()
         self.model.make_optimizer(adam_of(config.trainer.optimizer))
@@ -121,11 +126,13 @@ class MegatronStageEngine:
         return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), self.shard)
 
     def load(self) -> int:
+        checkpoint.check_writable(self.root, self.ranks)  # the first save may be hours away
         found = find_newest(self.ranks, self.root, self.prefix)
         if found is None:
             return 0
         self.frozen.check(self.frozen_directories, found.facts[FROZEN])
         checkpoint.load(found, [self.model], self.loads)
+        self.facts = found.facts
         return found.iteration
 
     def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
@@ -143,33 +150,47 @@ class MegatronStageEngine:
         self.model.measure(LossTerm(prepared.sequences, every, loss))
         return over_ranks(self.shard, parts)
 
-    def save(self, number: int, facts: Mapping[str, Any]) -> Path:
-        path = checkpoint.iteration_path(self.root, number, self.prefix)
-        checkpoint.save(path, [self.model], {**facts, FROZEN: self.frozen.record(self.frozen_directories)})
+    def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
+        export = None if hf_path is None else self.exported({STEP: f"{number}\n".encode()})
+        self.writer.start(
+            Save(
+                checkpoint_path(self.root, number, self.prefix),
+                [self.model],
+                lambda: {**facts, FROZEN: self.frozen.record(self.frozen_directories)},
+                self.config.trainer.keep_checkpoints,
+                hf_path,
+                {} if export is None else {"": export},
+                partial(atomic.discard_unfinished, self.config.run_dir / "hf", "*"),
+            )
+        )
 
-        async def prune() -> None:
-            keep = self.config.trainer.keep_checkpoints
-            await asyncio.to_thread(checkpoint.prune, self.root, number, keep, self.prefix)
-
-        self.ranks.on_leader(prune)
-        return path
+    def finish_save(self, wait: bool) -> Saved | None:
+        return self.writer.finish(wait)
 
     def export(self, path: Path) -> Sequence[Gate]:
-        tensors, adapter = self.model.model.full_tensors(), self.model.model.adapter(self.config.model.path)
+        export = self.exported({})
         ids = self.probe_ids()
         mine = self.probe(ids.to(self.device.torch))
         outcomes: list[Gate] = []
 
         async def write_and_compare() -> None:
-            assert tensors is not None
-            export = Export(tensors, self.files, adapter)
-            if self.objective.head == "value":
-                export = as_classifier(export, pad_token_id=self.classifier_pad())
+            assert export is not None
             await asyncio.to_thread(export_hf, path, export)
             outcomes.append(await asyncio.to_thread(self.compare, path, ids, mine))
 
         self.ranks.on_leader(write_and_compare)
         return outcomes
+
+    def exported(self, files: Mapping[str, bytes]) -> Export | None:
+        """A copy of the model for an export, with more small files; None on ranks other than 0. Collective."""
+        tensors, adapter = self.model.model.full_tensors(), self.model.model.adapter(self.config.model.path)
+        if tensors is None or not self.ranks.leads:
+            return None
+        export = Export(tensors, {**self.files, **files}, adapter)
+        return as_classifier(export, pad_token_id=self.classifier_pad()) if self.objective.head == "value" else export
+
+    def close(self) -> None:
+        self.writer.close()
 
     def prepare(self, rows: StageRows) -> Prepared:
         """Rows as sequences, with the reference's log-probabilities and the baseline where the objective needs them."""

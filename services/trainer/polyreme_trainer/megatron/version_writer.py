@@ -9,6 +9,7 @@ Invariant: a sealed version is complete: every byte was written between the slot
 barrier. The owner of an arena seals its part, and rank 0 has the manifests of all parts.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +28,10 @@ from polyreme_trainer.learner.engine import Written
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.hf_mapping import hf_aliases
 from polyreme_trainer.megatron.model import ShardedModel, tensor_specs
-from polyreme_trainer.megatron.part_server import PartServer
+from polyreme_trainer.megatron.part_server import PartServer, check_part_server
 from polyreme_trainer.megatron.version_parts import gather_parts, machine_of
+
+logger = logging.getLogger(__name__)
 
 _WORDS = {"BF16": torch.bfloat16}
 
@@ -45,7 +48,8 @@ class VersionWriter:
         security: of the ports at which replicas fetch the parts of other machines.
 
     Raises:
-        ConfigError: shared memory is too small, or ranks of several machines write slices of one tensor.
+        ConfigError: shared memory is too small, ranks of several machines write slices of one tensor, or their tokens differ.
+        UnavailableError: rank 0 cannot reach the part of another machine.
     """
 
     def __init__(
@@ -82,17 +86,28 @@ class VersionWriter:
             self.arena = Arena.open(path, writable=True)
 
     def _serve_parts(self, path: str, part: int, security: SecurityConfig | None) -> str:
-        """Creates the arenas of the other machines and serves them. Returns the path of this machine's arena. Collective."""
+        """Creates the arenas of the other machines and serves them. Returns the path of this machine's arena. Collective.
+
+        Raises as `check_part_server`.
+        """
         address = ""
         if self._owns and not self._ranks.leads:
             self.arena = Arena.create(self._run_id, self._plan.nbytes, part=part)
             host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             self._server = PartServer(self.arena, part, self._run_id, host, security)
             path, address = str(self.arena.path), self._server.address
+            logger.info("serving part %d of the weights at %s", part, address)
         owned: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(owned, (path, address) if self._owns else None)
         arenas = [found for found in owned if found]
         self._addresses = [address for _, address in arenas]
+
+        async def check() -> None:
+            for number, served in enumerate(self._addresses):
+                if served:
+                    await check_part_server(served, number, security)
+
+        self._ranks.on_leader(check)
         return arenas[part][0] if part < len(arenas) else ""
 
     def write(self, slot: int, version: int, term: int) -> Written:

@@ -13,8 +13,6 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 BEST = "best"
-_PARTIAL = ".best-partial"
-_OLD = ".best-old"
 _VERSION = "policy_version"
 """File in hf/best with the number of its version."""
 
@@ -38,7 +36,7 @@ class BestExport:
         if best is None or best == kept:
             return
         try:
-            self._link(best)
+            link_export(self._export(best), self._folder / BEST, {_VERSION: f"{best}\n"})
         except OSError as error:  # it was just removed, or the file system has no hard links
             logger.warning("cannot keep the export of version %d as %s: %s", best, self._folder / BEST, error)
 
@@ -52,16 +50,19 @@ class BestExport:
     def _export(self, version: int) -> Path:
         return self._folder / f"iteration-{version:06d}"
 
-    def _link(self, version: int) -> None:
-        partial, old = self._folder / _PARTIAL, self._folder / _OLD
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        shutil.copytree(self._export(version), partial, copy_function=os.link)
-        (partial / _VERSION).write_text(f"{version}\n")
-        if (self._folder / BEST).exists():
-            (self._folder / BEST).rename(old)
-        partial.rename(self._folder / BEST)
-        shutil.rmtree(old, ignore_errors=True)
+
+def link_export(source: Path, target: Path, further: Mapping[str, str]) -> None:
+    """Replaces the directory `target` by links to the files of `source`. `further`: more files, by name. Raises OSError."""
+    partial, old = target.with_name(f".{target.name}-partial"), target.with_name(f".{target.name}-old")
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.copytree(source, partial, copy_function=os.link)
+    for name, content in further.items():
+        (partial / name).write_text(content)
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def best_version(evaluations: Mapping[int, float]) -> int | None:

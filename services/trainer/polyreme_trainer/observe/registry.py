@@ -233,6 +233,21 @@ THROUGHPUT = (
     Metric("tokens_per_second", "tokens/s", "tokens/generated / time/iteration."),
     Metric("samples_per_second", "samples/s", "Samples / time/iteration."),
 )
+CHECKPOINT = (
+    Metric(
+        "checkpoint/seconds",
+        "s",
+        "Time in which a checkpoint and its export were written, while training continued.",
+        "`saved` records",
+    ),
+    Metric(
+        "checkpoint/stall_seconds",
+        "s",
+        "Time for which a checkpoint stalled training: the wait for the previous one, and the copy to host memory.",
+        "`saved` records",
+    ),
+)
+
 BESIDE = (
     Metric(
         "time/rollout_wait", "s", "Mean time for which replicas waited for work since the previous plan.", "`rollout` records"
@@ -304,18 +319,7 @@ BESIDE = (
         "Mean absolute difference between a replica's and the learner's log-probabilities of the canary.",
         "`commit` records",
     ),
-    Metric(
-        "checkpoint/seconds",
-        "s",
-        "Time in which a checkpoint and its export were written, while training continued.",
-        "`saved` records",
-    ),
-    Metric(
-        "checkpoint/stall_seconds",
-        "s",
-        "Time for which a checkpoint stalled training: the wait for the previous one, and the copy to host memory.",
-        "`saved` records",
-    ),
+    *CHECKPOINT,
     Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
 )
 

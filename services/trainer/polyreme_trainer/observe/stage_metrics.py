@@ -1,9 +1,9 @@
-"""Every metric of a stage's `step` and `eval` records: name, unit and formula. The names of losses, rewards and accuracies are TRL's.
+"""Every metric of a stage's records: name, unit and formula. The names of losses, rewards and accuracies are TRL's.
 
 Invariant: a number that a stage records has exactly one row here, which the reference page prints.
 """
 
-from polyreme_trainer.observe.registry import ROUTING, Metric
+from polyreme_trainer.observe.registry import CHECKPOINT, ROUTING, Metric
 
 _PAIRS = "on pairs of answers"
 _DPO = "in the stage dpo"
@@ -43,4 +43,5 @@ STAGE_METRICS = (
     Metric("lr", "1", "Learning rate of the step.", "`step` records"),
     Metric("time/step", "s", "Wall-clock time of the step on the learner's rank 0.", "`step` records"),
     Metric("tokens_per_second", "tokens/s", "Tokens of the step's rows / time/step.", "`step` records"),
+    *CHECKPOINT,
 )

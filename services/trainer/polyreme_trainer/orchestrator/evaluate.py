@@ -155,15 +155,16 @@ class Evaluator:
     def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> dict[str, Any]:
         """The digest of the set that decides about the best version, and the deciding metric unless it is the mean of the first set, which
         has no name."""
-        settings, metric = best_metric([each.settings for each, _ in found], self._config.eval_best)
+        config = self._config
+        settings, metric = best_metric([each.settings for each, _ in found], config.eval_best, config.reward_names)
         chosen, result = next((each, result) for each, result in found if each.settings is settings)
-        if self._config.eval_best is None and not settings.name:
+        if config.eval_best is None and not settings.name:
             return {"held_out": chosen.digest}
         values = {**result.metrics, **{f"reward/{name}": mean for name, mean in result.parts.items()}}
         name = next(iter(result.metrics)) if metric == "mean" else metric
         if name not in values:
             raise EvaluationError(
-                f"expected the metric eval_best = {self._config.eval_best}; found {', '.join(map(settings.metric, values))}. "
+                f"expected the metric eval_best = {config.eval_best}; found {', '.join(map(settings.metric, values))}. "
                 "pass@k exists only if each score is 1 for a right or 0 for a wrong answer. Fix eval_best."
             )
         return {"held_out": chosen.digest, "result": {"metric": settings.metric(name), "value": values[name]}}

@@ -65,10 +65,11 @@ async def _orchestrate(run: Run) -> None:
     train = load_prompts(config.data.train, config.data, template)
     held_out = [(each, load_prompts(each.data, config.data, template)) for each in config.evaluation_sets]
     for name, data in (("training", train), *((f"held-out {each.name}".rstrip(), data) for each, data in held_out)):
+        omitted = ((data.filtered, "filtered as too long"), (data.duplicates, "as repeated"))
         await _notice(
-            run,
-            f"{len(data.prompts)} {name} prompts, {data.filtered} filtered as too long, {data.duplicates} as repeated (template {template.digest})",
+            run, ", ".join([f"{len(data.prompts)} {name} prompts", *(f"{count} {why}" for count, why in omitted if count)])
         )
+    logger.info("template %s", template.digest)
     term = await experience.take(Writer.ORCHESTRATOR)
     logger.info("term %d", term.counter)
     pool = ReplicaPool(run, experience, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security)

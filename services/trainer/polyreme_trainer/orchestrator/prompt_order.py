@@ -35,6 +35,8 @@ class PromptOrder:
         self._places = self._sizes if weights is None else _shares(sum(sizes), weights)
         self._ends = list(accumulate(self._places))
         self._starts = [0, *accumulate(self._sizes)]
+        passes = 2 * (1 + len(self._sizes))  # of the run and of each source: the current one and its neighbour
+        self._pass_order = lru_cache(maxsize=passes)(pass_order)
 
     def row_of(self, index: int) -> int:
         """The row of group `index`."""
@@ -47,7 +49,7 @@ class PromptOrder:
         return self._starts[source] + self._row(_digest(self._seed, source), draw, self._sizes[source])
 
     def _row(self, seed: int, index: int, size: int) -> int:
-        return row_of(seed, index, size) if self._shuffled else index % size
+        return int(self._pass_order(seed, index // size, size)[index % size]) if self._shuffled else index % size
 
 
 def _shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -60,12 +62,6 @@ def _shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(max(1, count) for count in counts)
 
 
-def row_of(seed: int, index: int, size: int) -> int:
-    """The dataset row of group `index`: pass index // size, position index % size in that pass's shuffled order."""
-    return int(pass_order(seed, index // size, size)[index % size])
-
-
-@lru_cache(maxsize=8)
 def pass_order(seed: int, number: int, size: int) -> np.ndarray:
     """The shuffled rows of pass `number`, int64 [size]: rows sorted by a 64-bit mix of (seed, pass, row)."""
     key = np.uint64(_digest(seed, number))

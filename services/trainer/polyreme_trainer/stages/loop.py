@@ -1,12 +1,15 @@
 """The loop of every stage: batches of rows, one optimizer step each, evaluations, checkpoints, and the export at the end.
 
 Invariant: which rows a step takes is a function of (seed, step), and a checkpoint follows the evaluation of its step; so a stage that is
-killed at any point and restarted ends with the same weights and records. This module imports no torch: the engine runs the steps.
+killed at any point and restarted ends with the same weights and records. A stage that returns has no unfinished save. This module imports
+no torch: the engine runs the steps.
 """
 
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,36 @@ from polyreme.config.data import Sources
 from polyreme.config.stage import StageConfig, StageTrainer
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.stage_engine import StageEngine
+from polyreme_trainer.learner.saving import Saving
+from polyreme_trainer.learner.stage_engine import STEP, StageEngine
+from polyreme_trainer.observe.best_export import BEST, link_export
 from polyreme_trainer.stages.sft import batches
 from polyreme_trainer.stages.share_rows import share_rows
 from polyreme_trainer.stages.stage import Read
 
-EXPORT = Path("hf", "final")
-"""The path of the trained model in the run directory."""
+HF, FINAL = "hf", "final"
+"""The run directory's folder of exports, and the trained model's directory there."""
+
+logger = logging.getLogger(__name__)
 
 Emit = Callable[[Mapping[str, Any]], Awaitable[None]]
 """Takes a record. On rank 0."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The saved step with the lowest held-out loss.
+
+    Attributes:
+        step, loss: the step, and its loss.
+        held_out: digest of the held-out rows. The losses of other rows are not comparable.
+    """
+
+    step: int
+    loss: float
+    held_out: str
 
 
 class StageLoop:
@@ -54,6 +76,10 @@ class StageLoop:
     ) -> None:
         self.config, self.template, self.read = config, template, read
         self.engine, self.ranks, self.emit, self.drains = engine, ranks, emit, drains
+        self.saving = Saving(engine.finish_save, self.report_save)
+        self.held_out: StageRows | None = None
+        self.held_out_digest = ""
+        self.best: Best | None = None
 
     def run(self) -> bool:
         """Trains to the last step, or until the stage drains, and saves the result in both cases. Returns whether the stage is complete.
@@ -63,22 +89,28 @@ class StageLoop:
         """
         data = self.config.data
         rows = self.rows(data.train)
-        held_out = None if data.eval is None else self.rows(data.eval)
+        self.held_out = None if data.eval is None else self.rows(data.eval)
+        self.held_out_digest = "" if self.held_out is None else self.held_out.digest()
         done = saved = self.engine.load()
+        self.best = self.loaded_best()
         steps = total_steps(len(rows), self.config.trainer)
         if done == 0:
-            self.evaluate(0, held_out)
+            self.evaluate(0)
         for number, chosen in enumerate(batches(len(rows), steps, self.config.trainer.batch_size, (self.config.seed,)), start=1):
             if number <= done:
                 continue
+            self.saving.finish(wait=False)
             drains = self.train(number, steps, rows.take(chosen))
+            loss = None
             if number == steps or is_due(number, self.config.trainer.eval_interval):
-                self.evaluate(number, held_out)
+                loss = self.evaluate(number)
             if number == steps or drains or is_due(number, self.config.trainer.save_interval):
-                self.save(number)
+                self.save(number, loss, last=number == steps)
                 saved = number
             if drains and number < steps:
+                self.saving.finish(wait=True)
                 return False
+        self.saving.finish(wait=True)
         self.export(saved)
         return True
 
@@ -95,10 +127,10 @@ class StageLoop:
         rates = {"time/step": seconds, "tokens_per_second": tokens / seconds}
         return self.report({"kind": "step", "step": number, "steps": steps, **metrics, **rates})
 
-    def evaluate(self, number: int, held_out: StageRows | None) -> None:
-        """Records the metrics of the held-out rows after step `number`, if there are held-out rows."""
-        if held_out is None:
-            return
+    def evaluate(self, number: int) -> float | None:
+        """Records the metrics of the held-out rows after step `number`. Returns their loss; None without such rows."""
+        if (held_out := self.held_out) is None:
+            return None
         began, size = time.perf_counter(), self.config.trainer.batch_size
         totals: dict[str, tuple[float, float]] = {}
         for start in range(0, len(held_out), size):
@@ -108,22 +140,43 @@ class StageLoop:
                 totals[name] = before[0] + value, before[1] + weight
         metrics = {name: value / weight for name, (value, weight) in totals.items() if weight}
         self.report({"kind": "eval", "step": number, "rows": len(held_out), "seconds": time.perf_counter() - began, **metrics})
+        return metrics.get("loss")
 
-    def save(self, number: int) -> None:
-        """Writes the checkpoint of step `number`."""
-        began = time.perf_counter()
-        path = self.engine.save(number, {"fingerprint": self.config.fingerprint()})
-        self.report({"kind": "saved", "step": number, "path": str(path), "seconds": time.perf_counter() - began})
+    def loaded_best(self) -> Best | None:
+        """The best step of the loaded checkpoint; None without one, or if other rows were held out."""
+        best = self.engine.facts.get("best")
+        return Best(**best) if best is not None and best["held_out"] == self.held_out_digest else None
+
+    def save(self, number: int, loss: float | None, last: bool) -> None:
+        """Starts to write the checkpoint of step `number`, and with the lowest held-out loss so far also the best export.
+
+        The export of the last step is `export`'s.
+        """
+        is_best = loss is not None and (self.best is None or loss < self.best.loss)
+        if loss is not None and is_best:
+            self.best = Best(number, loss, self.held_out_digest)
+        facts = {"fingerprint": self.config.fingerprint(), "best": self.best and asdict(self.best)}
+        hf_path = self.config.run_dir / HF / BEST if is_best and not last else None
+        self.saving.start(partial(self.engine.save, number, facts, hf_path))
+
+    def report_save(self, saved: Saved, stall_seconds: float) -> None:
+        """Records a completed save."""
+        export = {} if saved.hf_path is None else {"hf_path": str(saved.hf_path)}
+        seconds = {"seconds": saved.seconds, "stall_seconds": stall_seconds}
+        self.report({"kind": "saved", "step": saved.number, "path": str(saved.path), **export, **seconds})
 
     def export(self, number: int) -> None:
         """Writes the trained model as a Hugging Face directory. Raises GateError when the directory does not hold the trained weights."""
-        path = self.config.run_dir / EXPORT
+        folder = self.config.run_dir / HF
+        path = folder / FINAL
         gates = self.engine.export(path)
 
         async def judge() -> None:
             for gate in gates:
                 await self.emit(gate.record())
                 gate.check()
+            if self.best is not None and self.best.step == number:
+                link_best(path, number)
             await self.emit({"kind": "done", "step": number, "hf_path": str(path)})
 
         self.ranks.on_leader(judge)
@@ -136,6 +189,14 @@ class StageLoop:
             return bytes([self.drains()])
 
         return self.ranks.broadcast_from_leader(partial(emit)) == b"\x01"
+
+
+def link_best(final: Path, number: int) -> None:
+    """Makes the trained model the best export, without a copy of its files. Logs a failure."""
+    try:
+        link_export(final, final.with_name(BEST), {STEP: f"{number}\n"})
+    except OSError as error:  # the file system has no hard links
+        logger.warning("cannot keep %s also as %s: %s", final, BEST, error)
 
 
 def total_steps(rows: int, trainer: StageTrainer) -> int:

@@ -19,8 +19,9 @@ from polyreme_trainer.data.prompts import load_examples
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.data.token_store import TokenStore
-from polyreme_trainer.learner.engine import TrainEngine
+from polyreme_trainer.learner.engine import Saved, TrainEngine
 from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.saving import Saving
 from polyreme_trainer.stages.share_rows import share_rows
 
 FLOOR = 0.02
@@ -57,26 +58,32 @@ def batches(rows: int, steps: int, size: int, seed: Sequence[int]) -> Iterator[N
 def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks, report: Report) -> bool:
     """Runs the phases of `trainer.sft`, each with its own optimizer. A saved warm start continues from its saved step.
 
-    The state is saved when the run drains and after each phase except the last, whose result the caller saves.
+    The state is saved when the run drains and after each phase except the last, whose result the caller saves. The next phase trains while
+    it is written. On return, every save is complete.
 
     Returns:
         Whether all phases are complete; False when the run drains.
     """
     phases = config.trainer.sft
+    saving = Saving(engine.finish_save, partial(_report_save, report))
     saved = engine.load_warm_start() if phases else None
     first, start = (0, 0) if saved is None else (saved["phase"], saved["step"])
+    complete = True
     for number, phase in enumerate(phases[first:], start=first):
         rows = share_rows(ranks, partial(read_examples, phase.data, config, files))
         if start == 0:
             engine.begin_phase(phase)
-        step = run_phase(engine, phase, rows, (config.seed, number), start, partial(_report, report, number, phase))
-        if step < phase.steps or number + 1 < len(phases):
-            position = (number, step) if step < phase.steps else (number + 1, 0)
-            engine.save_warm_start(sum(p.steps for p in phases[:number]) + step, {"phase": position[0], "step": position[1]})
-        if step < phase.steps:
-            return False
+        step = run_phase(engine, phase, rows, (config.seed, number), start, partial(_report, report, saving, number, phase))
+        complete = step == phase.steps
+        if not complete or number + 1 < len(phases):
+            position = (number + 1, 0) if complete else (number, step)
+            steps = sum(p.steps for p in phases[:number]) + step
+            saving.start(partial(engine.save_warm_start, steps, {"phase": position[0], "step": position[1]}))
+        if not complete:
+            break
         start = 0
-    return True
+    saving.finish(wait=True)
+    return complete
 
 
 def run_phase(engine: TrainEngine, phase: SftPhase, rows: StageRows, seed: Sequence[int], start: int, report: Report) -> int:
@@ -112,5 +119,11 @@ def read_examples(path: Path, config: RunConfig, files: Mapping[str, bytes]) -> 
     return StageRows(*store.close())
 
 
-def _report(report: Report, number: int, phase: SftPhase, values: dict[str, Any]) -> bool:
+def _report(report: Report, saving: Saving, number: int, phase: SftPhase, values: dict[str, Any]) -> bool:
+    saving.finish(wait=False)
     return report({"kind": "sft", "phase": number + 1, "steps": phase.steps, **values})
+
+
+def _report_save(report: Report, saved: Saved, stall_seconds: float) -> None:
+    seconds = {"seconds": saved.seconds, "stall_seconds": stall_seconds}
+    report({"kind": "sft_saved", "step": saved.number, "path": str(saved.path), **seconds})

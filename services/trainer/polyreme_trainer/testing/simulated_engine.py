@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polyreme.cli.checkpoint_manifest import checkpoint_path, number_of, numbered
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
 from polyreme.experience.trained_samples import TrainedSamples
@@ -54,7 +55,7 @@ def after_plan(before: bytes, iteration: int, indices: Sequence[int]) -> bytes:
 class PendingSave:
     """A save that has not been written yet. polled: whether the learner has already polled it."""
 
-    version: int
+    path: Path
     weights: Weights
     facts: dict[str, Any]
     polled: bool = False
@@ -109,12 +110,11 @@ class SimulatedTrainEngine:
         pass
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
-        with new_directory(self._checkpoints / f"warm-start-{step:06d}") as folder:
-            (folder / "facts.json").write_text(json.dumps(dict(facts)))
+        self._begin(checkpoint_path(self._checkpoints, step, "warm-start"), facts)
 
     def load_warm_start(self) -> Mapping[str, Any] | None:
-        found = sorted(self._checkpoints.glob("warm-start-*/facts.json"))
-        return json.loads(found[-1].read_text()) if found else None
+        found = numbered(self._checkpoints, "warm-start")
+        return json.loads((found[-1] / "facts.json").read_text()) if found else None
 
     def train(self, batch: PlannedBatch) -> IterationMetrics:
         began = time.time()
@@ -140,8 +140,11 @@ class SimulatedTrainEngine:
         return Written(sealed, slot, self._arena.complete(slot, version, term))
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
+        self._begin(self.hf_path(version), facts)
+
+    def _begin(self, path: Path, facts: Mapping[str, Any]) -> None:
         assert self._pending is None, "one save at a time"
-        self._pending = PendingSave(version, self._weights, dict(facts))
+        self._pending = PendingSave(path, self._weights, dict(facts))
 
     def finish_save(self, wait: bool) -> Saved | None:
         """Writes the save that was begun: at once if `wait`, otherwise at the second call, so that an iteration is trained meanwhile."""
@@ -149,22 +152,23 @@ class SimulatedTrainEngine:
         if pending is None or not (wait or pending.polled):
             self._pending = pending and replace(pending, polled=True)
             return None
-        began, path = time.perf_counter(), self.hf_path(pending.version)
+        began, path, weights = time.perf_counter(), pending.path, pending.weights
         with new_directory(path) as folder:
-            plans, payloads = pending.weights.plans.hex(), pending.weights.payloads.hex()
-            state = {"version": pending.version, "plans": plans, "payloads": payloads}
+            state = {"version": weights.version, "plans": weights.plans.hex(), "payloads": weights.payloads.hex()}
             (folder / "state.json").write_text(json.dumps(state))
             (folder / "facts.json").write_text(json.dumps(pending.facts))
-        there = sorted(self._checkpoints.glob("iteration-*"))
+        there = numbered(self._checkpoints, path.name.rpartition("-")[0])
         kept = there[-self._config.trainer.keep_checkpoints :]
         for old in there[: -len(kept)]:
             discard(old)
-        self._pending, self.newest_save = None, pending.version
-        oldest = int(kept[0].name.removeprefix("iteration-"))
-        return Saved(pending.version, path, path, oldest, time.perf_counter() - began)
+        self._pending, number = None, number_of(path)
+        versioned = path == self.hf_path(number)
+        if versioned:
+            self.newest_save = number
+        return Saved(number, path, path if versioned else None, number_of(kept[0]), time.perf_counter() - began)
 
     def hf_path(self, version: int) -> Path:
-        return self._checkpoints / f"iteration-{version:06d}"
+        return checkpoint_path(self._checkpoints, version)
 
     def compare_hf(self, path: Path) -> Sequence[Gate]:
         return []

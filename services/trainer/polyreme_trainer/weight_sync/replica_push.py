@@ -126,7 +126,7 @@ class ReplicaPush:
         replica.last_error = f"version {version.number}: {error}"
         logger.warning("replica %s: %s", replica.lease.id, replica.last_error)
         if replica.client.unmapped and replica.reach_failures == 1 and not reached:
-            await self._notice(f"the connection to replica {replica.lease.id} is broken, retrying: {replica.last_error}")
+            await self._notice(f"replica {replica.lease.id} has not received its weights, retrying: {replica.last_error}")
         if replica.swap_failures >= SWAP_ATTEMPTS or replica.reach_failures >= REACH_ATTEMPTS:
             await self._quarantine(
                 replica, f"it failed {SWAP_ATTEMPTS if reached else REACH_ATTEMPTS} times; {replica.last_error}"

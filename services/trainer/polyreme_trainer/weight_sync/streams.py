@@ -7,6 +7,7 @@ Invariant:
 - Every replica verifies what it receives against the trainer's manifest, also from a replica.
 """
 
+import asyncio
 import time
 from asyncio import Semaphore
 from collections.abc import Awaitable, Callable
@@ -104,12 +105,24 @@ class Streams:
         return Transfer("stream", sent.nbytes, hops=1)
 
     async def _send_parts(self, replica: ReplicaState, version: Version) -> Transfer:
-        """Sends part 0 from the arena, and makes the replica fetch the others. The slot, on every machine, is not written meanwhile."""
+        """Sends part 0 from the arena while the replica fetches the others. The slot, on every machine, is not written meanwhile."""
 
         async def send() -> Transfer:
-            sent = await replica.client.stream(version)
-            fetched = [await replica.client.fetch_part(version, part) for part in version.parts]
-            return Transfer("stream", sent.nbytes + sum(part.nbytes for part in fetched), hops=1)
+            client = replica.client
+            sending = [client.stream(version), *(client.fetch_part(version, part) for part in version.parts)]
+            tasks = [asyncio.ensure_future(each) for each in sending]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            for task in tasks:
+                if not task.cancelled() and (
+                    error := task.exception()
+                ):  # it has cancelled the others, which share its connection
+                    raise error
+            return Transfer("stream", sum(task.result().nbytes for task in tasks), hops=1)
 
         self._slots.streaming(replica.lease.id, version.slot)
         try:

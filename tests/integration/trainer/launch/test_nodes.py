@@ -17,6 +17,7 @@ from polyreme.config.trainer import ParallelConfig
 from polyreme.errors import ConfigError, GateError, RunFailedError, StaleTermError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
+from polyreme.weights.arena import arena_path
 from polyreme_trainer.launch.leader_node import lead
 from polyreme_trainer.launch.rendezvous import _BACK_SECONDS, MachineError, Machines
 from polyreme_trainer.launch.worker_node import follow
@@ -245,6 +246,46 @@ async def test_a_newer_launch_takes_the_place_of_one_whose_leader_is_gone(world:
         assert "second" in agent.cmdline()
         here.stop.set()
         await until(lambda: not here.agents())
+
+
+async def test_the_order_of_launches_does_not_depend_on_the_machines_clocks(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = world(2)
+    registry = Registry(here.run)
+    facts = {"node": 0, "at": await registry.now(), "log_dir": str(here.folder), "members": []}
+    await registry.register(Lease("learner", "killed", PLACE, "", 1, facts), ttl=600)
+    monkeypatch.setattr("time.time", lambda: 1e9)  # of the machine that leads now
+    leading = asyncio.create_task(here.lead(WELL))
+    await until(lambda: any(here.config.run_dir.glob(".launch-learner-*")))  # before its lease, so that only the order decides
+    async with here.following(1, WELL):
+        assert await asyncio.wait_for(leading, 300) == 0
+
+
+async def test_no_shared_memory_outlives_a_machine(world: Callable[[int], World]) -> None:
+    here = world(2)
+    arena = arena_path(here.run.run_id, 1)
+    rank = f"""
+import fcntl
+agent = os.getpid()
+if os.fork() == 0:  # a rank: it notices the death of its agent
+    os.setsid()
+    arena = open({str(arena)!r}, "w")
+    fcntl.flock(arena, fcntl.LOCK_EX)
+    open({str(here.folder / "locked")!r}, "w").close()
+    while os.getppid() == agent: time.sleep(0.05)
+    os._exit(0)
+time.sleep(600)
+"""
+    async with here.following(1, rank) as following:
+        leading = asyncio.create_task(here.lead(FOREVER))
+        await until((here.folder / "locked").exists)
+        assert arena.exists()
+        here.stop.set()
+        await asyncio.wait_for(following, 300)
+        assert not arena.exists()
+        leading.cancel()
+        await asyncio.gather(leading, return_exceptions=True)
 
 
 async def test_a_leader_whose_machines_follow_another_is_over(

@@ -15,7 +15,7 @@ from polyreme.process.lifecycle import Child
 from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.main import orchestrate
-from polyreme_trainer.orchestrator.prompt_order import row_of, sequence_seed
+from polyreme_trainer.orchestrator.prompt_order import PromptOrder, sequence_seed
 from support.simulated import ROWS, VOCAB
 from support.waiting import until
 
@@ -34,7 +34,7 @@ async def test_a_run_from_admission_to_the_last_evaluation(world):
         assert sorted(indices) == list(range(12))
         for iteration, groups in w.learner.trained.items():
             for group in groups:
-                row = ROWS[row_of(5, group.index, len(ROWS))]
+                row = ROWS[PromptOrder(5, [len(ROWS)]).row_of(group.index)]
                 assert (group.prompt, group.label) == (f"<user>{row['prompt']}<assistant>", row["answer"])
                 assert len(group.samples) == 3 and group.attempt == 1
                 assert {span[0] for sample in group.samples for span in sample.spans} == {iteration - 1}

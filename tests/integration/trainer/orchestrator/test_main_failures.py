@@ -9,7 +9,7 @@ from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableE
 from polyreme.experience.run import RunState
 from polyreme_reward.server import serve
 from polyreme_trainer.orchestrator.main import orchestrate
-from polyreme_trainer.orchestrator.prompt_order import row_of
+from polyreme_trainer.orchestrator.prompt_order import PromptOrder
 from support.simulated import ROWS
 from support.tiny_tokenizer import CHAT_TEMPLATE
 from support.waiting import until
@@ -63,7 +63,7 @@ async def test_a_reward_that_fails_every_sample_from_the_start_ends_the_run(worl
 
 async def test_a_reward_that_always_raises_later_fails_the_run(world):
     """A group was scored before, so this may be an outage, and the groups fail after its timeout."""
-    good, sections = ROWS[row_of(0, 0, len(ROWS))], {"start_timeout": 1.0, "attempts": 1}
+    good, sections = ROWS[PromptOrder(0, [len(ROWS)]).row_of(0)], {"start_timeout": 1.0, "attempts": 1}
     bad = [row if row == good else {**row, "answer": "bad"} for row in ROWS]
     async with world(rows=bad, plugin=True, reward=sections, max_attempts=1, max_failed_fraction=0.05) as w:
         with pytest.raises(RunFailedError, match=r"\d% failed.*cannot score this"):

@@ -12,7 +12,7 @@ from polyreme.cli.run_directory import EMBEDDED
 from polyreme.experience.audit import LogSnapshot
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
-from polyreme_trainer.orchestrator.prompt_order import retry_draw, row_of
+from polyreme_trainer.orchestrator.prompt_order import PromptOrder, retry_draw
 from support.processes import command_line
 from support.simulated import ROWS
 from support.simulated_run import SimulatedRun, simulated_run
@@ -43,7 +43,8 @@ async def check_log(run: Run, before: int = 0) -> tuple[int, int]:
     assert sum(rate.samples for rate in rates.values()) == before + GROUP * len(sampled)
     assert all(rate.solved == rate.streak == rate.samples for rate in rates.values())
     if not before:
-        rows = Counter(row_of(0, index, len(ROWS)) for index in sampled)
+        order = PromptOrder(0, [len(ROWS)])
+        rows = Counter(order.row_of(index) for index in sampled)
         assert sorted(rate.samples for rate in rates.values()) == sorted(GROUP * count for count in rows.values())
     return len(sampled), len(skipped)
 

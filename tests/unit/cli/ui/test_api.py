@@ -1,5 +1,6 @@
 """The page's HTTP interface on a run directory, without a socket."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from polyreme.cli.reader import RunReader
+from polyreme.cli.ui import answers
 from polyreme.cli.ui.api import application, is_open
 from polyreme.cli.ui.runs import Runs
 from support.seeded_run import record_run
@@ -86,6 +89,28 @@ def test_details_have_servers_events_and_configuration(client: TestClient) -> No
     assert [server["version"] for server in found["servers"]] == [4, 4]
     assert {"alarm", "eval", "saved"} <= {event["kind"] for event in found["events"]}
     assert client.get("/ui/api/runs/third").status_code == 404
+
+
+def test_a_live_run_says_what_it_loads(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "letters-1", "redis": "embedded"}))
+    load = {"kind": "loading", "role": "reward model quality", "fraction": 0.25, "seconds_left": 75.0, "time": 100.0}
+    engine = {"kind": "engine_start", "host": "a", "pid": 7, "engine": "vllm", "time": 100.0}
+    add_records(tmp_path, load, {**load, "role": "actor"}, engine, {**load, "role": "actor", "fraction": 1.0})
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    assert answers.activities(reader, 112.0) == [
+        "loading the reward model quality: 25%, remaining about 1:15",
+        "replica: vllm starts on a, for 0:12",
+    ]
+    add_records(tmp_path, {"kind": "start", "start": 2, "forked_from": None, "time": 200.0})
+    reader.refresh()
+    assert answers.activities(reader, 212.0) == []
+    assert answers.overview("letters", reader, True)["activities"] == []  # no process owns the directory
+
+
+def add_records(run_dir: Path, *records: dict[str, Any]) -> None:
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps({"run": "letters-1", "id": "1-0", **record}) + "\n" for record in records)
 
 
 def test_the_page_loads_nothing_from_another_host(client: TestClient) -> None:

@@ -1,5 +1,6 @@
 """Every family through Megatron's files and back, in several layouts: the tensors have the bits that they had."""
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from polyreme_trainer.convert import hf_directory
 from polyreme_trainer.convert.command import CheckpointFormat, Layers, convert
-from polyreme_trainer.convert.rank_files import FILE, TRACKER
+from polyreme_trainer.convert.layout import FILE, TRACKER
 from polyreme_trainer.megatron.families import find_family, known_families
 from support.models import tiny_family_model
 
@@ -47,7 +48,17 @@ def rank_file(directory: Path, rank: str) -> dict[str, Any]:
     return torch.load(directory / "iter_0000001" / rank / FILE, weights_only=False)
 
 
-LAYOUTS = [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 4)]
+DENSE: list[dict[str, int]] = [{}, {"tensor": 4, "pipeline": 2}, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}]
+WITH_EXPERTS: list[dict[str, int]] = [
+    {"tensor": 2, "pipeline": 2, "expert": 2},
+    {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "expert": 4, "expert_tensor": 1},
+    {"tensor": 4, "expert": 1, "expert_tensor": 2},
+]
+
+
+def ranks(tensor: int = 1, pipeline: int = 1, expert: int = 1, expert_tensor: int = 0, **_: int) -> int:
+    """The number of ranks without copies."""
+    return pipeline * max(tensor, expert * (expert_tensor or tensor))
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +70,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Pa
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    ("family", "tensor", "pipeline", "expert"),
-    [(name, *layout) for name in known_families() for layout in LAYOUTS if layout[2] == 1 or find_family(name).expert],
+    ("family", "layout"),
+    [(name, layout) for name in known_families() for layout in DENSE + (WITH_EXPERTS if find_family(name).expert else [])],
 )
 def test_a_model_comes_back_bit_for_bit(
-    models: Callable[[str, bool], Path], family: str, tied: bool, tensor: int, pipeline: int, expert: int, tmp_path: Path
+    models: Callable[[str, bool], Path], family: str, tied: bool, layout: dict[str, int], tmp_path: Path
 ) -> None:
-    if find_family(family).projection_norms:
-        tensor = min(tensor, 2)  # a norm over all of the model's two key-value heads divides as they do
+    if find_family(family).projection_norms and "tensor" in layout:
+        layout = layout | {"tensor": 2}  # a norm over all of the model's two key-value heads divides as they do
     model = models(family, tied)
-    convert(model, tmp_path / "megatron", tensor=tensor, pipeline=pipeline, expert=expert, vocab_multiple=tensor)
-    assert len(list((tmp_path / "megatron").glob("iter_0000001/mp_rank_*"))) == tensor * pipeline * expert
-    convert(tmp_path / "megatron", tmp_path / "back", config=model)
+    convert(model, tmp_path / "megatron", vocab_multiple=layout.get("tensor", 1), **layout)  # type: ignore[arg-type]
+    assert len(list((tmp_path / "megatron").glob("iter_0000001/mp_rank_*"))) == ranks(**layout)
+    convert(tmp_path / "megatron", tmp_path / "back", config=model, **layout)  # type: ignore[arg-type]
     assert bits(weights(tmp_path / "back")) == bits(weights(model))
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
@@ -88,8 +99,8 @@ def test_a_model_comes_back_from_torch_dist(family: str, tied: bool, layers: Lay
 @pytest.mark.parametrize("family", [name for name in known_families() if not find_family(name).expert])
 def test_the_names_of_transformer_engine_come_back_too(family: str, tmp_path: Path) -> None:
     model = model_of(family, tmp_path / "model")
-    convert(model, tmp_path / "megatron", tensor=2, layers=Layers.transformer_engine)
-    names = rank_file(tmp_path / "megatron", "mp_rank_01")["model"].keys()
+    convert(model, tmp_path / "megatron", pipeline=2, virtual_pipeline=2, layers=Layers.transformer_engine)
+    names = rank_file(tmp_path / "megatron", "mp_rank_00_001")["model1"].keys()
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
     assert not any("input_layernorm" in name or "pre_mlp_layernorm" in name for name in names)
@@ -117,15 +128,58 @@ def test_the_files_are_those_of_megatron(tmp_path: Path) -> None:
     assert "embedding.word_embeddings.weight" not in last["model"]
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_critic_has_its_head_cut_over_the_tensor_ranks(tensor: int, tmp_path: Path) -> None:
+def test_a_file_has_an_entry_for_each_virtual_stage(tmp_path: Path) -> None:
+    """Virtual stages take turns with the layers, as in megatron-core: the first stage of two has layers 0, 1, 4 and 5 of 8."""
+    model = model_of("qwen3", tmp_path / "model", torch.float32, tie_word_embeddings=True, num_hidden_layers=8)
+    convert(model, tmp_path / "megatron", pipeline=2, virtual_pipeline=2)
+    hf = weights(model)
+    files = [rank_file(tmp_path / "megatron", f"mp_rank_00_00{stage}") for stage in (0, 1)]
+    for stage, first in ((0, 0), (1, 2)):
+        assert "model" not in files[stage] and "model2" not in files[stage]
+        arguments = files[stage]["args"]
+        assert (arguments.virtual_pipeline_model_parallel_size, arguments.num_layers_per_virtual_pipeline_stage) == (2, 2)
+        for entry, layer in (("model0", first), ("model1", first + 4)):
+            norms = [files[stage][entry][f"decoder.layers.{local}.input_layernorm.weight"] for local in (0, 1)]
+            assert torch.equal(norms[0], hf[f"model.layers.{layer}.input_layernorm.weight"])
+            assert torch.equal(norms[1], hf[f"model.layers.{layer + 1}.input_layernorm.weight"])
+            assert "decoder.layers.2.input_layernorm.weight" not in files[stage][entry]
+    others = {
+        (stage, entry, name)
+        for stage, entry in itertools.product((0, 1), ("model0", "model1"))
+        for name in files[stage][entry]
+        if ".layers." not in name
+    }
+    assert others == {
+        (0, "model0", "embedding.word_embeddings.weight"),
+        (1, "model1", "decoder.final_layernorm.weight"),
+        (1, "model1", "output_layer.weight"),
+    }
+
+
+def test_ranks_that_cut_experts_have_files_as_in_megatron(tmp_path: Path) -> None:
+    """Two tensor ranks have different whole experts: the ranks of megatron-core's default order are (tensor 0, expert 0) and (1, 1)."""
+    model = model_of("qwen3_moe", tmp_path / "model")
+    convert(model, tmp_path / "megatron", tensor=2, expert=2, expert_tensor=1)
+    assert {path.name for path in (tmp_path / "megatron" / "iter_0000001").iterdir()} == {"mp_rank_00_000", "mp_rank_01_001"}
+    hf = weights(model)
+    for number in (0, 1):
+        state = rank_file(tmp_path / "megatron", f"mp_rank_0{number}_00{number}")["model"]
+        down = hf[f"model.layers.0.mlp.experts.{2 * number}.down_proj.weight"]
+        assert torch.equal(state["decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight"], down)
+        proj = hf["model.layers.0.self_attn.o_proj.weight"].chunk(2, dim=1)[number]
+        assert torch.equal(state["decoder.layers.0.self_attention.linear_proj.weight"], proj)
+
+
+@pytest.mark.parametrize(("tensor", "virtual"), [(1, 2), (2, 1)])
+def test_a_critic_has_its_head_cut_over_the_tensor_ranks(tensor: int, virtual: int, tmp_path: Path) -> None:
     model = model_of("qwen2", tmp_path / "model", tie_word_embeddings=False)
     tensors = weights(model)
     del tensors["lm_head.weight"]
     tensors["score.weight"] = torch.randn(1, 32).to(torch.bfloat16)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    convert(model, tmp_path / "megatron", tensor=tensor, pipeline=2, orm=True)
-    files = [rank_file(tmp_path / "megatron", f"mp_rank_{rank:02d}_001")["model"] for rank in range(tensor)]
+    convert(model, tmp_path / "megatron", tensor=tensor, pipeline=2, virtual_pipeline=virtual, orm=True)
+    last = f"model{virtual - 1}" if virtual > 1 else "model"
+    files = [rank_file(tmp_path / "megatron", f"mp_rank_{rank:02d}_001")[last] for rank in range(tensor)]
     assert torch.equal(torch.cat([file["rm_head.weight"] for file in files], dim=1), tensors["score.weight"])
     assert all(not file["rm_head.bias"].any() and "output_layer.weight" not in file for file in files)
     convert(tmp_path / "megatron", tmp_path / "back", config=model, orm=True)

@@ -103,7 +103,7 @@ def test_sources_are_numbered_one_after_the_other(tmp_path: Path) -> None:
     single = prompts(sources, deduplicate=True)
     assert [prompt.plain for prompt in single.prompts] == ["1=", "2=", "3="]
     assert (single.duplicates, single.sizes) == (2, (2, 1))
-    with pytest.raises(DataError, match=r"a\.jsonl; found 0 longer and 4 repeated"):
+    with pytest.raises(DataError, match=r"a\.jsonl .* found 4 repeated"):
         prompts((tmp_path / "a.jsonl", tmp_path / "a.jsonl"), deduplicate=True)
 
 

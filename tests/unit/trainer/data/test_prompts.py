@@ -332,3 +332,11 @@ def test_a_prompt_keeps_its_plain_text(write: Write) -> None:
     found = prompts(write({"prompt": "2="}, {"prompt": ["3="]}, {"prompt": messages})).prompts
     assert [prompt.plain for prompt in found] == ["2=", "3=", "1+1="]
     assert all(prompt.text.startswith("<") for prompt in found)
+
+
+def test_a_source_whose_prompts_are_all_repeated(write: Write) -> None:
+    path = write({"prompt": "1+1=", "answer": "2"})
+    data = DataConfig(train=(path, path), deduplicate=True)
+    with pytest.raises(DataError) as error:
+        load_prompts(data.train, data, Template(model_files(), data))
+    assert "data.deduplicate" in error.value.do and "1 repeated" in error.value.found

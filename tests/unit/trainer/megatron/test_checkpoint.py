@@ -1,5 +1,6 @@
 """The kept checkpoints, and the completeness of one, tested on files only."""
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -8,16 +9,16 @@ import torch
 import xxhash
 
 from polyreme.cli import checkpoint_manifest
-from polyreme.cli.checkpoint_manifest import write_manifest
+from polyreme.cli.checkpoint_manifest import checkpoint_path, numbered, write_manifest
 from polyreme.errors import ConfigError, UnavailableError
-from polyreme_trainer.megatron.atomic import staging
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.megatron.atomic import stage
 from polyreme_trainer.megatron.checkpoint import (
     Checkpoint,
     RankContents,
+    check_writable,
     complete,
-    count,
     find,
-    iteration_path,
     newest,
     prune,
     write,
@@ -84,14 +85,52 @@ def test_any_flipped_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     assert not manifest.parent.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format": 1}', b'{"format": 2, "digest": 7}'])
+def test_what_has_no_name_of_a_checkpoint_is_not_touched(tmp_path: Path) -> None:
+    """A user's copies and notes, and checkpoints that a user has renamed."""
+    saved(tmp_path, 140, 150)
+    for name in ("iteration-000150-copy", "iteration-best", "iteration-150", "iteration-0000150", "iteration-\u0661\u0665\u0660"):
+        shutil.copytree(tmp_path / "iteration-000150", tmp_path / name)
+    (tmp_path / "iteration-000170").write_text("a note")
+    (tmp_path / "iteration-000180").symlink_to(tmp_path / "nowhere")
+    foreign = {path.name for path in tmp_path.iterdir()} - {"iteration-000140", "iteration-000150"}
+    found = newest(tmp_path)
+    assert found is not None and found.path.name == "iteration-000150"
+    saved(tmp_path, 160)
+    prune(tmp_path, 160, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"iteration-000160", *foreign}
+
+
+def test_a_folder_in_which_nothing_can_be_saved_is_an_error_before_the_first_save(tmp_path: Path) -> None:
+    ranks, root = Ranks(), tmp_path / "checkpoints"
+    check_writable(root, ranks)
+    assert list(root.iterdir()) == []
+    root.rmdir()
+    root.touch()
+    with pytest.raises(ConfigError) as error:
+        check_writable(root, ranks)
+    assert str(root) in error.value.expected
+    ranks.close()
+
+
+def test_a_file_with_the_name_of_a_checkpoint_makes_way_for_it(tmp_path: Path) -> None:
+    path = checkpoint_path(tmp_path, 7)
+    path.write_text("a note")
+    temporary = stage(path)
+    write(temporary, contents(0, 1))
+    complete(temporary, path, contents(0, 1), {}, 0.0)
+    assert iterations(tmp_path) == [7] and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"[" * 100_000, b"null", b"{}", b"\xff\xfe", b'{"format": 1}', b'{"format": 2, "digest": 7}']
+)
 def test_a_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, content: bytes) -> None:
     saved(tmp_path, 140)
     (tmp_path / "iteration-000140" / "checkpoint.json").write_bytes(content)
     assert newest(tmp_path) is None
-    assert count(tmp_path) == 1
+    assert len(numbered(tmp_path)) == 1
     prune(tmp_path, 130, 1)
-    assert count(tmp_path) == 0
+    assert len(numbered(tmp_path)) == 0
 
 
 def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +143,7 @@ def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(ConfigError) as refused:
             use()
         assert "format 4" in refused.value.found
-    assert count(tmp_path) == 2
+    assert len(numbered(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("unreadable", [False, True])
@@ -125,14 +164,14 @@ def contents(rank: int, ranks: int) -> RankContents:
 
 def test_a_checkpoint_appears_when_the_last_rank_has_written(tmp_path: Path) -> None:
     """In any order of the ranks."""
-    path = iteration_path(tmp_path, 7)
-    staging(path).mkdir()
+    path = checkpoint_path(tmp_path, 7)
+    temporary = stage(path)
     first, second = (contents(rank, 2) for rank in range(2))
-    write(path, first)
-    completing = threading.Thread(target=complete, args=(path, first, {"term": 3}, 60.0))
+    write(temporary, first)
+    completing = threading.Thread(target=complete, args=(temporary, path, first, {"term": 3}, 60.0))
     completing.start()
     assert newest(tmp_path) is None and not path.exists()
-    write(path, second)
+    write(temporary, second)
     completing.join(60.0)
     found = newest(tmp_path)
     assert found is not None
@@ -143,11 +182,11 @@ def test_a_checkpoint_appears_when_the_last_rank_has_written(tmp_path: Path) -> 
 
 def test_a_rank_that_does_not_write_is_named_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, 6)
-    path = iteration_path(tmp_path, 7)
-    staging(path).mkdir()
-    write(path, contents(0, 2))
+    path = checkpoint_path(tmp_path, 7)
+    temporary = stage(path)
+    write(temporary, contents(0, 2))
     with pytest.raises(UnavailableError) as error:
-        complete(path, contents(0, 2), {}, 0.0)
+        complete(temporary, path, contents(0, 2), {}, 0.0)
     assert "rank 1" in error.value.expected
     found = newest(tmp_path)
     assert found is not None and found.iteration == 6

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.hf_files import open_tensors
+from polyreme_trainer.megatron.hf_files import open_tensors, save_tensors
 
 SHAPES = {"a": (2, 3), "b": (4,)}
 ALIASES = {"c": "a"}
@@ -93,3 +93,10 @@ def test_damaged_files_are_named(damage: Callable[[Path], None], tmp_path: Path)
     with pytest.raises(ConfigError) as caught:
         check(tmp_path)
     assert str(tmp_path) in caught.value.expected
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "nowhere" / "model.safetensors"
+    with pytest.raises(FileNotFoundError) as error:
+        save_tensors({"weight": torch.zeros(4)}, file)
+    assert error.value.filename == str(file)

@@ -51,6 +51,20 @@ def test_only_the_models_in_use_are_on_the_device() -> None:
     assert host.take_moves().nbytes == 0
 
 
+def test_what_a_visit_has_moved_leaves_the_device_also_when_the_visit_fails() -> None:
+    host, (model, _, _) = admitted(OffloadConfig(optimizer=True))
+    movable = host.movable(model.tensors)
+    with host.visit(movable):
+        assert model.is_there
+    with pytest.raises(RuntimeError, match="step"), host.visit(movable):
+        model.weight += 1
+        raise RuntimeError("the step failed")
+    assert not model.is_there and movable.now(model.weight).tolist() == [2, 2, 2, 2]
+    assert host.take_moves().nbytes == 16 * 3
+    with host.visit(movable):
+        assert model.weight.tolist() == [2, 2, 2, 2]
+
+
 @pytest.mark.parametrize("config", [OffloadConfig(), OffloadConfig(optimizer=True)], ids=["none", "optimizer"])
 def test_models_stay_without_the_setting(config: OffloadConfig) -> None:
     host, models = admitted(config)

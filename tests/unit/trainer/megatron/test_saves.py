@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from polyreme.cli.checkpoint_manifest import digest_of, write_manifest
+from polyreme.cli.checkpoint_manifest import checkpoint_path, digest_of, write_manifest
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.trainer import CriticConfig, LoraConfig, SftPhase
 from polyreme.errors import ConfigError
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron.checkpoint import iteration_path, newest, weights_digest
+from polyreme_trainer.megatron.checkpoint import newest, weights_digest
 from polyreme_trainer.megatron.saves import Saves
 from support.configs import run_config
 
@@ -32,7 +32,7 @@ def saves(tmp_path: Path, ranks: Ranks) -> Saves:
     """The saves of a run with checkpoints of iterations 4 and 6 and the export of version 0."""
     config = run_config(tmp_path)
     for iteration in (4, 6):
-        folder = iteration_path(config.run_dir / "checkpoints", iteration)
+        folder = checkpoint_path(config.run_dir / "checkpoints", iteration)
         folder.mkdir(parents=True)
         state = {"actor": {"weights": torch.full((64,), float(iteration)), "steps": iteration}}
         torch.save(state, folder / "state-0.pt")
@@ -57,7 +57,7 @@ def flips(file: Path, stride: int) -> Iterator[int]:
 @pytest.mark.parametrize("name", ["state-0.pt", "rng-0.pt", "checkpoint.json"])
 def test_no_checkpoint_with_a_flipped_byte_is_resumed_from(saves: Saves, name: str) -> None:
     root = saves.hf_path(0).parents[1] / "checkpoints"
-    for position in flips(iteration_path(root, 6) / name, STRIDE):
+    for position in flips(checkpoint_path(root, 6) / name, STRIDE):
         found = newest(root)
         assert found is not None and (found.iteration, found.facts) == (4, {"term": 4}), f"byte {position} of {name}"
     found = newest(root)
@@ -67,7 +67,7 @@ def test_no_checkpoint_with_a_flipped_byte_is_resumed_from(saves: Saves, name: s
 def test_a_run_whose_checkpoints_are_all_damaged_says_so(saves: Saves) -> None:
     root = saves.hf_path(0).parents[1] / "checkpoints"
     for iteration in (4, 6):
-        file = iteration_path(root, iteration) / "state-0.pt"
+        file = checkpoint_path(root, iteration) / "state-0.pt"
         file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ConfigError) as error:
         saves.load([])
@@ -84,6 +84,20 @@ def test_a_reference_with_a_flipped_byte_is_refused(saves: Saves, ranks: Ranks) 
             fresh.check_reference(facts)
 
 
+def test_exports_without_a_checkpoint_are_removed_and_other_directories_stay(saves: Saves) -> None:
+    """Version 0's export is the reference."""
+    folder = saves.hf_path(0).parent
+    for name in ("iteration-000002", "iteration-000004", "iteration-000004-merged", "best", ".iteration-000005.1234abcd.new"):
+        (folder / name).mkdir()
+    saves._discard()
+    assert {path.name for path in folder.iterdir()} == {
+        "iteration-000000",
+        "iteration-000004",
+        "iteration-000004-merged",
+        "best",
+    }
+
+
 def run_of(folder: Path, ranks: Ranks, **trainer: Any) -> Saves:
     """The saves of a PPO run with the weights in `folder`/model."""
     config = run_config(folder, algorithm=AlgorithmConfig.model_validate({"preset": "ppo"}))
@@ -93,7 +107,7 @@ def run_of(folder: Path, ranks: Ranks, **trainer: Any) -> Saves:
 
 
 def write_checkpoint(saves: Saves, **facts: Any) -> None:
-    folder = iteration_path(saves.hf_path(0).parents[1] / "checkpoints", 1)
+    folder = checkpoint_path(saves.hf_path(0).parents[1] / "checkpoints", 1)
     folder.mkdir(parents=True)
     write_manifest(folder, 1, {}, facts, {})
 

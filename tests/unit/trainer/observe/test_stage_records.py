@@ -57,7 +57,8 @@ def test_tensorboard_shows_the_numbers_of_steps_and_evaluations() -> None:
         ("eval/accuracy", 0.5, 2),
     ]
     assert ("train/loss", 1.0, 1) in list(stage_scalars({"time": 1.0, **step(1)}))
-    assert list(stage_scalars({"time": 1.0, "kind": "saved", "step": 1, "seconds": 0.1})) == []
+    saved = {"time": 1.0, "kind": "saved", "step": 1, "path": "there", "seconds": 0.1, "stall_seconds": 0.01}
+    assert list(stage_scalars(saved)) == [("checkpoint/seconds", 0.1, 1), ("checkpoint/stall_seconds", 0.01, 1)]
 
 
 def test_progress_has_the_first_and_the_newest_evaluation() -> None:

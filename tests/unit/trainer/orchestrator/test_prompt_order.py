@@ -2,15 +2,18 @@
 
 from itertools import accumulate
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_trainer.orchestrator.prompt_order import PromptOrder, pass_order, row_of, sequence_seed
+from polyreme_trainer.orchestrator import prompt_order
+from polyreme_trainer.orchestrator.prompt_order import PromptOrder, pass_order, sequence_seed
 
 
 @given(st.integers(-(2**63), 2**63), st.integers(0, 100), st.integers(1, 300))
 def test_each_pass_visits_every_row_once(seed: int, number: int, size: int) -> None:
-    rows = [row_of(seed, number * size + position, size) for position in range(size)]
+    order = PromptOrder(seed, [size])
+    rows = [order.row_of(number * size + position) for position in range(size)]
     assert sorted(rows) == list(range(size))
     assert rows == pass_order(seed, number, size).tolist()
 
@@ -45,7 +48,8 @@ PINNED_SEED = 2434754648190216957
 def test_without_weights_sources_are_one_data_set(seed: int, sizes: list[int], shuffled: bool) -> None:
     order = PromptOrder(seed, sizes, shuffled=shuffled)
     total = sum(sizes)
-    expected = [row_of(seed, index, total) if shuffled else index % total for index in range(2 * total)]
+    one = PromptOrder(seed, [total])
+    expected = [one.row_of(index) if shuffled else index % total for index in range(2 * total)]
     assert [order.row_of(index) for index in range(2 * total)] == expected
 
 
@@ -66,3 +70,12 @@ def test_a_share_of_a_large_source_reaches_all_its_rows_over_several_passes() ->
     assert [sum(row < 10 for row in rows) for rows in (first, second)] == [50, 50]
     assert {row for row in first + second if row >= 10} == set(range(10, 100))
     assert first != second
+
+
+def test_many_sources_are_shuffled_once_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    shuffled: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(prompt_order, "pass_order", lambda *key: (shuffled.append(key), pass_order(*key))[1])
+    order = PromptOrder(0, [20] * 30, [1.0] * 30)
+    rows = [order.row_of(index) for index in range(600)]
+    assert sorted(rows) == list(range(600))
+    assert len(shuffled) == len(set(shuffled)) == 31  # the run's order, and that of each source

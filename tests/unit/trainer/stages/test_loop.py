@@ -1,5 +1,8 @@
 """The loop of the stages with an engine without a model: order, evaluations, checkpoints, and the same result after any stop."""
 
+import errno
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ from polyreme.config.stage import STAGES, StageConfig
 from polyreme.errors import GateError
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import Gate
 from polyreme_trainer.learner.stage_engine import mismatched
 from polyreme_trainer.stages.loop import StageLoop, total_steps
@@ -24,20 +28,14 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> StageConfig:
 
 
 def run(config: StageConfig, recorded: Recorded, engine: DigestEngine | None = None) -> bool:
-    template, ranks = Template(model_files(), config.data), one_rank()
-    loop = StageLoop(
-        config,
-        template,
-        TABLE[config.stage].read,
-        engine or DigestEngine(config),
-        ranks,
-        recorded.emit,
-        recorded.drains,
-    )
+    template, ranks, engine = Template(model_files(), config.data), one_rank(), engine or DigestEngine(config)
+    loop = StageLoop(config, template, TABLE[config.stage].read, engine, ranks, recorded.emit, recorded.drains)
     try:
-        return loop.run()
+        complete = loop.run()
     finally:
         ranks.close()
+    engine.close()
+    return complete
 
 
 def exported(config: StageConfig) -> str:
@@ -50,11 +48,12 @@ def test_a_stage_evaluates_saves_and_exports_where_it_should(config: StageConfig
     happened = [(record["kind"], record.get("step")) for record in recorded.records]
     assert happened == [
         ("eval", 0),
-        *(("step", 1), ("step", 2), ("eval", 2), ("saved", 2)),
-        *(("step", 3), ("step", 4), ("eval", 4), ("saved", 4)),
-        *(("step", 5), ("step", 6), ("eval", 6), ("saved", 6)),
-        *(("gate", None), ("done", 6)),
+        *(("step", 1), ("step", 2), ("eval", 2)),
+        *(("step", 3), ("saved", 2), ("step", 4), ("eval", 4)),
+        *(("step", 5), ("saved", 4), ("step", 6), ("eval", 6)),
+        *(("saved", 6), ("gate", None), ("done", 6)),
     ]
+    assert all(record["stall_seconds"] >= 0 for record in recorded.records if record["kind"] == "saved")
     evaluation = recorded.records[0]
     assert "loss" in evaluation and "none" not in evaluation
     assert evaluation["rows"] > 0
@@ -68,6 +67,92 @@ def test_a_stage_that_stops_anywhere_goes_on_to_the_same_weights(config: StageCo
     if not stopped:
         assert run(config, Recorded())
     assert exported(config) == exported(whole)
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> StageConfig:
+    write_data(tmp_path)
+    return stage_config(tmp_path, "sft")
+
+
+def test_the_next_save_waits_for_the_previous_one(sft: StageConfig) -> None:
+    every_step = sft.model_copy(update={"trainer": sft.trainer.model_copy(update={"save_interval": 1})})
+    recorded = Recorded()
+    assert run(every_step, recorded)
+    assert [record["step"] for record in recorded.records if record["kind"] == "saved"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("failing", [2, 6])
+def test_the_error_of_a_save_ends_the_stage(sft: StageConfig, failing: int) -> None:
+    """Also that of the last save, for which nothing but the end of the stage waits."""
+
+    class Full(DigestEngine):
+        def finish_save(self, wait: bool) -> Saved | None:
+            saved = super().finish_save(wait)
+            if saved is not None and saved.number == failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(saved.path))
+            return saved
+
+    recorded = Recorded()
+    with pytest.raises(OSError) as error:
+        run(sft, recorded, Full(sft))
+    assert error.value.errno == errno.ENOSPC
+    assert [record["step"] for record in recorded.records if record["kind"] == "saved"] == list(range(2, failing, 2))
+    assert not any(record["kind"] == "done" for record in recorded.records)
+
+
+def kept(config: StageConfig) -> dict[str, str]:
+    return {file.name: file.read_text() for file in (config.run_dir / "hf" / "best").iterdir()}
+
+
+def best_records(recorded: Recorded) -> list[int]:
+    return [record["step"] for record in recorded.records if record["kind"] == "saved" and "hf_path" in record]
+
+
+LOSSES = {0: 0.1, 2: 3.0, 4: 1.0, 6: 2.0}
+
+
+@pytest.mark.parametrize("until", [None, 9])
+def test_the_saved_step_with_the_lowest_held_out_loss_is_kept(sft: StageConfig, until: int | None) -> None:
+    """Also if the stage stops and continues."""
+    recorded, weights = Recorded(until), dict[int, str]()
+
+    class Watched(DigestEngine):
+        def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
+            metrics = super().step(rows, number, steps)
+            weights[number] = self.weights
+            return metrics
+
+    if not run(sft, recorded, Watched(sft, LOSSES)):
+        recorded.until = None
+        assert run(sft, recorded, Watched(sft, LOSSES))
+    assert kept(sft) == {"weights": weights[4], "step": "4\n"}
+    assert best_records(recorded) == [2, 4]
+
+
+def test_the_last_step_is_kept_as_the_best_one_without_another_copy(sft: StageConfig) -> None:
+    for _ in range(2):  # the second run only exports again
+        recorded = Recorded()
+        assert run(sft, recorded, DigestEngine(sft, {**LOSSES, 6: 0.5}))
+        assert kept(sft) == {"weights": exported(sft), "step": "6\n"}
+        assert (sft.run_dir / "hf" / "best" / "weights").samefile(sft.run_dir / "hf" / "final" / "weights")
+    assert best_records(recorded) == []
+
+
+def test_losses_of_other_held_out_rows_are_not_compared(sft: StageConfig) -> None:
+    assert not run(sft, Recorded(5), DigestEngine(sft, LOSSES))
+    rows = sft.data.eval
+    assert isinstance(rows, Path)
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:5]))
+    recorded = Recorded()
+    assert run(sft, recorded, DigestEngine(sft, {4: 9.0, 6: 9.5}))
+    assert best_records(recorded)[-1:] == [4] and kept(sft)["step"] == "4\n"
+
+
+def test_a_stage_without_held_out_rows_keeps_no_best_step(sft: StageConfig) -> None:
+    without = sft.model_copy(update={"data": sft.data.model_copy(update={"eval": None})})
+    assert run(without, Recorded())
+    assert not (sft.run_dir / "hf" / "best").exists()
 
 
 def test_a_finished_stage_trains_nothing_more_and_exports_again(config: StageConfig) -> None:

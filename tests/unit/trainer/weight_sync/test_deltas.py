@@ -11,6 +11,7 @@ from polyreme.weights import delta as deltas_module
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal, verify
 from polyreme.weights.manifest import TensorSpec, plan_manifest
+from polyreme_trainer.weight_sync import deltas
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.replica_client import Version
@@ -86,6 +87,18 @@ async def test_a_slot_overwritten_meanwhile_loses_its_delta_and_no_other(learner
     versions = [learner.step() for _ in range(4)]  # version 3 takes the slot of version 0 before the comparison begins
     assert await learner.arrives(versions[0], versions[3]) is None
     assert await learner.arrives(versions[1], versions[3])
+
+
+async def test_a_slot_overwritten_during_its_comparison_loses_its_delta(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diff(*arguments: object) -> object:
+        learner.arena.begin(before.slot)  # training needs the slot
+        return deltas_module.diff(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(deltas, "diff", diff)
+    before, after = learner.step(), learner.step()
+    assert await learner.arrives(before, after) is None
 
 
 async def test_no_delta_spans_an_anchor() -> None:

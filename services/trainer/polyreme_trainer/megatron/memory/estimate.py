@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from polyreme.config.trainer import OffloadConfig, ParallelConfig
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize, step_terms
-from polyreme_trainer.megatron.memory.phases import resting, training_phase
+from polyreme_trainer.megatron.memory.phases import copy_phase, resting, training_phase
 from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
-from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, state_of
+from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, copy_terms, state_of
 
+GIB = 2**30
 ARENA_SLOTS = 3
 """Number of policy versions in the arena, the default of `Arena.create`."""
 
@@ -50,34 +51,59 @@ class RankEstimate:
         return sum(term.nbytes for term in {*self.terms, *self.host})
 
 
-def rank_estimate(
+def moments(
     models: Sequence[Model], sharding: Sharding, batch: MicroBatchSize, offload: OffloadConfig | None = None
-) -> RankEstimate:
-    """The estimate of one rank. Raises ValueError when a model's sizes do not divide over the ranks."""
+) -> dict[str, RankEstimate]:
+    """The estimates of one rank in the phases of training. Raises ValueError when a model's sizes do not divide over the ranks.
+
+    Args:
+        models: the actor first.
+
+    Returns:
+        By name: "ROLE", the micro-batches of a trained model; "ROLE optimizer step", if that moves state; "ROLE copy", when a model takes the
+        actor's weights.
+    """
     offload = offload or OffloadConfig()
     states = [state_of(model, sharding) for model in models]
     host = resting(states, offload)
-    moments = []
+    found = {}
     for model, working in zip(models, states, strict=True):
         if model.trained:
             phase = training_phase(states, working, offload)
-            steps = [step_terms(model, sharding, batch), *([phase.step] if phase.step else [])]
-            moments += [RankEstimate(phase.device, step, host) for step in steps]
-    return max(moments, key=lambda moment: moment.nbytes)
+            found[model.role] = RankEstimate(phase.device, step_terms(model, sharding, batch), host)
+            if phase.step:
+                found[f"{model.role} optimizer step"] = RankEstimate(phase.device, phase.step, host)
+        if model.copies_actor:
+            phase = copy_phase(states, states[0], working, offload)
+            found[f"{model.role} copy"] = RankEstimate(phase.device, copy_terms(models[0], model, sharding), host)
+    return found
 
 
-def largest_rank(
-    models: Sequence[Model], parallel: ParallelConfig, batch: MicroBatchSize, offload: OffloadConfig | None = None
+def rank_estimate(
+    models: Sequence[Model], sharding: Sharding, batch: MicroBatchSize, offload: OffloadConfig | None = None
 ) -> RankEstimate:
-    """The estimate of the rank with the largest memory. Raises ValueError when a model's sizes do not divide over the ranks."""
-    every = [rank_estimate(models, sharding, batch, offload) for sharding in shardings(models[0].arch, parallel)]
-    return max(every, key=lambda estimate: estimate.nbytes)
+    """The largest of the `moments` of one rank. Raises ValueError when a model's sizes do not divide over the ranks."""
+    return max(moments(models, sharding, batch, offload).values(), key=lambda moment: moment.nbytes)
 
 
-def arena_term(arch: Architecture, dtype: str) -> Addend:
-    """The shared memory of the policy's versions on the learner's first machine."""
-    count, width = arch.parameters, WIDTHS[dtype]
-    return Addend("arena", ARENA_SLOTS * count * width, f"{ARENA_SLOTS} versions x {count:,} parameters x {width} bytes")
+def stage_estimates(
+    models: Sequence[Model], parallel: ParallelConfig, batch: MicroBatchSize, offload: OffloadConfig | None = None
+) -> list[RankEstimate]:
+    """The estimates of one rank of each pipeline stage. Raises ValueError when a model's sizes do not divide over the ranks."""
+    return [rank_estimate(models, sharding, batch, offload) for sharding in shardings(models[0].arch, parallel)]
+
+
+def arena_term(parameters: int, dtype: str) -> Addend:
+    """The shared memory of a machine's part of the policy's versions. parameters: those of the part."""
+    width = WIDTHS[dtype]
+    return Addend(
+        "arena", ARENA_SLOTS * parameters * width, f"{ARENA_SLOTS} versions x {parameters:,} parameters x {width} bytes"
+    )
+
+
+def replica_weights(arch: Architecture, dtype: str, tensor: int) -> int:
+    """Bytes of the policy's weights on one device of a replica of `tensor` devices."""
+    return -(-arch.parameters * WIDTHS[dtype] // tensor)
 
 
 def cache_bytes_per_token(arch: Architecture, dtype: str, tensor: int) -> int:

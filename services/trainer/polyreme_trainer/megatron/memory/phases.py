@@ -1,7 +1,7 @@
 """Divides the state between the device and the host's memory while one model trains, according to `trainer.offload`.
 
 With offload, gradients exist only during their model's steps. An optimizer step has its own peak: the activations have been freed, and a part
-of the moments and full-precision weights is on the device.
+of the moments and full-precision weights is on the device. So has a copy of the actor's weights into another model, because both are there.
 
 Invariant: the terms of a phase on the device and in the host's memory together are all the state that exists in this phase.
 """
@@ -41,6 +41,17 @@ def training_phase(states: Sequence[ModelState], working: ModelState, offload: O
         part = min(whole, max(PART_BYTES, working.largest))
         arithmetic = f"of {whole:,} bytes, {PART_BYTES:,} at a time, or of the largest parameter"
         phase.step.append(Addend(f"{working.role} optimizer step", part, arithmetic))
+    return phase
+
+
+def copy_phase(states: Sequence[ModelState], actor: ModelState, copy: ModelState, offload: OffloadConfig) -> Phase:
+    """The location of all models' state while `copy` takes the actor's weights."""
+    phase = Phase()
+    for state in states:
+        (phase.device if state in (actor, copy) or not offload.idle_models else phase.host).extend(state.weights)
+        if not offload.is_set:
+            phase.device.extend(state.gradients)
+        (phase.host if offload.optimizer else phase.device).extend(state.optimizer)
     return phase
 
 

@@ -31,6 +31,7 @@ class Model:
         dtype: "float32" or "bfloat16".
         trained: whether it has gradients and an optimizer.
         adapter: the table of its adapters, which are then the only trained parameters; None without adapters.
+        copies_actor: whether it takes the actor's weights, at the start or between two iterations.
     """
 
     role: str
@@ -38,6 +39,7 @@ class Model:
     dtype: str
     trained: bool
     adapter: Architecture | None = None
+    copies_actor: bool = False
 
     @property
     def width(self) -> int:
@@ -114,3 +116,17 @@ def state_of(model: Model, sharding: Sharding) -> ModelState:
     widest = max(math.prod(shape) for shape in param_shapes(changed, sharding.rank).values())
     largest = min(widest * each, sum(term.nbytes for term in optimizer))
     return ModelState(model.role, tuple(weights), (gradients,), tuple(optimizer), largest)
+
+
+def copy_terms(actor: Model, copy: Model, sharding: Sharding) -> list[Addend]:
+    """The temporaries of a copy of the actor's weights: one parameter at a time, in float32 for a wider copy, and with its adapter added."""
+    sizes = {name: math.prod(shape) for name, shape in param_shapes(actor.arch, sharding.rank).items()}
+    terms = []
+    if actor.adapter is not None:
+        widest = max(size for name, size in sizes.items() if name.startswith("decoder.layers.") and not is_expert(name))
+        each = 2 * WIDTHS["float32"] + actor.width  # the weight and the sum in float32, and the sum of another layer
+        terms.append(Addend("actor merged layer", widest * each, f"{widest:,} parameters x {each} bytes"))
+    if copy.width > actor.width:
+        widest = max(sizes.values())
+        terms.append(Addend(f"{copy.role} newest weight", widest * copy.width, f"{widest:,} parameters x {copy.width} bytes"))
+    return terms

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from polyreme_trainer.launch.stage_progress import line_of
-from polyreme_trainer.learner import loading
-from polyreme_trainer.learner.loading import REPORT_SECONDS, LoadingPace, reports_to
+from polyreme.cli.report import loading_progress
+from polyreme.experience import loading
+from polyreme.experience.loading import REPORT_SECONDS, LoadingPace, reports_to
 
 
 def test_a_long_load_is_reported_until_it_is_over() -> None:
@@ -32,4 +32,4 @@ def test_each_role_has_a_pace_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         assert loaded is not None
         loaded(0.5)
     assert [(record["role"], record["fraction"]) for record in records] == [("model", 0.5), ("reference", 0.5)]
-    assert line_of(records[0]).startswith("learner loads the model: 50%, remaining about 0:0")
+    assert loading_progress(records[0]).startswith("loading the model: 50%, remaining about 0:0")

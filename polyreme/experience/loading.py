@@ -1,0 +1,57 @@
+"""Records of the fraction of a model's weights that a process has loaded.
+
+Invariant: a load emits at most one record every REPORT_SECONDS, and none when it takes less time than that.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+REPORT_SECONDS = 5.0
+
+Loaded = Callable[[float], None]
+"""Called with the loaded fraction of a model's weights, up to 1."""
+LoadReports = Callable[[str], Loaded | None]
+"""Returns the function to call with the loaded fraction of a role's weights, or None when nothing is reported. Called when the role begins
+to load."""
+
+
+@dataclass
+class LoadingPace:
+    """When loading began and when it was last reported, in seconds on the same clock."""
+
+    began: float
+    reported: float
+
+    def at(self, fraction: float, now: float) -> dict[str, Any] | None:
+        """Returns the record to emit when `fraction` (above 0) of the weights is loaded; None when no record is due.
+
+        A record is due REPORT_SECONDS after the previous one. If there was an earlier record, one is also due at the end, at fraction 1.
+        """
+        over = fraction >= 1 and self.reported > self.began
+        if now - self.reported < REPORT_SECONDS and not over:
+            return None
+        self.reported = now
+        left = (now - self.began) * (1 - fraction) / fraction
+        return {"kind": "loading", "fraction": round(fraction, 3), "seconds_left": round(left, 1)}
+
+
+def unreported(role: str) -> None:
+    """`LoadReports` of a process that reports nothing."""
+
+
+def reports_to(emit: Callable[[dict[str, Any]], None]) -> LoadReports:
+    """`LoadReports` whose records go to `emit`."""
+
+    def begin(role: str) -> Loaded:
+        now = time.monotonic()
+        pace = LoadingPace(now, now)
+
+        def loaded(fraction: float) -> None:
+            if record := pace.at(fraction, time.monotonic()):
+                emit({**record, "role": role})
+
+        return loaded
+
+    return begin

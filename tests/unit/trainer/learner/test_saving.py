@@ -1,0 +1,71 @@
+"""A loop's saves: one at a time, each reported once with the pause of training."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polyreme_trainer.learner.engine import Saved
+from polyreme_trainer.learner.saving import Saving
+
+COPY_SECONDS = 0.05
+
+
+class Engine:
+    """Saves that complete when they are waited for, or with `complete`."""
+
+    def __init__(self) -> None:
+        self.pending: int | None = None
+        self.complete = False
+
+    def begin(self, number: int) -> Callable[[], None]:
+        def begin() -> None:
+            assert self.pending is None, "one save at a time"
+            self.pending, self.complete = number, False
+            time.sleep(COPY_SECONDS)
+
+        return begin
+
+    def finish(self, wait: bool) -> Saved | None:
+        if self.pending is None or not (wait or self.complete):
+            return None
+        number, self.pending = self.pending, None
+        return Saved(number, Path(str(number)), None, number, 1.0)
+
+
+@pytest.fixture
+def reports() -> list[tuple[int, float]]:
+    return []
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def saving(engine: Engine, reports: list[tuple[int, float]]) -> Saving:
+    return Saving(engine.finish, lambda saved, stall: reports.append((saved.number, stall)))
+
+
+def test_a_save_waits_for_the_previous_one(saving: Saving, engine: Engine, reports: list[tuple[int, float]]) -> None:
+    saving.start(engine.begin(1))
+    assert reports == []
+    saving.start(engine.begin(2))
+    assert [number for number, _ in reports] == [1]
+    saving.finish(wait=True)
+    assert [number for number, _ in reports] == [1, 2]
+    assert all(stall >= COPY_SECONDS for _, stall in reports)
+
+
+def test_a_save_is_reported_once_and_when_it_is_complete(
+    saving: Saving, engine: Engine, reports: list[tuple[int, float]]
+) -> None:
+    saving.start(engine.begin(1))
+    saving.finish(wait=False)
+    assert reports == []
+    engine.complete = True
+    for wait in (False, False, True):
+        saving.finish(wait)
+    assert [number for number, _ in reports] == [1]
