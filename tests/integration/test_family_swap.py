@@ -39,6 +39,7 @@ WIDE_EXPERTS: dict[str, dict[str, Any]] = {
     [
         "gemma3_text",
         "qwen2_moe",
+        pytest.param("llama", marks=pytest.mark.slow),  # with a bias in every linear layer
         pytest.param("mixtral", marks=pytest.mark.slow),
         pytest.param("olmoe", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", marks=pytest.mark.slow),

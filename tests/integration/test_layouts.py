@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from polyreme.config.trainer import ParallelConfig
+from polyreme_trainer.megatron.families import known_families
 from support import layout_checks, part_checks
 from support.layout_chain import TOLERANCE, a_run, agree, check_chain, train_ranks
 from support.models import tiny_family_model, tiny_model
@@ -102,6 +103,13 @@ def test_every_kind_of_model_with_experts_trains_on_expert_ranks_as_on_one(train
     for state, tensors in whole.items():
         agree(passed[state], tensors, 0.0)
     assert not all(torch.equal(whole["master"][name], tensor.float()) for name, tensor in whole["weights"].items())
+
+
+def test_every_family_trains_on_two_stages_as_on_one_rank(train: Train, tmp_path: Path) -> None:
+    runs = [a_run(2) | {"model": str(tiny_family_model(name, tmp_path / name))} for name in known_families()]
+    expected, found = (train(layout, *runs)["runs"] for layout in (ONE, TWO["pipeline"]))
+    for name, one, two in zip(known_families(), expected, found, strict=True):
+        assert two == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in one], name
 
 
 def test_bfloat16_weights_and_their_copies_pass_from_layout_to_layout_bit_for_bit(

@@ -43,16 +43,17 @@ SEVERAL_KINDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0},
     "gemma3_text": {
+        "attention_bias": True,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        }
+        },
     },
 }
 
 
 def test_variants_equal_transformers_over_their_whole_context(tmp_path: Path) -> None:
-    """The variants are rotary embeddings, and windows shorter than the context."""
+    """The variants are rotary embeddings, biases, and windows shorter than the context."""
     for model_type, fields in SEVERAL_KINDS.items():
         tiny_family_model(model_type, tmp_path / model_type, **fields)
     run_ranks(family_checks.positions_agree, 1, str(tmp_path), timeout=280)

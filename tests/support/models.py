@@ -46,6 +46,7 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
 
 
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
     "gemma3_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 8,

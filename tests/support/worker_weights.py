@@ -32,10 +32,11 @@ def rank_weights(weights: dict[str, np.ndarray], tied: bool, rank: int, parallel
             names = [f"{prefix}self_attn.{x}_proj.{suffix}" for x in "qkv"]
             found[f"{prefix}self_attn.qkv_proj.{suffix}"] = np.concatenate([part(x, 0) for x in names])
         elif leaf.startswith("gate_proj."):
-            names = [f"{prefix}{x}_proj.weight" for x in ("gate", "up")]
-            found[f"{prefix}gate_up_proj.weight"] = np.concatenate([part(x, 0) for x in names])
+            suffix = leaf.removeprefix("gate_proj.")
+            names = [f"{prefix}{x}_proj.{suffix}" for x in ("gate", "up")]
+            found[f"{prefix}gate_up_proj.{suffix}"] = np.concatenate([part(x, 0) for x in names])
         elif leaf.startswith(("o_proj.", "down_proj.")):
-            found[name] = part(name, 1)
+            found[name] = array if name.endswith(".bias") else part(name, 1)
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             found[name] = array[rows]
         elif not leaf.startswith(("k_proj.", "v_proj.", "up_proj.")):

@@ -36,6 +36,7 @@ def verdicts(wanted: str | None) -> Iterator[Verdict]:
     yield packages_verdict("trainer", versions, f"Install requirements/{device}.txt, or use the {device} image.")
     if versions["torch"] is None:
         return
+    yield from optimizer_verdicts({name: installed_version(name) for name in ("transformer-engine", "apex")})
     answers, failure = _children(["facts"])
     if failure is not None:
         yield Verdict("missing", "devices", failure, "Run `python -c 'import torch'`, and install the packages again.")
@@ -48,6 +49,15 @@ def verdicts(wanted: str | None) -> Iterator[Verdict]:
     if kind is not None:
         ranks = 2 if kind == "cpu" else len(answers[0][kind])
         yield collective_verdict(kind, ranks, _children([kind], ranks)[1])
+
+
+def optimizer_verdicts(versions: Mapping[str, str | None]) -> Iterator[Verdict]:
+    """A verdict on each installed package whose Adam megatron-core would use instead of torch's; a learner refuses it."""
+    for name, version in versions.items():
+        if version is not None:
+            yield Verdict(
+                "missing", "optimizer", f"{name} {version}, whose Adam checkpoints cannot hold", f"pip uninstall {name}"
+            )
 
 
 def device_verdict(wanted: str | None, facts: Mapping[str, Any]) -> tuple[str | None, Verdict]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polyreme_trainer.doctor import _children, collective_verdict, device_verdict, driver_verdict
+from polyreme_trainer.doctor import _children, collective_verdict, device_verdict, driver_verdict, optimizer_verdicts
 
 NONE: dict[str, Any] = {"torch": "2.13.0", "cuda_build": None, "cuda": [], "npu": []}
 CUDA_WITHOUT_DRIVER = {**NONE, "cuda_build": "13.0"}
@@ -36,6 +36,12 @@ def test_a_missing_device_is_explained_by_its_cause() -> None:
     assert "requirements/cuda.txt" in device_verdict("cuda", NONE)[1].do
     assert "nvidia-smi" in device_verdict("cuda", CUDA_WITHOUT_DRIVER)[1].do
     assert "npu-smi" in device_verdict("npu", NONE)[1].do
+
+
+def test_a_package_whose_adam_a_learner_refuses_is_named() -> None:
+    assert list(optimizer_verdicts({"transformer-engine": None, "apex": None})) == []
+    [verdict] = optimizer_verdicts({"transformer-engine": "2.20.2", "apex": None})
+    assert verdict.level == "missing" and "transformer-engine" in verdict.do
 
 
 def test_devices_of_one_kind_are_counted() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from polyreme_trainer.megatron.attention import Attention, in_blocks
 from polyreme_trainer.megatron.families.base import ModelFamily
 from polyreme_trainer.megatron.mcore import (
+    ColumnParallelLinear,
     IdentityOp,
     RowParallelLinear,
     TransformerBlockSubmodules,
@@ -23,7 +24,7 @@ from polyreme_trainer.megatron.mcore import (
 from polyreme_trainer.megatron.moe import experts
 from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm, projection_norms
 from polyreme_trainer.megatron.packing import Packing
-from polyreme_trainer.megatron.spec import ModelSpec
+from polyreme_trainer.megatron.spec import ModelSpec, with_bias
 
 FLASH_WIDTH = 256
 """The largest head that torch's kernel takes; its width must be a multiple of 8."""
@@ -103,11 +104,13 @@ def _block(core: type[Attention], config: TransformerConfig, family: ModelFamily
     head_norm = TorchRmsNorm if config.qk_layernorm else IdentityOp
     query_norm, key_norm = projection_norms(config) if family.projection_norms else (head_norm, head_norm)
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
-    attention.submodules = replace(attention.submodules, core_attention=core, q_layernorm=query_norm, k_layernorm=key_norm)
-    if family.post_norms:
-        normed = ends_in_norm(RowParallelLinear, TorchRmsNorm)
-        attention.submodules = replace(attention.submodules, linear_proj=normed)
-        mlp.submodules = replace(mlp.submodules, linear_fc2=normed)
+    rows = [with_bias(RowParallelLinear, family, name) for name in ("self_attention.linear_proj", "mlp.linear_fc2")]
+    linear_proj, linear_fc2 = [ends_in_norm(row, TorchRmsNorm) for row in rows] if family.post_norms else rows
+    attention.submodules = replace(
+        attention.submodules, core_attention=core, linear_proj=linear_proj, q_layernorm=query_norm, k_layernorm=key_norm
+    )
+    linear_fc1 = with_bias(ColumnParallelLinear, family, "mlp.linear_fc1")
+    mlp.submodules = replace(mlp.submodules, linear_fc1=linear_fc1, linear_fc2=linear_fc2)
     mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
     layer.submodules = replace(
         layer.submodules,

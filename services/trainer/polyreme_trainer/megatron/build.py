@@ -187,7 +187,8 @@ def transformer_config(
         window_size=(arch.window - 1, 0) if arch.window else None,
         window_attn_skip_freq=[int(sliding) for sliding in arch.sliding] if arch.window else None,
         gated_linear_unit=True,
-        add_bias_linear=False,
+        add_bias_linear=False,  # see `spec.with_bias`
+        add_qkv_bias=arch.family.has_bias("self_attention.linear_qkv"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=here.tp,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyreme.errors import ConfigError
 from polyreme_trainer.megatron import mcore
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -63,7 +64,17 @@ class Fragment:
 
 
 def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list[Fragment]:
-    """The fragments that `inner`, one of megatron-core's optimizers, steps on this rank, in the order of the model's `parameters`."""
+    """The fragments that `inner`, one of megatron-core's optimizers, steps on this rank, in the order of the model's `parameters`.
+
+    Raises ConfigError if megatron-core did not choose torch's AdamW: others keep their count of steps where checkpoints do not look for it.
+    """
+    if inner.optimizer is not None and not isinstance(inner.optimizer, torch.optim.AdamW):
+        kind = type(inner.optimizer)
+        raise ConfigError(
+            "torch's AdamW",
+            f"{kind.__module__}.{kind.__qualname__}, which megatron-core prefers where it is installed",
+            "Uninstall transformer-engine and apex from the learner's environment.",
+        )
     fragments, stepped = [], {id(main) for group in inner.param_groups for main in group["params"]}
     for name, param in parameters:
         if isinstance(inner, mcore.DistributedOptimizer):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron.families.base import ModelFamily
@@ -28,6 +29,19 @@ class Linear(Protocol):
             sum_input_grads: whether to sum the gradient of `x` over the group, because each rank holds a part of the output features.
         """
         ...
+
+
+def with_bias(linear: type[torch.nn.Module], family: ModelFamily, name: str) -> type[torch.nn.Module]:
+    """The class of a parallel layer; where the family has a bias in the linear layer `name`, one that adds a bias to its output.
+
+    megatron-core's configuration has a bias in all linear layers or in none, and leaves its addition to the caller.
+    """
+
+    class Biased(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+            super().__init__(input_size, output_size, **{**options, "bias": True, "skip_bias_add": False})
+
+    return Biased if family.has_bias(name) else linear
 
 
 @dataclass(frozen=True)

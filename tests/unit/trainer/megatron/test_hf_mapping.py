@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.families import find_family, known_families
 from polyreme_trainer.megatron.families.base import EMBEDDING, LM_HEAD, Architecture
+from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.families.rope import Rope
 from polyreme_trainer.megatron.hf_mapping import Rank
 
@@ -21,6 +22,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     groups = draw(st.sampled_from([1, 2, 3, 4]))
     heads = groups * draw(st.sampled_from([1, 2, 4]))
     family = find_family(draw(st.sampled_from(known_families())))
+    family = family.with_biases(HfConfig(dict.fromkeys(family.biases, draw(st.booleans()))))
     return Architecture(
         family=family,
         experts=draw(st.sampled_from([2, 4])) if family.expert else 0,
@@ -135,7 +137,8 @@ def test_tensor_shards_concatenate_to_the_single_rank_parameter(case: tuple[Arch
     for name, expected in whole.items():
         parts = [shard[name] for shard in shards]
         is_whole = len(parts[-1]) == len(expected)  # except for a norm over the whole projection
-        if ("layernorm" in name and is_whole) or "router" in name or len(expected) == 1:  # norms, routers, the value head
+        whole_bias = name.endswith(("linear_proj.bias", "linear_fc2.bias"))
+        if ("layernorm" in name and is_whole) or "router" in name or len(expected) == 1 or whole_bias:  # 1: the value head
             joined = parts[-1]
         elif "linear_fc1" in name:  # gate and up are interleaved by rank
             halves = [np.split(part, 2) for part in parts]

@@ -27,7 +27,7 @@ from polyreme_trainer.megatron.mcore import (
 )
 from polyreme_trainer.megatron.moe import experts
 from polyreme_trainer.megatron.norm import ends_in_norm, projection_norms
-from polyreme_trainer.megatron.spec import ModelSpec
+from polyreme_trainer.megatron.spec import ModelSpec, with_bias
 
 
 class RmsNorm(torch.nn.Module):
@@ -58,8 +58,10 @@ class GatedActivation(torch.nn.Module):
 def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
     head_norm = RmsNorm if config.qk_layernorm else IdentityOp
     query_norm, key_norm = projection_norms(config) if family.projection_norms else (head_norm, head_norm)
-    row = ends_in_norm(RowParallel, RmsNorm) if family.post_norms else RowParallel
-    mlp = MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=row, activation_func=GatedActivation)
+    rows = [with_bias(RowParallel, family, name) for name in ("self_attention.linear_proj", "mlp.linear_fc2")]
+    linear_proj, linear_fc2 = [ends_in_norm(row, RmsNorm) for row in rows] if family.post_norms else rows
+    linear_fc1 = with_bias(ColumnParallel, family, "mlp.linear_fc1")
+    mlp = MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2, activation_func=GatedActivation)
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -70,7 +72,7 @@ def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> Trans
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallel,
                     core_attention=Attention,
-                    linear_proj=row,
+                    linear_proj=linear_proj,
                     q_layernorm=query_norm,
                     k_layernorm=key_norm,
                 ),
@@ -87,7 +89,8 @@ def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> Trans
 
 
 def _residual(training: bool, fused: bool) -> Any:
-    """The residual addition, in place of megatron-core's bias-dropout-add: there is neither bias nor dropout."""
+    """The residual addition, in place of megatron-core's bias-dropout-add: there is no dropout, and each layer has added its own
+    bias."""
     return _add_residual
 
 

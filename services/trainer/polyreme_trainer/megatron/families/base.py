@@ -188,14 +188,24 @@ DENSE_LAYER = (
     ),
     MappingRow("mlp.linear_fc2.weight", "columns", {"mlp.down_proj.weight": ("hidden", "ffn")}),
 )
-"""Llama's layer: RMS norms before attention and MLP, grouped-query attention, SwiGLU, no bias."""
+"""Llama's layer: RMS norms before attention and MLP, grouped-query attention, SwiGLU. Without biases."""
+
+QKV_BIAS = MappingRow(
+    "self_attention.linear_qkv.bias",
+    "qkv",
+    {"self_attn.q_proj.bias": ("queries",), "self_attn.k_proj.bias": ("keys",), "self_attn.v_proj.bias": ("keys",)},
+)
+ATTENTION_BIAS = (QKV_BIAS, MappingRow("self_attention.linear_proj.bias", "all", {"self_attn.o_proj.bias": ("hidden",)}))
+MLP_BIAS = (
+    MappingRow("mlp.linear_fc1.bias", "gate_up", {"mlp.gate_proj.bias": ("ffn",), "mlp.up_proj.bias": ("ffn",)}),
+    MappingRow("mlp.linear_fc2.bias", "all", {"mlp.down_proj.bias": ("hidden",)}),
+)
 
 _DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}
+_BIASES = ("attention_bias", "mlp_bias")
 _FIXED = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
-    "attention_bias": False,
-    "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     **{"is_causal": True, "logit_scale": 1.0, "qk_norm": False},  # some models of vLLM apply these, those of transformers do not
 }
@@ -212,6 +222,7 @@ class ModelFamily:
         options: fields of megatron-core's TransformerConfig that this family sets; the layer's spec depends on them.
         defaults: transformers' defaults for fields that config.json lacks.
         fixed: fields that must have this value.
+        biases: for each flag of config.json that gives layers a bias, the rows that it adds.
         activation: the activation of the MLP's gate; "gelu_tanh" is the tanh approximation of GELU.
         post_norms: whether attention and MLP each end in a norm, before the residual is added.
         projection_norms: whether queries and keys each pass a norm over all their heads together.
@@ -225,6 +236,7 @@ class ModelFamily:
     options: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    biases: Mapping[str, tuple[MappingRow, ...]] = field(default_factory=dict)
     activation: Literal["silu", "gelu_tanh"] = "silu"
     post_norms: bool = False
     projection_norms: bool = False
@@ -255,7 +267,7 @@ class ModelFamily:
             )
         max_position = config.integer("max_position_embeddings")
         return Architecture(
-            family=self,
+            family=self.with_biases(config),
             layers=layers,
             hidden=hidden,
             heads=heads,
@@ -270,6 +282,20 @@ class ModelFamily:
             window=config.integer("sliding_window") if any(sliding) else None,
             sliding=sliding,
         )
+
+    def with_biases(self, config: HfConfig) -> "ModelFamily":
+        """The family with the rows of the biases that config.json switches on. Raises ConfigError for a bias that its layers cannot have."""
+        rows = list(self.layer)
+        for name in _BIASES:
+            if name not in self.biases:
+                config.only(name, False)
+            elif name in config and config.flag(name):
+                rows += self.biases[name]
+        return replace(self, layer=tuple(rows))
+
+    def has_bias(self, linear: str) -> bool:
+        """Whether this linear layer of every layer has a bias. linear: its name within the layer, such as "mlp.linear_fc1"."""
+        return any(row.param == f"{linear}.bias" for row in self.layer)
 
     def sliding_layers(self, config: HfConfig, layers: int) -> tuple[bool, ...]:
         """For each layer, whether its attention has the window `sliding_window`; empty: no layer has. Raises ConfigError."""

@@ -6,7 +6,7 @@ Invariant: every layer is either full or sliding, and each of the two kinds has 
 from dataclasses import replace
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, Architecture, MappingRow, ModelFamily
+from polyreme_trainer.megatron.families.base import ATTENTION_BIAS, DENSE_LAYER, Architecture, MappingRow, ModelFamily
 from polyreme_trainer.megatron.families.hf_config import FULL, SLIDING, HfConfig
 from polyreme_trainer.megatron.families.qwen3 import HEAD_NORMS
 from polyreme_trainer.megatron.families.rope import Rope, read_rope_fields
@@ -91,6 +91,7 @@ FAMILY = _Gemma3(
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     },
+    biases={"attention_bias": ATTENTION_BIAS},
     activation="gelu_tanh",
     post_norms=True,
 )

@@ -1,10 +1,9 @@
 """Qwen1.5 and Qwen2, mixtures of experts: Qwen2's attention, and in every layer routed experts and a gated shared expert.
 
-Invariant: the attention and its options are those of `qwen2`.
+Invariant: the attention is that of `qwen2`.
 """
 
-from polyreme_trainer.megatron.families import qwen2
-from polyreme_trainer.megatron.families.base import MappingRow
+from polyreme_trainer.megatron.families.base import QKV_BIAS, MappingRow
 from polyreme_trainer.megatron.families.moe import ATTENTION_LAYER, MoeFamily, expert, router
 
 _SHAPE = ("shared_ffn", "hidden")
@@ -22,9 +21,8 @@ SHARED_EXPERT = (
 
 FAMILY = MoeFamily(
     name="qwen2_moe",
-    layer=(*ATTENTION_LAYER, qwen2.QKV_BIAS, router("mlp"), *SHARED_EXPERT),
+    layer=(*ATTENTION_LAYER, QKV_BIAS, router("mlp"), *SHARED_EXPERT),
     expert=expert("mlp", "gate_proj", "up_proj", "down_proj"),
-    options=qwen2.FAMILY.options,
     defaults={"num_key_value_heads": 16, "norm_topk_prob": False},
     fixed={"qkv_bias": True},
     shared_ffn="shared_expert_intermediate_size",

@@ -79,8 +79,9 @@ def test_a_missing_or_damaged_field_is_named_with_its_file(name: str, value: Any
     ("changes", "named"),
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),  # vLLM's has none in its output projection
+        ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"sliding_window": 4096}, "sliding_window"),
@@ -110,6 +111,26 @@ def test_a_model_that_would_run_differently_is_refused_by_name(changes: dict[str
     with pytest.raises(ConfigError) as caught:
         read(**changes)
     assert named in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "biases"),
+    [
+        ({}, set()),
+        ({"attention_bias": False, "mlp_bias": None}, set()),
+        ({"attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ({"mlp_bias": True}, {"gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_layers_have_the_biases_that_the_file_switches_on(flags: dict[str, object], biases: set[str]) -> None:
+    shapes = read(**flags).hf_shapes()
+    found = {name.split(".")[-2]: shape for name, shape in shapes.items() if name.endswith(".bias")}
+    assert found.keys() == biases
+    assert all(shape == shapes[f"model.layers.1.{_module(name)}.weight"][:1] for name, shape in found.items())
+
+
+def _module(projection: str) -> str:
+    return f"{'self_attn' if projection[0] in 'qkvo' else 'mlp'}.{projection}"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe{}", b"[1]", b"null"])
