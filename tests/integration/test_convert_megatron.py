@@ -34,3 +34,17 @@ def test_megatron_loads_what_is_written_and_writes_what_is_read(tmp_path: Path) 
         expected, back = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "back" / model.name))
         assert back.keys() == expected.keys()
         assert all(torch.equal(back[name], expected[name]) for name in expected)
+
+
+def test_megatron_loads_virtual_stages_and_experts_that_other_ranks_cut(tmp_path: Path) -> None:
+    """The names and the numbers of the files are those that each rank expects."""
+    moe = tiny_family_model("qwen3_moe", tmp_path / "moe", num_experts=4, num_hidden_layers=4, tie_word_embeddings=False)
+    layouts: dict[Path, dict[str, int]] = {
+        tiny_family_model("qwen3", tmp_path / "dense", num_hidden_layers=8): {"pipeline": 2, "virtual_pipeline": 2},
+        tiny_family_model("qwen2_moe", tmp_path / "shared", num_experts=4): {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        moe: {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "expert": 4, "expert_tensor": 1},
+    }
+    for model, layout in layouts.items():
+        convert(model, tmp_path / "converted" / model.name, vocab_multiple=VOCAB_MULTIPLE, **layout)  # type: ignore[arg-type]
+    ranks = json.dumps({str(model): layout | {"data": 2 if model == moe else 1} for model, layout in layouts.items()})
+    run_ranks(convert_checks.load_as_every_rank, 1, ranks, str(tmp_path / "converted"), timeout=280)

@@ -29,10 +29,11 @@ from support.stages import prepared, run_rank, stage_config, write_data, write_m
 pytestmark = pytest.mark.real
 
 LORA = {"rank": 3, "alpha": 6.0}
+VIRTUAL = {"pipeline": 2, "virtual_pipeline": 2}
 LAYOUTS = {
     "tensor": {"tensor": 2},
     "data": {"data": 2},
-    "pipeline": {"pipeline": 2, "virtual_pipeline": 2},
+    "pipeline": VIRTUAL,
     "one": dict[str, int](),
 }
 KL = {"place": "loss", "estimator": "k3", "coef": 0.1}
@@ -157,7 +158,7 @@ def test_a_reference_in_the_actors_memory_is_a_frozen_copy_of_the_model(model: P
 @pytest.mark.slow
 def test_a_run_on_two_stages_is_that_on_one_rank(model: Path, tmp_path: Path) -> None:
     one = train_every_way(model, tmp_path / "1", ParallelConfig())
-    two = train_every_way(model, tmp_path / "2", ParallelConfig(pipeline=2, virtual_pipeline=2))
+    two = train_every_way(model, tmp_path / "2", ParallelConfig(**VIRTUAL))
     for name in SECTIONS:
         agree(load_file(tmp_path / "2" / f"{name}.safetensors"), load_file(tmp_path / "1" / f"{name}.safetensors"), TOLERANCE)
         for expected, found in zip(one[name], two[name], strict=True):
@@ -184,11 +185,12 @@ def test_a_run_resumes_after_a_warm_start_to_the_same_bits(model: Path, tmp_path
 
 
 def test_stages_train_adapters(tmp_path: Path) -> None:
-    """The loss falls, the export is the model merged with its exported adapters, and the initial model is a reference without memory."""
+    """The loss falls, the export is the model merged with its exported adapters, and the initial model is a reference without memory. The ranks
+    have virtual stages."""
     write_data(tmp_path)
-    write_model(tmp_path)
+    write_model(tmp_path, layers=4)
     shutil.copytree(tmp_path / "model", tmp_path / "copy")
-    common = {"trainer__lora": LORA, "trainer__micro_batch_tokens": 64, "trainer__parallel": {"pipeline": 2}}
+    common = {"trainer__lora": LORA, "trainer__micro_batch_tokens": 64, "trainer__parallel": VIRTUAL}
     configs = {
         "sft": stage_config(tmp_path, "sft", name="sft", **common),
         "dpo": stage_config(tmp_path, "dpo", name="dpo", **common),

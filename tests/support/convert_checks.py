@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from polyreme.config.trainer import ParallelConfig
+from polyreme_trainer.convert.layout import FILE, directory_name, entry_names
 from polyreme_trainer.megatron.accelerator import CUDA
+from polyreme_trainer.megatron.build import close_parallel, create_groups
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.mcore import initialize_rng_tracker
 from polyreme_trainer.megatron.policy import Policy
 from support import model_checks
 
@@ -31,14 +35,38 @@ def save_and_load(models: str, converted: str, written: str, tensor: str) -> Non
             dist_checkpointing.save(policy.module.sharded_state_dict(), str(folder))
         load_torch_dist(policy, Path(converted) / f"{model.name}-dist" / "iter_0000001", device)
         assert all(torch.equal(value, expected[name]) for name, value in policy.state_dict().items())
-        file = Path(converted) / model.name / "iter_0000001" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
-        state: dict[str, Any] = torch.load(file, weights_only=False)["model"]
-        for parameter in policy.module.parameters():
+        load_rank_files(policy, Path(converted) / model.name / "iter_0000001")
+
+
+def load_as_every_rank(layouts: str, converted: str) -> None:
+    """Loads the rank files of each model of a JSON object, which has a layout for each, as every rank of the layout in turn.
+
+    No rank communicates while it loads, so torch's fake process group takes the place of the others.
+    """
+    device = Device("cpu")
+    initialize_rng_tracker(inference_rng_tracker=True)
+    for model, layout in json.loads(layouts).items():
+        parallel = ParallelConfig(**layout)
+        for rank in range(parallel.world_size):
+            torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
+            create_groups(parallel, device)
+            policy = Policy(load_architecture(Path(model)), "float32", device, trainable=False, spec=CUDA)
+            policy.load_hf(Path(model))
+            load_rank_files(policy, Path(converted) / Path(model).name / "iter_0000001")
+            close_parallel()
+
+
+def load_rank_files(policy: Policy, folder: Path) -> None:
+    """Loads this rank's file into each of megatron-core's models of the rank, as Megatron-LM does, and compares the weights with those before."""
+    content = torch.load(folder / directory_name(policy.rank) / FILE, weights_only=False)
+    for chunk, entry in zip(policy.chunks, entry_names(policy.rank.vpp), strict=True):
+        expected = {name: parameter.clone() for name, parameter in chunk.named_parameters()}
+        for parameter in chunk.parameters():
             parameter.zero_()
-        found = policy.module.load_state_dict(state, strict=False)
+        found = chunk.load_state_dict(content[entry], strict=False)
         assert not found.unexpected_keys
         assert all("_extra_state" in name for name in found.missing_keys)
-        assert all(torch.equal(value, expected[name]) for name, value in policy.state_dict().items())
+        assert all(torch.equal(parameter, expected[name]) for name, parameter in chunk.named_parameters())
 
 
 def load_torch_dist(policy: Policy, folder: Path, device: Device) -> None:

@@ -61,9 +61,10 @@ def write_data(folder: Path, rows: int = 22) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_model(folder: Path, model_type: str = "qwen2") -> Path:
+def write_model(folder: Path, model_type: str = "qwen2", layers: int = 2) -> Path:
     """A tiny model (tied embeddings, grouped-query attention, 49 tokens) with the tiny tokenizer."""
-    path = tiny_family_model(model_type, folder / "model", vocab_size=49, head_dim=8, eos_token_id=1, bos_token_id=2)
+    fields = {"vocab_size": 49, "head_dim": 8, "eos_token_id": 1, "bos_token_id": 2, "num_hidden_layers": layers}
+    path = tiny_family_model(model_type, folder / "model", **fields)
     for name, content in model_files().items():
         if name != "config.json":
             (path / name).write_bytes(content)

@@ -45,6 +45,11 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core overlaps collectives by kernel order
     torch.distributed.init_process_group(device.backend, timeout=COLLECTIVE_TIMEOUT)
     initialize_rng_tracker(inference_rng_tracker=True)  # the tracker for models without dropout, which creates no generators
+    create_groups(parallel, device)
+
+
+def create_groups(parallel: ParallelConfig, device: Device) -> None:
+    """Creates megatron-core's groups of a layout in the process group that all ranks have joined."""
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
