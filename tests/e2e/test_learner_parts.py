@@ -33,6 +33,7 @@ from polyreme.net import rpc
 from polyreme.process.lifecycle import Child
 from support.guide import ROOT, blocks
 from support.machines import Machine, Network, redis_on
+from support.models import tiny_family_model
 from support.whole_run import make_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.real, pytest.mark.timeout(1800)]
@@ -201,3 +202,19 @@ async def test_stages_on_two_machines_serve_their_parts_and_a_killed_part_is_pus
         await run.ended()
         await check(run, 3)
         assert any("learner" in record["process"] for record in run.records("restart"))
+
+
+async def test_experts_on_two_machines_serve_their_parts_and_a_run_is_resumed(net: Network, tmp_path: Path) -> None:
+    make_small_task(tmp_path)
+    model = tmp_path / "model"
+    sizes = json.loads((model / "config.json").read_text())
+    fields = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    experts = {"num_experts": 4, "moe_intermediate_size": 64, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 256}
+    tiny_family_model("qwen3_moe", model, **fields, **experts)
+    layout = "trainer.parallel={tensor: 1, data: 2, expert: 2, nodes: 2}"
+    async with started(net, tmp_path) as run:
+        for iterations, options in ((2, []), (3, ["--resume"])):
+            run.begin(iterations, layout, *options)
+            run.join()
+            await run.ended()
+            await check(run, iterations)
