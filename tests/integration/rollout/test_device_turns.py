@@ -15,6 +15,7 @@ from polyreme.experience.scripts import Scripts, StaleGrantError
 from polyreme.net import rpc
 from polyreme_rollout import device_turns
 from polyreme_rollout.device_turns import ReplicaTurns
+from polyreme_rollout.engine.protocol import Slept
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from support.replicas import Answer, generate, request
 from support.simulated import IdleLearner, Replica, idle_learner, simulated_replica
@@ -31,6 +32,7 @@ class SteppedEngine(SimulatedInferenceEngine):
         self.chunks, self.may_wake = asyncio.Semaphore(0), asyncio.Event()
         self.may_wake.set()
         self.paused, self.resumed, self.wakes = False, 0, 0
+        self.slept = Slept(0, weights=True, cache=True)
 
     def allow(self, chunks: int) -> None:
         for _ in range(chunks):
@@ -47,6 +49,10 @@ class SteppedEngine(SimulatedInferenceEngine):
     async def resume(self) -> None:
         await super().resume()
         self.paused, self.resumed = False, self.resumed + 1
+
+    async def sleep(self) -> Slept:
+        await super().sleep()
+        return self.slept
 
     async def wake(self) -> None:
         self.wakes += 1
@@ -70,7 +76,10 @@ class Shared:
             return (await generate(stub, asked))[0]
 
     def steps_aside(self) -> float | None:
-        return self.replica.metrics.registry.get_sample_value("polyreme_rollout_device_seconds_count", {"step": "sleep"})
+        return self.metric("device_seconds_count", step="sleep")
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.replica.metrics.registry.get_sample_value(f"polyreme_rollout_{name}", labels)
 
 
 @asynccontextmanager
@@ -93,8 +102,12 @@ def versions(answer: Answer) -> list[int]:
     return [version for version, _, _ in answer.spans]
 
 
-async def test_a_running_sequence_waits_and_goes_on(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("slept", "recomputed"), [(Slept(0, weights=True, cache=True), 0), (Slept(7, weights=False, cache=False), 1)]
+)
+async def test_a_running_sequence_waits_and_goes_on(run: Run, slept: Slept, recomputed: int) -> None:
     async with shared(run) as both:
+        both.engine.slept = slept
         answering = asyncio.create_task(both.ask(200))
         both.engine.allow(2)
         await until(lambda: both.engine.chunks.locked() and both.engine.tokens > 0)
@@ -107,7 +120,10 @@ async def test_a_running_sequence_waits_and_goes_on(run: Run) -> None:
         assert both.engine.tokens == sampled < 200 and not answering.done()  # it has left the devices
         await both.train.give_up()
         answer = await asyncio.wait_for(answering, DEADLINE)
-        assert len(answer.ids) == 200 and versions(answer) == [0]
+        assert len(answer.ids) == 200 and set(versions(answer)) == {0}
+        assert both.metric("device_freed_bytes") == slept.freed
+        assert both.metric("recomputed_sequences_total") == recomputed
+        assert both.steps_aside() == both.metric("device_seconds_count", step="wake") == 1
 
 
 async def test_a_call_waits_for_the_devices(run: Run) -> None:
