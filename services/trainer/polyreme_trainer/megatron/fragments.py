@@ -68,8 +68,9 @@ def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list
 
     Raises ConfigError if megatron-core did not choose torch's AdamW: others keep their count of steps where checkpoints do not look for it.
     """
-    if inner.optimizer is not None and not isinstance(inner.optimizer, torch.optim.AdamW):
-        kind = type(inner.optimizer)
+    found: Any = inner.optimizer
+    if found is not None and not isinstance(found, torch.optim.AdamW):  # None: this rank steps nothing
+        kind = type(found)
         raise ConfigError(
             "torch's AdamW",
             f"{kind.__module__}.{kind.__qualname__}, which megatron-core prefers where it is installed",
