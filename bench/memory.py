@@ -229,13 +229,14 @@ def estimated_peaks(config: Any, resident: bool) -> dict[str, int]:
     with mock.patch.object(phases, "PART_BYTES", PART_BYTES):
         memory, trainer = learner_memory(config), config.trainer
         arena = sum(term.nbytes for machine in memory.machines for term in [machine.arena] if term and resident)
+        found = {"both": memory.rank.all_bytes + arena}
         if resident or not trainer.offload.is_set:
-            return {"both": memory.rank.all_bytes + arena}
-        found = {"both": memory.rank.all_bytes, "device": memory.rank.nbytes, "host": memory.rank.host_bytes}
+            return found
         models, batch = models_of(config), micro_batch_of(config)
         for sharding in shardings(load_architecture(config.model.path), trainer.parallel):
             for name, moment in moments(models, sharding, batch, trainer.offload).items():
-                found[name] = max(found.get(name, 0), moment.nbytes)
+                for key, nbytes in ((name, moment.nbytes), ("device", moment.nbytes), ("host", moment.host_bytes)):
+                    found[key] = max(found.get(key, 0), nbytes)
         return found
 
 

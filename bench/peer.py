@@ -9,22 +9,26 @@ in turns, the short task more than once, since the machine's speed drifts by mor
 demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 3.0)
 demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are solved (<= 0.25)
 short_throughput_vs_trl  samples/s on answers of five tokens, where separate services have only costs (>= 1.0)
-demo_floor_vs_trl        samples/s on the demo task of an iteration's parts (engine, learner, weights), run in turn in one process
-short_floor_vs_trl       the same on the short task
-service_tax              seconds of an iteration over those of its parts, minus 1 (<= 0.2)
+demo_floor_vs_trl        the demo throughput if an iteration took only the time of its parts (engines, learner, weights)
+demo_time_floor_vs_trl   the demo time to 80% of such iterations
+short_floor_vs_trl       the throughput of such iterations on the short task
+service_tax              the median of an iteration's seconds over those of its parts, minus 1 (<= 0.2)
 short_service_tax        the same on the short task (<= 0.2)
 
-If the parts themselves miss a throughput target, the service tax replaces it.
+The parts run in turn in one process. The demo's answers grow from 8 to 33 tokens while it learns: its parts are measured with the first
+policy and with the trained one, and those of an iteration are interpolated by its mean length. Where the parts themselves miss a target,
+the service tax replaces it.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
 import sys
 import time
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +38,10 @@ TARGET = {"demo_throughput_vs_trl": 3.0, "demo_time_to_80_vs_trl": 0.25, "short_
 TAX = 0.2
 SAMPLES = 32 * 8
 WARM_UP = 10  # iterations that do not count in a throughput
-ONE_PROCESS = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", "rollout.vllm.threads=2")
-FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.data=2", "rollout.vllm.threads=1")
+# An engine spends more time in Python than in kernels: two engines use two cores better than two threads of one do. Each takes half of a batch.
+ENGINES = ("rollout.replicas=2", f"rollout.max_num_seqs={SAMPLES // 2}", "rollout.vllm.threads=1")
+ONE_PROCESS = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", *ENGINES)
+FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.data=2", *ENGINES)
 SHORT_TURNS = 3
 GATE = 0.8
 SIDE = ROOT / "bench" / "peer_side"
@@ -78,7 +84,7 @@ def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> 
 
 
 def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
-    """Runs Polyreme. Returns its step seconds, without evaluations, and its evaluations."""
+    """Runs Polyreme. Returns its step seconds, without evaluations, its evaluations and the directory of the trained model."""
     settings = [
         f"iterations={steps}",
         f"eval_interval={eval_interval}",
@@ -105,26 +111,36 @@ def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_inte
             seconds.append(record["time/iteration"] - (before["seconds"] if before else 0.0))
             lengths.append(record["response_length/mean"])
     evaluations = [{"step": version, "accuracy": record["accuracy"], "train_seconds": sum(seconds[:version])} for version, record in sorted(evaluated.items())]  # fmt: skip
-    return {"step_seconds": seconds, "mean_lengths": lengths, "evaluations": evaluations}
+    model = run_dir / "hf" / f"iteration-{steps:06d}"
+    return {"step_seconds": seconds, "mean_lengths": lengths, "evaluations": evaluations, "model": model}
 
 
-def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
-    """Returns the median seconds of an iteration's parts in one process."""
-    command = [
-        sys.executable,
-        SIDE / "parts.py",
-        task.config,
-        f"model.path={task.model}",
-        "trainer.sft=[]",
-        *ONE_PROCESS,
-        f"trainer.optimizer.lr={lr}",
-    ]
-    settings = ["--iterations", iterations, "--after", task.after]
-    done = subprocess.run([str(word) for word in (*command, *settings)], capture_output=True, text=True, timeout=600)
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The median seconds of each part of an iteration in one process, and the mean length of its answers in tokens."""
+
+    seconds: dict[str, float]
+    length: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def parts(task: Task, iterations: int) -> Parts:
+    """Measures the parts with the task's model, which does not change: equal work in every iteration."""
+    settings = [f"model.path={task.model}", "trainer.sft=[]", "trainer.optimizer.lr=1e-12", *ONE_PROCESS]
+    command = [sys.executable, SIDE / "parts.py", task.config, *settings, "--iterations", iterations, "--after", task.after]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(f"the parts failed:\n{done.stderr[-3000:]}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return Parts(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def floor_of(first: Parts, last: Parts) -> Callable[[float], float]:
+    """Returns the seconds of an iteration's parts as a function of its mean length, linear between two measurements."""
+    growth = (last.total - first.total) / (last.length - first.length)
+    return lambda length: first.total + growth * (length - first.length)
 
 
 def throughput(turns: Sequence[dict[str, Any]]) -> float:
@@ -133,15 +149,34 @@ def throughput(turns: Sequence[dict[str, Any]]) -> float:
     return SAMPLES * len(counted) / sum(counted)
 
 
-def median_seconds(turns: Sequence[dict[str, Any]]) -> float:
-    """Returns the median seconds of an iteration over a side's turns, after the warm-up of each."""
-    return float(statistics.median(seconds for turn in turns for seconds in turn["step_seconds"][WARM_UP:]))
+def at_floor(side: dict[str, Any], floor: Callable[[float], float]) -> dict[str, Any]:
+    """Returns the side with every step at the seconds of its parts."""
+    seconds = [floor(length) for length in side["mean_lengths"]]
+    evaluations = [{**each, "train_seconds": sum(seconds[: each["step"]])} for each in side["evaluations"]]
+    return {**side, "step_seconds": seconds, "evaluations": evaluations}
 
 
-def reached(measured: dict[str, float], throughput: str, floor: str, tax: str) -> bool:
-    """Whether a throughput reaches its target or, if the parts themselves miss it, the services cost at most TAX."""
-    impossible = measured[floor] < TARGET[throughput]
-    return measured[throughput] >= TARGET[throughput] or (impossible and measured[tax] <= TAX)
+def tax(turns: Sequence[dict[str, Any]], floors: Sequence[dict[str, Any]]) -> float:
+    """Returns the median of a step's seconds over those of its parts, minus 1, after the warm-up of each turn."""
+    counted = [
+        seconds / least
+        for turn, floor in zip(turns, floors, strict=True)
+        for seconds, least in list(zip(turn["step_seconds"], floor["step_seconds"], strict=True))[WARM_UP:]
+    ]
+    return float(statistics.median(counted)) - 1
+
+
+def reached(measured: dict[str, float]) -> bool:
+    """Whether each target is reached or, where the parts themselves miss it, the services cost at most TAX."""
+
+    def fast(task: str, tax: str) -> bool:
+        target = TARGET[f"{task}_throughput_vs_trl"]
+        possible = measured[f"{task}_floor_vs_trl"] >= target
+        return measured[f"{task}_throughput_vs_trl"] >= target or (not possible and measured[tax] <= TAX)
+
+    limit, floor = TARGET["demo_time_to_80_vs_trl"], measured["demo_time_floor_vs_trl"]
+    in_time = measured["demo_time_to_80_vs_trl"] <= (limit if floor <= limit else (1 + TAX) * floor)
+    return fast("demo", "service_tax") and fast("short", "short_service_tax") and in_time
 
 
 def time_to_gate(side: dict[str, Any]) -> float:
@@ -161,19 +196,20 @@ def main() -> int:
     for _ in range(SHORT_TURNS):
         short_trl.append(trl(python, short, 60, 1e-5, 0))
         short_ours.append(polyreme(work, "short", short, 60, 1e-5, 0))
-    still = polyreme(work, "still", demo, 20, 1e-12, 0)  # the policy stands still: equal work in every iteration
-    demo_parts, short_parts = parts(demo, 16, 1e-12), parts(short, 16, 1e-12)
-    demo_floor, short_floor = (SAMPLES / sum(each.values()) for each in (demo_parts, short_parts))
-    iteration, short_iteration = median_seconds([still]), median_seconds(short_ours)
+    demo_parts = [parts(demo, 16), parts(dataclasses.replace(demo, model=demo_ours["model"]), 16)]
+    short_parts = parts(short, 16)
+    demo_floor = at_floor(demo_ours, floor_of(*demo_parts))
+    short_floors = [at_floor(turn, lambda _: short_parts.total) for turn in short_ours]
 
     measured = {
         "demo_throughput_vs_trl": throughput([demo_ours]) / throughput([demo_trl]),
         "demo_time_to_80_vs_trl": time_to_gate(demo_ours) / time_to_gate(demo_trl),
         "short_throughput_vs_trl": throughput(short_ours) / throughput(short_trl),
-        "demo_floor_vs_trl": demo_floor / throughput([demo_trl]),
-        "short_floor_vs_trl": short_floor / throughput(short_trl),
-        "service_tax": iteration / sum(demo_parts.values()) - 1,
-        "short_service_tax": short_iteration / sum(short_parts.values()) - 1,
+        "demo_floor_vs_trl": throughput([demo_floor]) / throughput([demo_trl]),
+        "demo_time_floor_vs_trl": time_to_gate(demo_floor) / time_to_gate(demo_trl),
+        "short_floor_vs_trl": throughput(short_floors) / throughput(short_trl),
+        "service_tax": tax([demo_ours], [demo_floor]),
+        "short_service_tax": tax(short_ours, short_floors),
     }
     for name, turns in (
         ("demo TRL", [demo_trl]),
@@ -185,14 +221,10 @@ def main() -> int:
         each = ", ".join(f"{throughput([turn]):.1f}" for turn in turns)
         print(f"{name:15} {throughput(turns):7.1f} samples/s ({each})  mean length {length:5.1f}", end="")
         print(f"  80% after {time_to_gate(turns[0]):.1f} s" if turns[0]["evaluations"] else "")
-    for name, seconds, single in (("demo", iteration, demo_parts), ("short", short_iteration, short_parts)):
-        each = ", ".join(f"{part} {taken:.3f} s" for part, taken in single.items())
-        print(f"{name}: one iteration {seconds:.3f} s; its parts in one process: {each}")
-    met = (
-        reached(measured, "demo_throughput_vs_trl", "demo_floor_vs_trl", "service_tax")
-        and reached(measured, "short_throughput_vs_trl", "short_floor_vs_trl", "short_service_tax")
-        and measured["demo_time_to_80_vs_trl"] <= TARGET["demo_time_to_80_vs_trl"]
-    )
+    for name, single in (("demo, first policy", demo_parts[0]), ("demo, trained", demo_parts[1]), ("short", short_parts)):
+        each = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in single.seconds.items())
+        print(f"{name}: the parts of an iteration with answers of {single.length:.1f} tokens: {single.total:.3f} s ({each})")
+    met = reached(measured)
     rounded = {name: round(value, 3) for name, value in measured.items()}
     print(json.dumps({"bench": "peer", "measured": rounded, "target": TARGET | {"service_tax": TAX}, "met": met}))
     return 0 if met else 1

@@ -1,7 +1,8 @@
-"""Runs the parts of an iteration in one process, without services: engine, reward function, learner step, weight write and reload.
+"""Runs the parts of an iteration in one process, without services: engines, reward function, learner step, weight write and reload.
 
-bench/peer.py runs it. It prints one JSON object with the median seconds of each part. The parts are Polyreme's own, called one after the
-other. The time of an iteration beyond their sum is the cost of the services.
+bench/peer.py runs it. It prints one JSON object: `seconds`, the median of each part, and `length`, the mean number of sampled tokens. The
+parts are Polyreme's own, called one after the other; `rollout.replicas` engines share the prompts. The time of an iteration beyond the
+parts' sum is the cost of the services.
 """
 
 import argparse
@@ -50,7 +51,19 @@ async def sample(
     return [list(samples[start : start + size]) for start in range(0, len(samples), size)]
 
 
-def measure(engine: Any, config: RunConfig, iterations: int, after: str) -> dict[str, float]:
+async def sample_on_all(
+    engines: Sequence[Any], config: Any, prompts: Sequence[Any], stop_ids: tuple[int, ...], turn: int
+) -> list[list[tuple[list[int], list[float], str]]]:
+    """Like `sample`, with an equal share of the prompts on each engine."""
+    size = -(-len(prompts) // len(engines))
+    shares = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    sampled = await asyncio.gather(
+        *(sample(engine, config, share, stop_ids, turn) for engine, share in zip(engines, shares, strict=True))
+    )
+    return [group for share in sampled for group in share]
+
+
+def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: str) -> dict[str, Any]:
     import numpy as np
 
     from polyreme.api.v1 import experience_pb2
@@ -63,6 +76,7 @@ def measure(engine: Any, config: RunConfig, iterations: int, after: str) -> dict
     from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.engine import MegatronEngine
+    from polyreme_trainer.orchestrator.tasks import together
 
     device = Device(config.device, 0, config.trainer.parallel.threads)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -75,10 +89,12 @@ def measure(engine: Any, config: RunConfig, iterations: int, after: str) -> dict
     template = Template(files, config.data)
     prompts = load_prompts(config.data.train, config.data, template).prompts
     run = asyncio.Runner().run  # `Ranks` has its own event loop
-    run(engine.open())
+    for engine in engines:
+        run(engine.open())
+    lengths: list[int] = []
     parts: dict[str, list[float]] = {name: [] for name in ("generate", "score", "train", "write", "load")}
 
-    async def load(source: ArenaSource) -> None:
+    async def load(engine: Any, source: ArenaSource) -> None:
         await engine.pause()
         await engine.load([source])
         await engine.resume()
@@ -89,7 +105,8 @@ def measure(engine: Any, config: RunConfig, iterations: int, after: str) -> dict
         parts["write"].append(time.perf_counter() - began)
         assert written.manifest is not None
         began = time.perf_counter()
-        run(load(ArenaSource(str(learner.arena.path), learner.arena.nonce, written.slot, written.generation, written.manifest)))
+        source = ArenaSource(str(learner.arena.path), learner.arena.nonce, written.slot, written.generation, written.manifest)
+        run(together([load(engine, source) for engine in engines]))
         parts["load"].append(time.perf_counter() - began)
 
     push(0)
@@ -97,8 +114,9 @@ def measure(engine: Any, config: RunConfig, iterations: int, after: str) -> dict
     for turn in range(1, iterations + 1):
         asked = prompts[(turn - 1) * size : turn * size]
         began = time.perf_counter()
-        sampled = run(sample(engine, config, asked, template.stop_ids, turn))
+        sampled = run(sample_on_all(engines, config, asked, template.stop_ids, turn))
         parts["generate"].append(time.perf_counter() - began)
+        lengths += [len(ids) for samples in sampled for ids, _, _ in samples] if turn > 1 else []
 
         began = time.perf_counter()
         groups = []
@@ -128,7 +146,10 @@ def measure(engine: Any, config: RunConfig, iterations: int, after: str) -> dict
         parts["train"].append(time.perf_counter() - began)
         push(turn)
     learner.close()
-    return {name: statistics.median(values[2:]) for name, values in parts.items()}
+    return {
+        "seconds": {name: statistics.median(values[2:]) for name, values in parts.items()},
+        "length": statistics.mean(lengths),
+    }
 
 
 def main() -> None:
@@ -139,11 +160,14 @@ def main() -> None:
     parser.add_argument("--after", default="")
     options = parser.parse_args()
     config = load_config(options.config, options.overrides)
-    engine = engine_module.start(config, config.model.path)
+    engines: list[Any] = []
     try:
-        print(json.dumps(measure(engine, config, options.iterations, options.after)))
+        for _ in range(config.rollout.replicas):
+            engines.append(engine_module.start(config, config.model.path))
+        print(json.dumps(measure(engines, config, options.iterations, options.after)))
     finally:
-        engine.close()
+        for engine in engines:
+            engine.close()
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ def short_task(work: Path) -> Task:
                 "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 8},
                 "rollout": {"max_new_tokens": 8, "max_model_len": 32},
                 "reward": {"rewards": [{"name": "exact"}]},
+                # TRL's GRPO: no reference, mean over all tokens of the batch
+                "algorithm": {"preset": "grpo", "kl": None, "aggregation": "token-mean", "advantage": {"std_floor": 1e-4}},
                 "trainer": {
                     "optimizer": {"lr": 1e-5},
                     "sft": [{"data": "sft.jsonl", "steps": 200, "batch_size": 96, "lr": 2e-3, "warmup": 20, "cooldown": 80}],

@@ -5,6 +5,7 @@ import itertools
 import threading
 import uuid
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from polyreme_trainer.weight_sync import replica_push
 from polyreme_trainer.weight_sync.publisher import Publisher
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
 from support.publishing import LAYOUT, World, same
-from support.receiver import lease, serving
+from support.receiver import lease, replica, serving
 from support.waiting import until
 
 
@@ -82,20 +83,26 @@ async def test_a_push_that_fails_because_the_devices_changed_hands_is_no_failed_
         await world.publisher.wait_committed(0, 1, 300)
 
 
-async def test_a_staged_version_is_not_committed_once_the_devices_train(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def stage(client: ReplicaClient, version: Version) -> None:
-        await original(client, version)
+@pytest.mark.parametrize(("way", "call"), [("stage", "StageArena"), ("stream", "StageStream")])
+async def test_a_staged_version_is_not_committed_once_the_devices_train(
+    world: World, monkeypatch: pytest.MonkeyPatch, way: str, call: str
+) -> None:
+    async def stage(client: ReplicaClient, version: Version) -> Any:
+        answer = await original(client, version)
         await sync.set_devices_train(True)
         staged.set()
+        return answer
 
-    original, staged, sync = ReplicaClient.stage, threading.Event(), world.publisher._running.result(0).sync
-    monkeypatch.setattr(ReplicaClient, "stage", stage)
-    async with world.replica("a") as a:
+    original, staged, sync = getattr(ReplicaClient, way), threading.Event(), world.publisher._running.result(0).sync
+    monkeypatch.setattr(ReplicaClient, way, stage)
+    a = world.receiver()
+    a.maps = way == "stage"
+    async with replica(world.registry, "a", a):
         await world.step()
         await until(staged.is_set)
         await until(lambda: sync._replicas["a"].call.done())
         await world.publisher.set_devices_train(True)
-        assert list(a.calls) == ["Probe", "StageArena"] and sync._replicas["a"].swap_failures == 0
+        assert list(a.calls) == ["Probe", call] and sync._replicas["a"].swap_failures == 0
         monkeypatch.undo()
         await world.publisher.set_devices_train(False)
         await world.publisher.wait_committed(0, 1, 300)

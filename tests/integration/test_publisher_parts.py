@@ -12,9 +12,10 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import RemotePart, TensorSpec, plan_manifest, tensor_views
 from polyreme_trainer.megatron.part_server import PartServer
-from polyreme_trainer.weight_sync import replica_push
+from polyreme_trainer.weight_sync import replica_client, replica_push
+from support.proxy import bad_network
 from support.publishing import World, publishing, push_soon, same
-from support.receiver import Receiver, replica
+from support.receiver import Receiver, lease, replica, serving
 
 FIRST = plan_manifest([TensorSpec("embed", "F32", (7, 4)), TensorSpec("low", "BF16", (999,))], {"head": "embed"}, 0, 2)
 SECOND = plan_manifest([TensorSpec("high", "F32", (300, 2000)), TensorSpec("norm", "BF16", (5,))], None, 1, 2)
@@ -103,6 +104,29 @@ async def test_a_lost_part_is_reported_and_fetched_when_its_machine_is_back(mach
         weights = await machines.step()  # a restarted learner announces its new address
         await world.publisher.wait_committed(2, 1, 300)
         assert receiver.versions == [0, 2] and same(receiver.weights, weights)
+
+
+async def test_a_connection_that_gets_nothing_through_ends_all_transfers_and_is_begun_anew(
+    machines: TwoMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, receiver = machines.world, machines.receiver()
+    async with (
+        serving(receiver) as server,
+        bad_network("127.0.0.1", server) as proxy,
+        await world.registry.register(lease("far", proxy.port)),
+    ):
+        await machines.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        for name in ("STREAM_IDLE_TIMEOUT", "STAGE_TIMEOUT"):
+            monkeypatch.setattr(replica_client, name, 1.0)
+        proxy.hold()  # the stream of the first part gives up first, and closes the connection under the fetch of the second
+        weights = await machines.step()
+        await world.notice("replica far has not received its weights", "no progress after 0 of")
+        for name in ("STREAM_IDLE_TIMEOUT", "STAGE_TIMEOUT"):
+            monkeypatch.setattr(replica_client, name, 300.0)
+        proxy.heal()
+        await world.publisher.wait_committed(1, 1, 300)
+        assert receiver.versions == [0, 1] and same(receiver.weights, weights)
 
 
 async def test_a_part_with_other_bytes_is_never_served(machines: TwoMachines) -> None:

@@ -236,6 +236,9 @@ def fail_to_write(rank: Rank) -> None:
         raise AssertionError("the failure of a save was not reported")
     assert rank.engine.newest_save == 3
     assert [each.iteration for each in checkpoint.find(rank.config.run_dir / "checkpoints")] == [0, 3]
+    if rank.ranks.leads:
+        folder.unlink()
+        folder.with_name("moved").rename(folder)
 
 
 def leave_and_return(engine: MegatronEngine) -> None:

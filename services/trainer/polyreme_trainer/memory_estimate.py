@@ -5,7 +5,7 @@ Invariant: the estimate reads config.json files and nothing else, imports no tor
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import DpoConfig, RewardModelConfig, StageConfig
@@ -73,36 +73,39 @@ class MachineMemory:
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """The learner's memory on each of its machines, the first one first."""
+    """The learner's memory on each of its machines.
+
+    Attributes:
+        machines: the first one first.
+        on_cpu: whether the ranks compute in the machines' own memory.
+    """
 
     machines: list[MachineMemory]
+    on_cpu: bool
 
     @property
     def rank(self) -> RankEstimate:
         """The estimate of the rank that needs most."""
-        return max((machine.rank for machine in self.machines), key=lambda rank: rank.nbytes)
+        ranks = (machine.rank for machine in self.machines)
+        return max(ranks, key=lambda rank: rank.all_bytes if self.on_cpu else rank.nbytes)
 
     @property
-    def largest(self) -> MachineMemory:
-        """The machine that needs most, if the ranks compute in its own memory."""
-        return max(self.machines, key=lambda machine: machine.nbytes)
-
-    @property
-    def largest_host(self) -> MachineMemory:
-        """The machine whose host needs most, if the ranks use accelerators."""
-        return max(self.machines, key=lambda machine: machine.host)
+    def fullest(self) -> MachineMemory:
+        """The machine whose own memory holds most."""
+        return max(self.machines, key=lambda machine: machine.nbytes if self.on_cpu else machine.host)
 
     def at(self, machine: int | None) -> "LearnerMemory":
         """The memory on one machine. None: on all."""
-        return self if machine is None else LearnerMemory([self.machines[machine]])
+        return self if machine is None else replace(self, machines=[self.machines[machine]])
 
 
 def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     """The estimate of a configuration. Raises ConfigError for a model that cannot be trained, or that does not divide over the ranks."""
     models, parallel = models_of(config), config.trainer.parallel
     arenas: list[Addend | None] = [None] * parallel.nodes
+    on_cpu = config.device == "cpu"
     try:
-        stages = stage_estimates(models, parallel, micro_batch_of(config), config.trainer.offload)
+        stages = stage_estimates(models, parallel, micro_batch_of(config), config.trainer.offload, together=on_cpu)
         if isinstance(config, RunConfig):
             parts = written_parameters(models[0].arch, parallel)
             arenas = [arena_term(count, config.model.dtype) if count else None for count in parts]
@@ -113,9 +116,9 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     for node, (arena, checkpoint) in enumerate(zip(arenas, checkpoints, strict=True)):
         each = parallel.pipeline // parallel.nodes  # stages on a machine; without stages, all machines have the same
         mine = stages[node * each : (node + 1) * each] if each else stages
-        rank = max(mine, key=lambda stage: stage.nbytes)
+        rank = max(mine, key=lambda stage: stage.all_bytes if on_cpu else stage.nbytes)
         machines.append(MachineMemory(rank, parallel.ranks_per_node, arena, checkpoint, colocated))
-    return LearnerMemory(machines)
+    return LearnerMemory(machines, on_cpu)
 
 
 def _followers(config: RunConfig | StageConfig) -> set[str]:
@@ -224,15 +227,14 @@ def refuse(
     except ConfigError as error:
         yield error
         return
-    on_cpu, rank, node = config.device == "cpu", memory.rank, memory.largest
+    on_cpu, rank, node = memory.on_cpu, memory.rank, memory.fullest
     if limit is not None and limit < (node.nbytes if on_cpu else rank.nbytes):
         found = _sum(rank.terms, rank.nbytes)
         if on_cpu:
-            terms = sorted({*node.rank.terms, *node.rank.host}, key=lambda term: term.name)
+            terms = sorted(node.rank.all_terms, key=lambda term: term.name)
             found = _machine_sum(node, _sum(terms, node.rank.all_bytes), node.nbytes)
         place = "this machine" if on_cpu else "each device"
         yield ConfigError(f"a learner that fits the {limit / GIB:,.1f} GiB of {place}", found, _SMALLER)
-    node = memory.largest_host
     if host is not None and not on_cpu and host < node.host:
         each = f"{node.kept / GIB:,.2f} GiB of its models" if node.shares_device else _sum(node.rank.host, node.rank.host_bytes)
         yield ConfigError(

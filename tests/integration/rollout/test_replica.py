@@ -126,7 +126,7 @@ def merged(stream: bytes) -> dict[str, Any]:
 
 
 async def http_shares_no_prefix_with_an_earlier_policy(learner: Learner, there: Any, model: Path) -> None:
-    """Repeats a prompt longer than one block of the key-value cache (128 tokens on CPU) across swaps."""
+    """Repeats a prompt longer than one block of the key-value cache (32 tokens on CPU) across swaps."""
     reference, prompt = Reference(model), [3 + place % 40 for place in range(150)]
     asked = {"model": "replica-test", "max_tokens": 24, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     chat = asked | {"messages": [{"role": "user", "content": "0123456789" * 15}]}

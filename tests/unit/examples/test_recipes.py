@@ -12,7 +12,8 @@ import pytest
 from polyreme.cli.checks import findings, memory_report
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
-from polyreme_trainer.memory_estimate import GIB, learner_memory
+from polyreme_trainer.megatron.memory.estimate import GIB
+from polyreme_trainer.memory_estimate import learner_memory
 from support.published import published_model
 
 RECIPES = Path(__file__).resolve().parents[3] / "examples" / "recipes"

@@ -8,7 +8,7 @@ import yaml
 
 from polyreme.config.load import parse_config
 from polyreme.errors import ConfigError
-from polyreme_rollout.engine.vllm_arguments import engine_arguments
+from polyreme_rollout.engine.vllm_arguments import CPU_BLOCK_TOKENS, engine_arguments
 from support.configs import run_config
 
 
@@ -24,6 +24,12 @@ def test_defaults_by_device(tmp_path: Path) -> None:
     assert (on_cpu["enable_chunked_prefill"], on_cuda["enable_chunked_prefill"]) == (False, True)
     assert not {"speculative_config", "gpu_memory_utilization"} & on_cpu.keys()
     assert not {"speculative_config", "kv_cache_memory_bytes", "enforce_eager"} & on_cuda.keys()
+
+
+def test_a_short_prompt_has_a_whole_block_on_cpu(tmp_path: Path) -> None:
+    on_cpu, on_cuda = arguments(tmp_path, "cpu"), arguments(tmp_path, "cuda")
+    assert on_cpu["block_size"] == CPU_BLOCK_TOKENS == 32
+    assert "block_size" not in on_cuda
 
 
 def test_prefix_caching_reaches_the_engine_on_cpu(tmp_path: Path) -> None:

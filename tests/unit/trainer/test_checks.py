@@ -37,7 +37,12 @@ def test_a_learner_that_cannot_fit_the_machine_is_an_error(tmp_path: Path, monke
 
 def test_a_machine_with_few_cards_is_advised_on_the_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(checks, "device_count", lambda kind: asked.append(kind) or 1)
+
+    def one(kind: str) -> int:
+        asked.append(kind)
+        return 1
+
+    monkeypatch.setattr(checks, "device_count", one)
     config = run_config(tmp_path, device="cuda")  # one learner rank and one replica; its model does not exist
     assert "placement: colocated" in next(found for found in check(config) if isinstance(found, str))
     assert asked == ["cuda"]

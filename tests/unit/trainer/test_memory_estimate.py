@@ -206,23 +206,29 @@ def test_with_offload_one_model_trains_on_the_device_and_the_rest_is_on_the_host
 
 def test_the_step_of_an_offloaded_optimizer_may_be_the_peak(tmp_path: Path) -> None:
     trainer = {**OFFLOAD, "micro_batch_tokens": 1, "recompute": "full"}
-    memory = learner_memory(run(tmp_path, trainer=trainer, **TINY))
+    on_device, on_cpu = (learner_memory(run(tmp_path, device=device, trainer=trainer, **TINY)).rank for device in ("cuda", "cpu"))
     embedding = 151936 * 896
-    assert [(term.name, term.nbytes) for term in memory.rank.step] == [("actor optimizer step", 12 * embedding)]
+    assert [(term.name, term.nbytes) for term in on_device.step] == [("actor optimizer step", 12 * embedding)]
+    assert on_device.all_bytes == 18 * PARAMETERS[NAME], "what moves is not in the host's memory meanwhile"
+    assert on_cpu.all_bytes > on_device.all_bytes and on_cpu.nbytes < on_device.nbytes
 
 
 def test_two_models_are_on_the_device_while_one_takes_the_weights_of_the_other(tmp_path: Path) -> None:
     """With adapters this is the peak, because almost nothing else is on the device: a critic starts as the actor, each layer merged."""
-    trainer = {**OFFLOAD, "lora": {"rank": 8}, "micro_batch_tokens": 1, "recompute": "full"}
-    config = run(tmp_path, algorithm={"preset": "ppo"}, trainer=trainer, **TINY)
+    trainer = {**OFFLOAD, "lora": {"rank": 64}, "micro_batch_tokens": 1, "recompute": "full"}
+    config = run(tmp_path, device="cuda", algorithm={"preset": "ppo"}, trainer=trainer, **TINY)
     rank, (actor, critic) = learner_memory(config).rank, models_of(config)
     assert actor.adapter is not None and critic.adapter is not None
     assert sum(term.nbytes for term in rank.state) == 2 * sum(
         each.parameters for each in (actor.arch, actor.adapter, critic.arch, critic.adapter)
     )
     assert [(term.name, term.nbytes) for term in rank.step] == [("actor merged layer", (4 + 4 + 2) * 2 * 4864 * 896)]
-    own = run(tmp_path, algorithm={"preset": "ppo"}, trainer={**trainer, "critic": {"path": config.model.path}}, **TINY)
+    own = run(
+        tmp_path, device="cuda", algorithm={"preset": "ppo"}, trainer={**trainer, "critic": {"path": config.model.path}}, **TINY
+    )
     assert learner_memory(own).rank.nbytes < rank.nbytes, "a critic with weights of its own copies nothing"
+    on_cpu = learner_memory(run(tmp_path, algorithm={"preset": "ppo"}, trainer=trainer, **TINY)).rank
+    assert any(term.name.endswith(" gradients") for term in on_cpu.terms), "no weights leave the memory of a CPU"
 
 
 def test_a_moving_average_takes_the_actor_s_weights_in_float32(tmp_path: Path) -> None:

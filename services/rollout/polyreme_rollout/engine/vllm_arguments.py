@@ -11,6 +11,9 @@ from polyreme.config.rollout import NgramConfig
 from polyreme.config.run import RunConfig
 
 BATCHED_TOKENS = 8192  # tokens of one step, including prompts
+CPU_BLOCK_TOKENS = 32
+"""Tokens per block of the key-value cache on CPU: the least for which vLLM has its fast attention. A group shares whole blocks of its prompt
+only, so vLLM's default of 128 would share nothing of a shorter prompt."""
 
 
 def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -> dict[str, Any]:
@@ -45,6 +48,7 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
         arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return arguments | {
         "enforce_eager": True,
+        "block_size": CPU_BLOCK_TOKENS,
         "kv_cache_memory_bytes": options.kv_cache_mib << 20,
         # Chunked prompts discard a draw of the sampler; on CPU a seeded sampler cannot rewind, and the engine crashes.
         "enable_chunked_prefill": False,

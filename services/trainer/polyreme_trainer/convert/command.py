@@ -133,6 +133,12 @@ def convert(
     given = ranks | {option: value for option, (value, default) in other.items() if value != default}
     check_used(given, kind, written, merges=adapter is not None)
     described = source if config is None else config
+    if not (described / "config.json").is_file():
+        raise ConfigError(
+            f"a config.json in {described}, which describes the model",
+            "none",
+            "Name a Hugging Face directory of the model with --config.",
+        )
     arch = load_architecture(described)
     arch = critic_architecture(arch) if orm else arch
     engine = layers is Layers.transformer_engine
@@ -164,10 +170,10 @@ def kind_of(source: Path, iteration: int | None) -> tuple[Kind, Path]:
     """The kind of the source, and the file or directory with its weights. Raises ConfigError."""
     if source.is_file():
         return Kind.state_dict, source
-    if (source / "config.json").is_file():
-        return Kind.hf, source
     if not source.is_dir():
         raise ConfigError("a file or directory to convert", f"no {source}", "Give one that is there.")
+    if (source / "config.json").is_file() and not rank_files.is_checkpoint(source):
+        return Kind.hf, source
     folder = rank_files.folder_of_iteration(source, iteration)
     return (Kind.torch_dist if (folder / torch_dist.INDEX).is_file() else Kind.rank_files), folder
 

@@ -103,7 +103,7 @@ def ranks(
         tp=tp,
         pp=pp,
         ep=experts,
-        vocab_multiple=hf_mapping.VOCAB_MULTIPLE if embedding is None else embedding.shape[0],
+        vocab_multiple=hf_mapping.VOCAB_MULTIPLE if embedding is None or not embedding.numel() else embedding.shape[0],
         vpp=len(first.stages),
         etp=0 if cut == tp else cut,
     )
@@ -143,7 +143,9 @@ def _experts(folder: Path, arch: Architecture, first: RankFile) -> tuple[int, in
             f"{len(down)} in {first.where}",
             "Give the config.json that belongs to these weights.",
         )
-    width = down[0].shape[-1]
+    width = (
+        down[0].shape[-1] if down[0].numel() and down[0].dim() == 2 else arch.expert_ffn + 1
+    )  # another shape is reported later
     return arch.experts // len(down), 0 if arch.expert_ffn % width else arch.expert_ffn // width
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from polyreme.cli.progress_bar import counted
+from polyreme_trainer.convert.layout import TRACKER
 from polyreme_trainer.convert.names import check_shapes
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.export import classifier_config, with_dtype
@@ -20,7 +21,7 @@ from polyreme_trainer.megatron.families.base import LM_HEAD, Architecture
 from polyreme_trainer.megatron.hf_files import open_tensors, save_tensors
 
 SHARD_BYTES = 4 << 30
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
+_NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", TRACKER)
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 """Numbers that old directories have although the configuration determines them."""
 
@@ -55,7 +56,7 @@ def write(target: Path, tensors: Mapping[str, Tensor], config: Path, *, critic: 
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
         names.append(list(shard))
     for file in sorted(config.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHTS):
+        if file.is_file() and not file.name.endswith(_NOT_COPIED):
             content = file.read_bytes()
             if file.name == "config.json":
                 content = with_dtype(classifier_config(content) if critic else content, dtype)

@@ -22,9 +22,18 @@ from polyreme_trainer.megatron.families.base import EMBEDDING_ROW, FINAL_NORM_RO
 from polyreme_trainer.megatron.hf_mapping import Rank, Slice
 
 
+def is_checkpoint(source: Path) -> bool:
+    """Whether a directory is a Megatron checkpoint. Some converters add the model's config.json to it."""
+    return (source / TRACKER).is_file() or _has_ranks(source)
+
+
+def _has_ranks(folder: Path) -> bool:
+    return any(folder.glob("mp_rank_*")) or (folder / ".metadata").is_file()
+
+
 def folder_of_iteration(source: Path, iteration: int | None) -> Path:
     """The directory of the ranks' files: `source` itself, the requested iteration in it, or the one that the tracker file names."""
-    if any(source.glob("mp_rank_*")) or (source / ".metadata").is_file():
+    if _has_ranks(source):
         return source
     tracker = source / TRACKER
     if iteration is None and tracker.is_file():

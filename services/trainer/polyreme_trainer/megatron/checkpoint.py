@@ -37,7 +37,7 @@ from polyreme.cli.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
-from polyreme.errors import ConfigError, UnavailableError
+from polyreme.errors import ConfigError, PolyremeError, UnavailableError
 from polyreme.experience.loading import Loaded, LoadReports, unreported
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
@@ -55,6 +55,7 @@ Read = Callable[[str, Iterable[str]], dict[str, Tensor]]
 """Kind of state, names of parameters -> this rank's whole parameters."""
 
 _RECEIPT_POLL = 0.05
+_UNWRITABLE = "Free disk space for output_dir, or make it writable, then continue with --resume."
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,14 @@ def write(temporary: Path, own: RankContents) -> None:
             error.filename = str(temporary / name)
             raise
         digests[name] = digest_of(temporary / name)
-    receipt = _receipt(temporary, own.rank)
-    unfinished = receipt.with_suffix(".part")
-    unfinished.write_text(json.dumps(digests))
-    unfinished.rename(receipt)
+    _write_receipt(temporary, own.rank, {"files": digests})
+
+
+def give_up(temporary: Path, own: RankContents, error: OSError) -> None:
+    """Removes this rank's files, which may have filled the disk, and reports why they will not come to rank 0, which raises it."""
+    for name in own.contents:
+        (temporary / name).unlink(missing_ok=True)
+    _write_receipt(temporary, own.rank, {"error": str(error)})
 
 
 def complete(temporary: Path, path: Path, own: RankContents, facts: Mapping[str, Any], seconds: float) -> None:
@@ -176,13 +181,16 @@ def complete(temporary: Path, path: Path, own: RankContents, facts: Mapping[str,
         seconds: how long the other ranks may still write.
 
     Raises:
+        PolyremeError: a rank could not write its files.
         UnavailableError: a rank's files are not there in time.
+        FileNotFoundError: another process has removed the directory.
     """
     deadline = time.monotonic() + seconds
     digests: dict[str, str] = {}
     for rank in range(own.ranks):
         receipt = _receipt(temporary, rank)
         while not receipt.exists():
+            temporary.stat()
             if time.monotonic() > deadline:
                 raise UnavailableError(
                     f"the files of rank {rank} in {temporary} within {seconds:.0f} s",
@@ -190,7 +198,10 @@ def complete(temporary: Path, path: Path, own: RankContents, facts: Mapping[str,
                     "See the rank's log, and check that all machines share the run directory.",
                 )
             time.sleep(_RECEIPT_POLL)
-        digests |= json.loads(receipt.read_text())
+        found = json.loads(receipt.read_text())
+        if "error" in found:
+            raise PolyremeError(f"the files of rank {rank} in {temporary}", found["error"], _UNWRITABLE)
+        digests |= found["files"]
         receipt.unlink()
     write_manifest(temporary, number_of(path), own.models, facts, dict(sorted(digests.items())))
     atomic.publish(temporary, path)
@@ -307,6 +318,13 @@ def weights_digest(directory: Path) -> str:
 
 def _receipt(temporary: Path, rank: int) -> Path:
     return temporary / f"written-{rank}.json"
+
+
+def _write_receipt(temporary: Path, rank: int, content: Mapping[str, Any]) -> None:
+    receipt = _receipt(temporary, rank)
+    unfinished = receipt.with_suffix(".part")
+    unfinished.write_text(json.dumps(content))
+    unfinished.rename(receipt)
 
 
 def _random_file(rank: int) -> str:

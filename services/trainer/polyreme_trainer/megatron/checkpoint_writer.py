@@ -133,26 +133,27 @@ class CheckpointWriter:
     def _write(self, save: Save, temporary: Path, own: RankContents, seconds: float) -> tuple[int, float]:
         """Writes this rank's part. On rank 0 also completes the checkpoint and removes old ones."""
         began = time.perf_counter()
-        try:
-            if not self._ranks.leads:
+        if not self._ranks.leads:
+            try:
                 checkpoint.write(temporary, own)
-                return number_of(save.path), time.perf_counter() - began
+            except OSError as error:
+                if temporary.exists():  # else rank 0, which looks for the receipt there, raises
+                    checkpoint.give_up(temporary, own, error)
+            return number_of(save.path), time.perf_counter() - began
+        try:
             if save.hf_path is not None:
                 further = dict(save.exports)
                 export_hf(save.hf_path, further.pop(""), further)
             checkpoint.write(temporary, own)
             checkpoint.complete(temporary, save.path, own, save.facts(), seconds)
-        except FileNotFoundError as error:
-            if temporary.exists():
-                raise
-            raise PolyremeError(
-                f"the directory {temporary} of this save",
-                "none, because another process that saves into the same directory has removed it",
-                "Stop the other learner of this run directory, then continue with --resume.",
-            ) from error
-        except OSError:
-            if self._ranks.leads:
-                atomic.discard(temporary)  # its files may have filled the disk
+        except (OSError, PolyremeError) as error:
+            if isinstance(error, FileNotFoundError) and not temporary.exists():
+                raise PolyremeError(
+                    f"the directory {temporary} of this save",
+                    "none, because another process that saves into the same directory has removed it",
+                    "Stop the other learner of this run directory, then continue with --resume.",
+                ) from error
+            atomic.discard(temporary)  # its files may have filled the disk
             raise
         folder, prefix, number = save.path.parent, save.path.name.rpartition("-")[0], number_of(save.path)
         checkpoint.prune(folder, number, save.keep, prefix)

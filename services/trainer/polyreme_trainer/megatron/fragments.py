@@ -68,14 +68,7 @@ def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list
 
     Raises ConfigError if megatron-core did not choose torch's AdamW: others keep their count of steps where checkpoints do not look for it.
     """
-    found: Any = inner.optimizer
-    if found is not None and not isinstance(found, torch.optim.AdamW):  # None: this rank steps nothing
-        kind = type(found)
-        raise ConfigError(
-            "torch's AdamW",
-            f"{kind.__module__}.{kind.__qualname__}, which megatron-core prefers where it is installed",
-            "Uninstall transformer-engine and apex from the learner's environment.",
-        )
+    _check_optimizer(inner.optimizer)
     fragments, stepped = [], {id(main) for group in inner.param_groups for main in group["params"]}
     for name, param in parameters:
         if isinstance(inner, mcore.DistributedOptimizer):
@@ -90,3 +83,13 @@ def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list
             if id(main) in stepped:
                 fragments.append(Fragment(name, param, 0, param.numel(), main, main is not param, inner.optimizer))
     return fragments
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, torch.optim.AdamW):  # None on a rank that steps nothing
+        kind = type(optimizer)
+        raise ConfigError(
+            "torch's AdamW",
+            f"{kind.__module__}.{kind.__qualname__}, which megatron-core prefers where it is installed",
+            "Uninstall transformer-engine and apex from the learner's environment.",
+        )

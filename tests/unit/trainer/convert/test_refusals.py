@@ -232,6 +232,12 @@ def test_what_is_no_checkpoint(model: Path, megatron: Path, tmp_path: Path) -> N
     assert "../etc" in refused(megatron.parent, model, tmp_path).found
 
 
+def test_a_checkpoint_without_a_description_of_its_model(megatron: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        convert(megatron.parent, tmp_path / "back")
+    assert "--config" in caught.value.do
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -126,6 +127,15 @@ def test_the_files_are_those_of_megatron(tmp_path: Path) -> None:
     assert torch.equal(copy[:45].nan_to_num(), hf["model.embed_tokens.weight"].nan_to_num())
     assert not copy[45:].any(), "padding is zero"
     assert "embedding.word_embeddings.weight" not in last["model"]
+
+
+def test_a_checkpoint_may_have_the_config_of_its_model_with_it(models: Callable[[str, bool], Path], tmp_path: Path) -> None:
+    model = models("llama", False)
+    convert(model, tmp_path / "megatron", tensor=2)
+    shutil.copy(model / "config.json", tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert bits(weights(tmp_path / "back")) == bits(weights(model))
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_a_file_has_an_entry_for_each_virtual_stage(tmp_path: Path) -> None:

@@ -190,3 +190,12 @@ def test_a_rank_that_does_not_write_is_named_and_leaves_the_older_checkpoint(tmp
     assert "rank 1" in error.value.expected
     found = newest(tmp_path)
     assert found is not None and found.iteration == 6
+
+
+def test_a_checkpoint_whose_directory_is_removed_is_not_waited_for(tmp_path: Path) -> None:
+    path = checkpoint_path(tmp_path, 7)
+    temporary = stage(path)
+    write(temporary, contents(0, 2))
+    shutil.rmtree(temporary)
+    with pytest.raises(FileNotFoundError):
+        complete(temporary, path, contents(0, 2), {}, 3600.0)

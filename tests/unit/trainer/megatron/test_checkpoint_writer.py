@@ -1,6 +1,7 @@
 """Saves in the background on files only: failures, deadlines, other writers and what a kill leaves. tests/integration has real roles."""
 
 import errno
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from polyreme.cli.checkpoint_manifest import checkpoint_path
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme_trainer.learner.engine import Saved
-from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.leader import LeaderError, Ranks
 from polyreme_trainer.megatron import atomic, checkpoint, checkpoint_writer
 from polyreme_trainer.megatron.checkpoint import RankContents, find, newest
 from polyreme_trainer.megatron.checkpoint_writer import CheckpointWriter, Save
@@ -206,3 +207,50 @@ def test_a_failed_save_is_logged_when_something_else_ends_the_learner(
     writer.start(order(tmp_path, 2, facts=facts))
     writer.close()
     assert "iteration-000002" in caplog.text and "Input/output error" in caplog.text
+
+
+class Pipe:
+    """A channel to one other rank in the same process."""
+
+    def __init__(self) -> None:
+        self._messages: queue.Queue[tuple[int, bytes]] = queue.Queue()
+
+    def send(self, kind: int, payload: bytes) -> None:
+        self._messages.put((kind, payload))
+
+    def receive(self) -> tuple[int, bytes]:
+        return self._messages.get(timeout=GENEROUS)
+
+
+def test_a_rank_with_a_full_disk_is_named_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, pipe, raised = atomic.stage, Pipe(), list[Exception]()
+
+    def with_a_full_disk_for_rank_1(path: Path) -> Path:
+        temporary = stage(path)
+        (temporary / "state-1.pt").symlink_to("/dev/full")
+        return temporary
+
+    def save_on(rank: int) -> None:
+        ranks = Ranks(rank, pipe)
+        writer = CheckpointWriter(ranks)
+        role: Any = SimpleNamespace(model=ROLE.model, rank=rank)
+        try:
+            writer.start(Save(checkpoint_path(tmp_path, 6), [role], dict, keep=2))
+            writer.finish(wait=True)
+        except PolyremeError as error:
+            raised.append(error)
+        ranks.close()
+
+    monkeypatch.setattr(atomic, "stage", with_a_full_disk_for_rank_1)
+    monkeypatch.setattr(
+        checkpoint,
+        "rank_contents",
+        lambda roles: RankContents({f"state-{roles[0].rank}.pt": WEIGHTS}, {}, roles[0].rank, 2),
+    )
+    other = threading.Thread(target=save_on, args=(1,))
+    other.start()
+    save_on(0)
+    other.join(GENEROUS)
+    assert {type(error) for error in raised} == {PolyremeError, LeaderError}
+    assert all("rank 1" in str(error) and "No space left" in str(error) for error in raised)
+    assert numbers(tmp_path) == [] and unfinished(tmp_path) == []

@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,7 +75,12 @@ def test_a_share_of_a_large_source_reaches_all_its_rows_over_several_passes() ->
 
 def test_many_sources_are_shuffled_once_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     shuffled: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(prompt_order, "pass_order", lambda *key: (shuffled.append(key), pass_order(*key))[1])
+
+    def counted(seed: int, number: int, size: int) -> np.ndarray:
+        shuffled.append((seed, number, size))
+        return pass_order(seed, number, size)
+
+    monkeypatch.setattr(prompt_order, "pass_order", counted)
     order = PromptOrder(0, [20] * 30, [1.0] * 30)
     rows = [order.row_of(index) for index in range(600)]
     assert sorted(rows) == list(range(600))

@@ -27,11 +27,13 @@ class RankEstimate:
         state: the models' weights, gradients and optimizer state, which are on the device at the same time.
         step: the additional memory of training one model; of several trained models, the largest.
         host: the terms that are in the host's memory while they are not in use. They may repeat terms of `state`.
+        moves: whether `step` is a part of `host`, which leaves the host's memory meanwhile.
     """
 
     state: list[Addend]
     step: list[Addend]
     host: list[Addend] = field(default_factory=list)
+    moves: bool = False
 
     @property
     def terms(self) -> list[Addend]:
@@ -46,9 +48,13 @@ class RankEstimate:
         return sum(term.nbytes for term in self.host)
 
     @property
+    def all_terms(self) -> list[Addend]:
+        """The terms of device and host together, each once, for machines where both are the same memory."""
+        return list(dict.fromkeys([*self.state, *([] if self.moves else self.step), *self.host]))
+
+    @property
     def all_bytes(self) -> int:
-        """Bytes of device and host together, for machines where both are the same memory."""
-        return sum(term.nbytes for term in {*self.terms, *self.host})
+        return sum(term.nbytes for term in self.all_terms)
 
 
 def moments(
@@ -72,25 +78,30 @@ def moments(
             phase = training_phase(states, working, offload)
             found[model.role] = RankEstimate(phase.device, step_terms(model, sharding, batch), host)
             if phase.step:
-                found[f"{model.role} optimizer step"] = RankEstimate(phase.device, phase.step, host)
+                found[f"{model.role} optimizer step"] = RankEstimate(phase.device, phase.step, host, moves=True)
         if model.copies_actor:
             phase = copy_phase(states, states[0], working, offload)
             found[f"{model.role} copy"] = RankEstimate(phase.device, copy_terms(models[0], model, sharding), host)
     return found
 
 
-def rank_estimate(
-    models: Sequence[Model], sharding: Sharding, batch: MicroBatchSize, offload: OffloadConfig | None = None
-) -> RankEstimate:
-    """The largest of the `moments` of one rank. Raises ValueError when a model's sizes do not divide over the ranks."""
-    return max(moments(models, sharding, batch, offload).values(), key=lambda moment: moment.nbytes)
-
-
 def stage_estimates(
-    models: Sequence[Model], parallel: ParallelConfig, batch: MicroBatchSize, offload: OffloadConfig | None = None
+    models: Sequence[Model],
+    parallel: ParallelConfig,
+    batch: MicroBatchSize,
+    offload: OffloadConfig | None = None,
+    together: bool = False,
 ) -> list[RankEstimate]:
-    """The estimates of one rank of each pipeline stage. Raises ValueError when a model's sizes do not divide over the ranks."""
-    return [rank_estimate(models, sharding, batch, offload) for sharding in shardings(models[0].arch, parallel)]
+    """The largest of the `moments` of one rank of each pipeline stage.
+
+    Args:
+        together: whether device and host are the same memory, so that the bytes of both count.
+
+    Raises:
+        ValueError: a model's sizes do not divide over the ranks.
+    """
+    every = [moments(models, sharding, batch, offload).values() for sharding in shardings(models[0].arch, parallel)]
+    return [max(found, key=lambda moment: moment.all_bytes if together else moment.nbytes) for found in every]
 
 
 def arena_term(parameters: int, dtype: str) -> Addend:
