@@ -79,8 +79,11 @@ class HfTensors(Mapping[str, Tensor]):
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Writes a safetensors file. Raises OSError, such as that of a full disk."""
+    file.touch()
+    mode = file.stat().st_mode  # safetensors lets only the owner read, but other users' services load exports
     try:
         save_file(dict(tensors), file, metadata={"format": "pt"})
+        file.chmod(mode)
     except SafetensorError as error:
         found = re.search(r"\(os error (\d+)\)", str(error))
         if found is None:

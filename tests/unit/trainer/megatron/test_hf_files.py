@@ -100,3 +100,9 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system_that_names_it(t
     with pytest.raises(FileNotFoundError) as error:
         save_tensors({"weight": torch.zeros(4)}, file)
     assert error.value.filename == str(file)
+
+
+def test_others_may_read_a_file_where_the_umask_allows_it(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    save_tensors({"weight": torch.zeros(4)}, tmp_path / "weights")
+    assert (tmp_path / "weights").stat().st_mode == (tmp_path / "plain").stat().st_mode
