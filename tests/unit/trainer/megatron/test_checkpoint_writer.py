@@ -3,7 +3,7 @@
 import errno
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,13 +30,6 @@ ROLE: Any = SimpleNamespace(model=SimpleNamespace(device=SimpleNamespace(synchro
 def contents(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of every save is WEIGHTS, on one rank."""
     monkeypatch.setattr(checkpoint, "rank_contents", lambda _: RankContents({"state-0.pt": {"model": WEIGHTS}}, {}, 0, 1))
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture

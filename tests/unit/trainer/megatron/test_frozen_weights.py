@@ -1,7 +1,6 @@
 """The weights beside which something was trained, at a resume."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,6 @@ from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import frozen_weights
 from polyreme_trainer.megatron.checkpoint import weights_digest
 from polyreme_trainer.megatron.frozen_weights import FrozenWeights
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 def weights(folder: Path, content: bytes = b"weights") -> Path:

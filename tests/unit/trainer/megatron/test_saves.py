@@ -21,13 +21,6 @@ STRIDE = 7
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
 def saves(tmp_path: Path, ranks: Ranks) -> Saves:
     """The saves of a run with checkpoints of iterations 4 and 6 and the export of version 0."""
     config = run_config(tmp_path)
