@@ -58,8 +58,10 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from polyreme_rollout.engine.cpu_norms import register_norms
+
     on_cpu = config.device == "cpu"
-    arguments = engine_arguments(config, model_dir, random_weights)
+    arguments = engine_arguments(config, model_dir, random_weights) | (register_norms() if on_cpu else {})
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would spend seconds on imports
