@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polyreme_trainer.convert.command import CheckpointFormat, convert
+from polyreme_trainer.convert.command import CheckpointFormat, Layers, convert
 from polyreme_trainer.megatron.hf_mapping import VOCAB_MULTIPLE
 from support import convert_checks
 from support.models import tiny_family_model
@@ -48,3 +48,30 @@ def test_megatron_loads_virtual_stages_and_experts_that_other_ranks_cut(tmp_path
         convert(model, tmp_path / "converted" / model.name, vocab_multiple=VOCAB_MULTIPLE, **layout)  # type: ignore[arg-type]
     ranks = json.dumps({str(model): layout | {"data": 2 if model == moe else 1} for model, layout in layouts.items()})
     run_ranks(convert_checks.load_as_every_rank, 1, ranks, str(tmp_path / "converted"), timeout=280)
+
+
+def test_megatron_computes_with_experts_in_two_matrices(tmp_path: Path) -> None:
+    """The matrices are those that megatron-core's class of grouped experts loads and multiplies with."""
+    fields = {"num_experts": 4, "num_hidden_layers": 4, "tie_word_embeddings": False}
+    layouts: dict[Path, dict[str, int]] = {
+        tiny_family_model("qwen3_moe", tmp_path / "one", **fields): {},
+        tiny_family_model("qwen2_moe", tmp_path / "two", **fields): {"tensor": 2, "pipeline": 2, "expert": 2, "data": 2},
+        tiny_family_model("qwen3_moe", tmp_path / "cut", **fields): {
+            "tensor": 2,
+            "pipeline": 2,
+            "virtual_pipeline": 2,
+            "expert": 2,
+            "expert_tensor": 1,
+        },
+    }
+    for model, layout in layouts.items():
+        numbers = {name: count for name, count in layout.items() if name != "data"}
+        convert(
+            model,
+            tmp_path / "converted" / model.name,
+            vocab_multiple=VOCAB_MULTIPLE,
+            layers=Layers.grouped,
+            **numbers,  # type: ignore[arg-type]
+        )
+    ranks = json.dumps({str(model): layout for model, layout in layouts.items()})
+    run_ranks(convert_checks.load_grouped_experts, 1, ranks, str(tmp_path / "converted"), timeout=280)

@@ -1,10 +1,16 @@
 """Runs in the ranks of test_convert_megatron: megatron-core itself reads the converted checkpoints and writes others."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import experts
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from polyreme.config.trainer import ParallelConfig
@@ -43,6 +49,12 @@ def load_as_every_rank(layouts: str, converted: str) -> None:
 
     No rank communicates while it loads, so torch's fake process group takes the place of the others.
     """
+    for model, policy in every_rank(layouts, "float32"):
+        load_rank_files(policy, Path(converted) / model.name / "iter_0000001")
+
+
+def every_rank(layouts: str, dtype: str) -> Iterator[tuple[Path, Policy]]:
+    """Each model of a JSON object, which has a layout for each, with its weights, on every rank of the layout in turn."""
     device = Device("cpu")
     initialize_rng_tracker(inference_rng_tracker=True)
     for model, layout in json.loads(layouts).items():
@@ -50,10 +62,47 @@ def load_as_every_rank(layouts: str, converted: str) -> None:
         for rank in range(parallel.world_size):
             torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
             create_groups(parallel, device)
-            policy = Policy(load_architecture(Path(model)), "float32", device, trainable=False, spec=CUDA)
+            policy = Policy(load_architecture(Path(model)), dtype, device, trainable=False, spec=CUDA)
             policy.load_hf(Path(model))
-            load_rank_files(policy, Path(converted) / Path(model).name / "iter_0000001")
+            yield Path(model), policy
             close_parallel()
+
+
+def load_grouped_experts(layouts: str, converted: str) -> None:
+    """megatron-core's GroupedMLP loads the files of each model as every rank in turn, and computes what the rank's single experts compute."""
+    for model, policy in every_rank(layouts, "bfloat16"):
+        folder = Path(converted) / model.name / "iter_0000001"
+        content = torch.load(folder / directory_name(policy.rank) / FILE, weights_only=False)
+        for chunk, entry in zip(policy.chunks, entry_names(policy.rank.vpp), strict=True):
+            single = [layer.mlp.experts for layer in chunk.decoder.layers]
+            with grouped_gemm(), policy.device.megatron():
+                for layer, before in zip(chunk.decoder.layers, single, strict=True):
+                    groups = ProcessGroupCollection.use_mpu_process_groups()
+                    layer.mlp.experts = experts.GroupedMLP(before.num_local_experts, chunk.config, groups)
+                found = chunk.load_state_dict(content[entry], strict=False)
+                assert not found.unexpected_keys and all("_extra_state" in name for name in found.missing_keys)
+                for layer, before in zip(chunk.decoder.layers, single, strict=True):
+                    counts = torch.arange(1, before.num_local_experts + 1)
+                    tokens = torch.randn(int(counts.sum()), chunk.config.hidden_size).bfloat16()
+                    weights = torch.rand(len(tokens))
+                    (ours, _), (theirs, _) = (each(tokens, counts, weights) for each in (before, layer.mlp.experts))
+                    assert ours.any()
+                    torch.testing.assert_close(theirs, ours, rtol=0.02, atol=0.02 * float(ours.abs().max()))
+
+
+@contextmanager
+def grouped_gemm() -> Iterator[None]:
+    """Gives megatron-core the one function that it calls of the package grouped_gemm, which has kernels for CUDA only."""
+
+    def gmm(tokens: Tensor, weights: Tensor, counts: Tensor, trans_b: bool) -> Tensor:
+        assert not trans_b
+        return torch.cat([part @ weight for part, weight in zip(tokens.split(counts.tolist()), weights, strict=True)])
+
+    package, experts.gg = experts.gg, SimpleNamespace(ops=SimpleNamespace(gmm=gmm), assert_grouped_gemm_is_available=lambda: None)
+    try:
+        yield
+    finally:
+        experts.gg = package
 
 
 def load_rank_files(policy: Policy, folder: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyreme.errors import ConfigError
 from polyreme_trainer.convert import (
+    grouped_experts,
     hf_directory,
     layout,
     rank_files,
@@ -24,6 +25,7 @@ from polyreme_trainer.convert import (
     torch_dist_writer,
 )
 from polyreme_trainer.convert.adapter import with_adapter
+from polyreme_trainer.convert.names import engine_names
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.atomic import new_directory
 from polyreme_trainer.megatron.critic import critic_architecture
@@ -43,9 +45,10 @@ class CheckpointFormat(StrEnum):
 
 
 class Layers(StrEnum):
-    """The layers whose parameter names are used."""
+    """The layers whose parameter names are used. "grouped": local layers with the experts of a rank in two matrices."""
 
     local = "local"
+    grouped = "grouped"
     transformer_engine = "transformer_engine"
 
 
@@ -57,6 +60,13 @@ class Kind(StrEnum):
     rank_files = "a Megatron checkpoint in the format torch"
     torch_dist = "a Megatron checkpoint in the format torch_dist"
 
+
+STORED: dict[Layers, rank_files_writer.Stored] = {
+    Layers.local: dict,
+    Layers.grouped: grouped_experts.joined,
+    Layers.transformer_engine: engine_names,
+}
+"""How each kind of layers stores the parameters of a file."""
 
 RANKS = {
     "--tensor": "tensor_model_parallel_size",
@@ -112,7 +122,9 @@ def convert(
     vocab_multiple: Annotated[
         int, typer.Option(min=1, help="Its embedding is padded to a multiple of this for each tensor rank.")
     ] = VOCAB_MULTIPLE,
-    layers: Annotated[Layers, typer.Option(help="Whose names its parameters have.")] = Layers.local,
+    layers: Annotated[
+        Layers, typer.Option(help="Whose names its parameters have; grouped: local, with a rank's experts in two matrices.")
+    ] = Layers.local,
 ) -> None:
     """Convert weights between Hugging Face directories, Megatron checkpoints and state dicts, bit for bit.
 
@@ -152,6 +164,10 @@ def convert(
     )
     if written is CheckpointFormat.torch:
         check_layout(arch, mesh, layers)
+    elif written is CheckpointFormat.torch_dist and layers is Layers.grouped:
+        raise ConfigError(
+            "--layers local or transformer_engine for the format torch_dist", layers.value, "Use local: the files are the same."
+        )
     with ExitStack() as stack:
         tensors = read(stack, kind, path, arch, {RANKS[option]: count for option, count in ranks.items()})
         if adapter is not None:
@@ -160,7 +176,7 @@ def convert(
         if written is CheckpointFormat.torch_dist:
             torch_dist_writer.write(folder, arch, tensors, vocab_multiple, engine=engine)
         elif written is CheckpointFormat.torch:
-            rank_files_writer.write(folder, arch, tensors, mesh, engine=engine)
+            rank_files_writer.write(folder, arch, tensors, mesh, STORED[layers])
         else:
             hf_directory.write(folder, tensors, described, critic=orm)
     print(f"{target}: {arch.parameters:,} parameters of {arch.family.name}" + (", a critic" if orm else ""))
@@ -230,5 +246,9 @@ def check_layout(arch: Architecture, mesh: Rank, layers: Layers) -> None:
         raise ConfigError("a model that divides over the ranks", str(error), f"Change {', '.join(RANKS)}.") from None
     if layers is Layers.transformer_engine and arch.experts:
         raise ConfigError(
-            "--layers local for a model with experts", layers.value, "Transformer Engine names experts by its version; use local."
+            "--layers local or grouped for a model with experts",
+            layers.value,
+            "Transformer Engine names experts by its version; use one of the others.",
         )
+    if layers is Layers.grouped and not arch.experts:
+        raise ConfigError("a model with experts for --layers grouped", arch.family.name, "Leave --layers out.")

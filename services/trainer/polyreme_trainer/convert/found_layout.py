@@ -1,6 +1,7 @@
 """The layout that the files of a Megatron checkpoint show, and the rank of each file.
 
-The names of the directories, the number of entries, and the numbers and widths of the experts in a file determine the layout.
+The names of the directories, the number of entries, and the numbers and widths of the experts in a file determine the layout. The matrices of
+several experts (`grouped_experts`) show only the product of two numbers, so the number of expert ranks comes from elsewhere.
 
 Invariant: the files are those of all ranks of one layout, and of no other. Megatron's arguments in the files, and the numbers of ranks that
 the caller gives, do not contradict it.
@@ -9,15 +10,15 @@ the caller gives, do not contradict it.
 import argparse
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from polyreme.errors import ConfigError
+from polyreme_trainer.convert import grouped_experts, pickles
 from polyreme_trainer.convert import layout as layouts
-from polyreme_trainer.convert import pickles
 from polyreme_trainer.convert.layout import FILE
 from polyreme_trainer.convert.names import local_names
 from polyreme_trainer.megatron import hf_mapping
@@ -93,6 +94,7 @@ def ranks(
     Raises:
         ConfigError: the files are not those of one layout of the model.
     """
+    files = _single_experts(folder, arch, files, given)
     first = next(iter(files.values()))
     experts, cut = _experts(folder, arch, first)
     by_rank = {_coordinates(numbers, experts): file for numbers, file in files.items()}
@@ -130,6 +132,43 @@ def ranks(
         )
     for numbers, rank in expected.items():
         yield rank, by_rank[numbers]
+
+
+def _single_experts(
+    folder: Path, arch: Architecture, files: Mapping[Numbers, RankFile], given: Mapping[str, int]
+) -> Mapping[Numbers, RankFile]:
+    """The files with one weight for each expert and linear layer. Raises ConfigError."""
+    if not arch.experts or not any(grouped_experts.found_in(stage) for stage in next(iter(files.values())).stages):
+        return files
+    count = _expert_ranks(folder, arch, files, given)
+    try:
+        return {
+            numbers: replace(
+                file, stages=[grouped_experts.split(stage, arch.experts, count, arch.hidden) for stage in file.stages]
+            )
+            for numbers, file in files.items()
+        }
+    except ValueError as error:
+        raise ConfigError(
+            f"matrices of {arch.experts} experts with the hidden size {arch.hidden} on {count} expert ranks in {folder}",
+            str(error),
+            "Give the config.json that belongs to these weights, and the right --expert.",
+        ) from None
+
+
+def _expert_ranks(folder: Path, arch: Architecture, files: Mapping[Numbers, RankFile], given: Mapping[str, int]) -> int:
+    """The number of expert ranks of files with matrices of several experts. Raises ConfigError if nothing tells it."""
+    name = _EXPERT_ARGUMENTS[0]
+    numbers, file = next(iter(files.items()))
+    if file.arguments.get("moe_tp_extend_ep"):  # no rank cuts an expert, so the experts of a file are whole
+        down = next(tensor for key, tensor in file.stages[0].items() if key.endswith(".experts.weight2"))
+        return max(1, arch.experts * arch.expert_ffn // max(1, down.shape[0]))
+    for claimed in (given, file.arguments):
+        if type(claimed.get(name)) is int:
+            return max(1, claimed[name])
+    if len(numbers) != 2:  # two are of a pipeline rank or of an expert rank
+        return 1 + max(each[2] for each in files) if len(numbers) == 3 else 1
+    raise ConfigError(f"{name} in the args of {file.where} in {folder}", "none", "Give the number of expert ranks with --expert.")
 
 
 def _experts(folder: Path, arch: Architecture, first: RankFile) -> tuple[int, int]:

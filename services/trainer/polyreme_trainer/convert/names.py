@@ -44,6 +44,11 @@ def engine_name(name: str) -> str:
     return name
 
 
+def engine_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a model without experts by Transformer Engine's names."""
+    return {engine_name(name): value for name, value in state.items()}
+
+
 def experts_engine_name(name: str) -> str:
     """As `engine_name`, in a model with experts, where the norm before the experts is a separate layer."""
     return name if name.endswith(".pre_mlp_layernorm.weight") else engine_name(name)

@@ -3,7 +3,7 @@
 Invariant: one rank's parameters at a time are in memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,18 +20,20 @@ from polyreme_trainer.convert.layout import (
     every_rank,
     place_in_file,
 )
-from polyreme_trainer.convert.names import engine_name
 from polyreme_trainer.convert.parameters import assembled, file_shapes, file_slices
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank, Slice
 
+Stored = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""The form in which a kind of layers stores the parameters, which it gets by the names of megatron-core's local layers."""
 
-def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], layout: Rank, *, engine: bool) -> None:
+
+def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], layout: Rank, stored: Stored) -> None:
     """Fills an empty directory with the checkpoint of a model.
 
     Args:
         layout: the numbers of ranks, and the padding of the vocabulary.
-        engine: whether to name the parameters as Transformer Engine's layers do.
+        stored: the form of each entry's parameters.
 
     Raises:
         ConfigError: the tensors of one parameter have different dtypes.
@@ -40,12 +42,12 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], layou
     for rank in counted(every_rank(layout), "converting", layout.pp * layout.places):
         file = folder / directory_name(rank) / FILE
         file.parent.mkdir(parents=True)
-        entries = dict(zip(entry_names(rank.vpp), _stages(arch, tensors, rank, engine), strict=True))
+        entries = dict(zip(entry_names(rank.vpp), map(stored, _stages(arch, tensors, rank)), strict=True))
         torch.save({"args": arguments(arch, rank), "checkpoint_version": 3.0, "iteration": ITERATION, **entries}, file)
     (target / TRACKER).write_text(str(ITERATION))
 
 
-def _stages(arch: Architecture, tensors: Mapping[str, Tensor], rank: Rank, engine: bool) -> list[dict[str, Tensor]]:
+def _stages(arch: Architecture, tensors: Mapping[str, Tensor], rank: Rank) -> list[dict[str, Tensor]]:
     """The parameters of each virtual stage of a rank."""
     pieces: dict[str, list[Slice]] = {}
     for piece in file_slices(arch, rank):
@@ -56,5 +58,5 @@ def _stages(arch: Architecture, tensors: Mapping[str, Tensor], rank: Rank, engin
         own = pieces.get(param, [])  # none for a rank with padding only, and for the bias of a critic's head
         dtype = tensors[own[0].hf_name].dtype if own else dtype
         stage, name = place_in_file(param, arch, rank)
-        stages[stage][engine_name(name) if engine else name] = assembled(param, shape, own, tensors, dtype)
+        stages[stage][name] = assembled(param, shape, own, tensors, dtype)
     return stages

@@ -22,6 +22,7 @@ from torch.autograd.function import Function, once_differentiable
 from polyreme.config.trainer import MoeConfig
 from polyreme_trainer.algorithms.metrics import Metrics
 from polyreme_trainer.megatron.batch import MicroBatch
+from polyreme_trainer.megatron.collectives import sum_over
 from polyreme_trainer.megatron.context_cut import Cut
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank
@@ -141,7 +142,7 @@ class Routing:
         """Sums the statistics over all ranks. Collective."""
         total(self._observed)
         if parallel_state.get_tensor_and_context_parallel_world_size() > 1:
-            torch.distributed.all_reduce(self._observed, group=parallel_state.get_tensor_and_context_parallel_group())
+            sum_over(self._observed, parallel_state.get_tensor_and_context_parallel_group())
 
     def rows(self, layer: int) -> Rows | None:
         """The rows that the router of `layer` computes now. Backward passes recompute a layer's micro-batches in the order of their forward

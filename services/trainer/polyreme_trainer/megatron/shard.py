@@ -19,6 +19,7 @@ from polyreme_trainer.megatron.batch import (
     pack,
     plan_ranks,
 )
+from polyreme_trainer.megatron.collectives import sum_over
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.mcore import parallel_state
 
@@ -66,7 +67,7 @@ class DataShard:
         If it comes from a model's output, the stages before the last have zeros.
         """
         for group in self.groups:
-            dist.all_reduce(tensor, group=group)
+            sum_over(tensor, group)
         return tensor
 
     @property

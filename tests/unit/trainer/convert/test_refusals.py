@@ -260,6 +260,43 @@ def test_a_layout_over_which_the_model_does_not_divide(family: str, layout: dict
     assert not (tmp_path / "megatron").exists()
 
 
+@pytest.fixture
+def matrices(tmp_path: Path) -> tuple[Path, Path]:
+    """A model with experts, and its files of two tensor and two expert ranks with a rank's experts in two matrices."""
+    model = tiny_family_model("qwen3_moe", tmp_path / "experts", num_experts=4, tie_word_embeddings=False)
+    convert(model, tmp_path / "matrices", tensor=2, expert=2, layers=Layers.grouped)
+    return model, tmp_path / "matrices" / "iter_0000001"
+
+
+def test_matrices_of_experts_whose_number_of_ranks_is_unknown(matrices: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two expert ranks with whole experts have matrices of the same shape as one with halves of twice as many."""
+    model, folder = matrices
+    for file in folder.glob("mp_rank_*"):
+        change(file / FILE, lambda content: content.pop("args"))
+    assert "--expert" in refused(folder, model, tmp_path).do
+    assert "missing" not in refused(folder, model, tmp_path, expert=1).found, "one expert rank would be a pipeline rank"
+    convert(folder, tmp_path / "known", config=model, expert=2)
+    back, hf = (load_file(path / "model.safetensors") for path in (tmp_path / "known", model))
+    assert back.keys() == hf.keys() and all(torch.equal(back[name], hf[name]) for name in hf)
+
+
+def test_matrices_of_experts_of_another_model(matrices: tuple[Path, Path], tmp_path: Path) -> None:
+    _, folder = matrices
+    for fields in ({"num_experts": 5}, {"num_experts": 4, "hidden_size": 64}, {"num_experts": 4, "moe_intermediate_size": 48}):
+        other = tiny_family_model("qwen3_moe", tmp_path / f"other-{fields}", tie_word_embeddings=False, **fields)
+        assert "config.json" in refused(folder, other, tmp_path).do
+
+
+@pytest.mark.parametrize(
+    ("family", "file_format"), [("qwen3", CheckpointFormat.torch), ("qwen3_moe", CheckpointFormat.torch_dist)]
+)
+def test_matrices_of_experts_that_the_files_cannot_have(family: str, file_format: CheckpointFormat, tmp_path: Path) -> None:
+    source = tiny_family_model(family, tmp_path / "model")
+    with pytest.raises(ConfigError):
+        convert(source, tmp_path / "megatron", file_format=file_format, layers=Layers.grouped)
+    assert not (tmp_path / "megatron").exists()
+
+
 def test_another_iteration_and_its_directory(model: Path, megatron: Path, tmp_path: Path) -> None:
     megatron.rename(megatron.with_name("iter_0000030"))
     (megatron.parent / "latest_checkpointed_iteration.txt").write_text("30")

@@ -109,6 +109,41 @@ def test_the_names_of_transformer_engine_come_back_too(family: str, tmp_path: Pa
     assert bits(weights(tmp_path / "back")) == bits(weights(model))
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [(name, layout) for name in known_families() if find_family(name).expert for layout in [{}, *WITH_EXPERTS]],
+)
+def test_experts_in_two_matrices_come_back_too(
+    models: Callable[[str, bool], Path], family: str, layout: dict[str, int], tmp_path: Path
+) -> None:
+    layout = layout | ({"tensor": 2} if find_family(family).projection_norms and "tensor" in layout else {})
+    model = models(family, False)
+    convert(model, tmp_path / "megatron", layers=Layers.grouped, **layout)  # type: ignore[arg-type]
+    file = next((tmp_path / "megatron" / "iter_0000001").glob("mp_rank_*"))
+    content = torch.load(file / FILE, weights_only=False)
+    names = content["model0" if "virtual_pipeline" in layout else "model"].keys()
+    assert {f"decoder.layers.0.mlp.experts.weight{number}" for number in (1, 2)} <= names
+    assert not any("local_experts" in name for name in names)
+    convert(tmp_path / "megatron", tmp_path / "back", config=model)
+    assert bits(weights(tmp_path / "back")) == bits(weights(model))
+
+
+def test_the_two_matrices_have_the_experts_transposed_and_in_order(tmp_path: Path) -> None:
+    """megatron-core reads `weight1` as [experts, hidden, gate and up] and `weight2` as [experts, ffn, hidden]."""
+    model = model_of("qwen3_moe", tmp_path / "model")
+    convert(model, tmp_path / "megatron", tensor=2, expert=2, layers=Layers.grouped)
+    hf = weights(model)
+    for tensor, expert in itertools.product((0, 1), (0, 1)):
+        state = rank_file(tmp_path / "megatron", f"mp_rank_{tensor:02d}_{expert:03d}")["model"]
+        up, down = (state[f"decoder.layers.1.mlp.experts.weight{number}"] for number in (1, 2))
+        assert (up.shape, down.shape) == ((32, 2 * 24), (2 * 12, 32))
+        for local in (0, 1):
+            names = [f"model.layers.1.mlp.experts.{2 * expert + local}.{name}_proj.weight" for name in ("gate", "up", "down")]
+            gate, rows, columns = (hf[name].chunk(2, dim=int("down" in name))[tensor] for name in names)
+            assert torch.equal(up.view(2, 32, 24)[local].T, torch.cat([gate, rows]))
+            assert torch.equal(down.view(2, 12, 32)[local].T, columns)
+
+
 def test_the_files_are_those_of_megatron(tmp_path: Path) -> None:
     model = model_of("qwen2", tmp_path / "model", torch.float32, tie_word_embeddings=True)
     convert(model, tmp_path / "megatron", tensor=2, pipeline=2)

@@ -1,0 +1,28 @@
+"""Runs in the ranks of test_collectives."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from polyreme_trainer.megatron.collectives import sum_over
+
+
+def sum_on_a_backend_without_float64() -> None:
+    """Sums as on HCCL, whose reductions take no float64."""
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    all_reduce = dist.all_reduce
+
+    def hccl_all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        assert tensor.dtype != torch.float64
+        return all_reduce(tensor, *arguments, **options)
+
+    dist.all_reduce = hccl_all_reduce
+    exact = torch.tensor([[2.0**53, float(rank)], [2.0**-30, 1.0]], dtype=torch.float64)
+    assert sum_over(exact, None) is exact
+    assert exact.tolist() == [[ranks * 2.0**53, sum(range(ranks))], [ranks * 2.0**-30, ranks]]
+    whole = torch.full((3,), float(rank + 1))
+    assert sum_over(whole, None) is whole
+    assert whole.tolist() == [ranks * (ranks + 1) / 2] * 3
+    dist.destroy_process_group()
