@@ -15,6 +15,7 @@ from typing import Any
 from polyreme.cli.doctor import installed_version
 from polyreme.cli.verdicts import Verdict, packages_verdict
 from polyreme.net.ports import free_port
+from polyreme_trainer.megatron.mindspeed import Choice, choice
 
 SECONDS = 120.0
 """Deadline of a child process."""
@@ -46,6 +47,8 @@ def verdicts(wanted: str | None) -> Iterator[Verdict]:
     if (accelerator := kind or device) in DRIVERS:
         path = DRIVERS[accelerator]
         yield driver_verdict(accelerator, path.read_text(errors="replace") if path.is_file() else None)
+    if accelerator == "npu" and versions["megatron-core"] is not None:
+        yield mindspeed_verdict(choice())
     if kind is not None:
         ranks = 2 if kind == "cpu" else len(answers[0][kind])
         yield collective_verdict(kind, ranks, _children([kind], ranks)[1])
@@ -87,6 +90,11 @@ def driver_verdict(kind: str, text: str | None) -> Verdict:
         "npu": "Install Ascend's driver; a container needs /usr/local/Ascend/driver/version.info of its host, read-only.",
     }[kind]
     return Verdict("note", "driver", f"{kind}: {what} at {DRIVERS[kind]}", advice)
+
+
+def mindspeed_verdict(made: Choice) -> Verdict:
+    """Whether a learner uses MindSpeed's adaptor, and which one."""
+    return Verdict("note" if made.do else "ok", "mindspeed", made.found, made.do)
 
 
 def _advice(kind: str, facts: Mapping[str, Any]) -> str:

@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from polyreme_trainer.doctor import _children, collective_verdict, device_verdict, driver_verdict, optimizer_verdicts
+from polyreme_trainer.doctor import (
+    _children,
+    collective_verdict,
+    device_verdict,
+    driver_verdict,
+    mindspeed_verdict,
+    optimizer_verdicts,
+)
+from polyreme_trainer.megatron.mindspeed import choose
 
 NONE: dict[str, Any] = {"torch": "2.13.0", "cuda_build": None, "cuda": [], "npu": []}
 CUDA_WITHOUT_DRIVER = {**NONE, "cuda_build": "13.0"}
@@ -66,6 +74,13 @@ def test_a_driver_is_named_by_its_version(kind: str, text: str, version: str) ->
 def test_a_driver_without_a_version_is_noted(kind: str, text: str | None) -> None:
     verdict = driver_verdict(kind, text)
     assert verdict.level == "note" and verdict.do
+
+
+def test_a_mindspeed_that_is_not_used_is_a_note_with_advice() -> None:
+    levels = {version: mindspeed_verdict(choose(version, True, "0.16.1")) for version in ("0.16.0", "0.12.1")}
+    assert [(verdict.level, bool(verdict.do)) for verdict in levels.values()] == [("ok", False), ("note", True)]
+    assert all(version is not None and version in verdict.found for version, verdict in levels.items())
+    assert mindspeed_verdict(choose(None, False, "0.16.1")).level == "ok"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])

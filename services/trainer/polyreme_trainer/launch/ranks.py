@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from polyreme.config.trainer import ParallelConfig
 from polyreme.net.ports import free_port
 from polyreme.process.supervisor import ProcessSpec
+from polyreme_trainer.megatron.mindspeed import DEVICE
 
 
-def compute_environment(parallel: ParallelConfig) -> dict[str, str]:
-    """The environment variables that set the threads of one rank."""
+def compute_environment(parallel: ParallelConfig, device: str) -> dict[str, str]:
+    """The environment variables that set the device and the threads of one rank."""
     return {
+        DEVICE: device,
         "OMP_NUM_THREADS": str(parallel.threads),
         "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core that another process needs
     }

@@ -50,7 +50,7 @@ class StageProcess:
     def __init__(self, config: StageConfig, run_id: str, log_dir: Path, console: Console, rank: Sequence[str] = RANK) -> None:
         self._config, self._run_id, self._console = config, run_id, console
         parallel = config.trainer.parallel
-        environment = {**compute_environment(parallel), "POLYREME_RUN_DIR": str(config.run_dir)}
+        environment = {**compute_environment(parallel, config.device), "POLYREME_RUN_DIR": str(config.run_dir)}
         self._ranks = ProcessSet("learner", lambda: rank_programs(parallel, rank, environment), log_dir)
         self._supervisor = Supervisor([self._ranks], config.trainer.max_restarts, on_restart=self._say_restart)
         self._progress = StageProgress()

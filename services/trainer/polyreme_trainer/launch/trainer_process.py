@@ -263,7 +263,7 @@ def rank_environment(config: RunConfig, run_id: str, redis_url: str) -> dict[str
     return {
         "POLYREME_REDIS": redis_url,
         "POLYREME_RUN": run_id,
-        **compute_environment(config.trainer.parallel),
+        **compute_environment(config.trainer.parallel, config.device),
     }
 
 

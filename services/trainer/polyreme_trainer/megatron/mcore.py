@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from polyreme_trainer.megatron.mindspeed import adapt
+
 
 def _uncompiled(function: Callable[..., Any] | None = None, **_: object) -> Callable[..., Any]:
     """Replaces torch.compile, also where it is called with options."""
@@ -39,6 +41,7 @@ def _light_import() -> Iterator[None]:
 
 with warnings.catch_warnings(), _light_import():
     warnings.simplefilter("ignore")
+    adapt()  # on npu; the replacements must be there when megatron-core chooses its classes
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel

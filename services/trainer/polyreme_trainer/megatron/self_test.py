@@ -3,6 +3,7 @@
 Invariant: the last line of standard output is one JSON object. After a failure the exit code is not 0.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from polyreme_trainer.megatron.device import Device, import_npu
+from polyreme_trainer.megatron.mindspeed import DEVICE
 
 _NUMBERS = 2**20
 
@@ -32,7 +34,12 @@ def facts() -> dict[str, Any]:
 
 
 def reduce_once(kind: str) -> dict[str, Any]:
-    """Sums 4 MiB over all processes, each on its own device. Raises RuntimeError for a wrong sum or a failed collective."""
+    """Sums 4 MiB over all processes, each on its own device, after the imports of a learner's rank.
+
+    Raises RuntimeError for a wrong sum or a failed collective.
+    """
+    os.environ[DEVICE] = kind
+    importlib.import_module("polyreme_trainer.megatron.mcore")  # on npu also MindSpeed's adaptor, if it is used
     device = Device(kind, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(device.backend)
     numbers = torch.full((_NUMBERS,), float(dist.get_rank() + 1), device=device.torch)

@@ -21,6 +21,7 @@ from polyreme.experience.run import Run, RunState
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpec
 from polyreme_trainer.launch import trainer_process
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
+from polyreme_trainer.megatron.mindspeed import DEVICE
 from support.processes import runs
 from support.waiting import until
 
@@ -318,6 +319,7 @@ def test_learner_ranks_start_under_the_launcher_contract(tmp_path: Path, config:
     assert {program.env["WORLD_SIZE"] for program in ranks} == {"4"}
     assert len({program.env["MASTER_PORT"] for program in ranks}) == 1
     assert {program.env["OMP_NUM_THREADS"] for program in ranks} == {"3"}
+    assert {program.env[DEVICE] for program in ranks} == {"cpu"}
     assert len(orchestrator.programs()) == 1
 
 
