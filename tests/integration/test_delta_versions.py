@@ -177,7 +177,7 @@ async def test_a_delta_from_other_bytes_of_the_same_version_is_refused(world: Wo
         )
         delta = diff(before, memoryview(other), after, memoryview(changed))
         assert delta is not None
-        with pytest.raises(BaseError, match="expected version 0 .* as the base; found other bytes"):
+        with pytest.raises(BaseError, match=r"expected version 0 .* as the base; found other bytes"):
             async with far._swapper.staging._receiver.receive_delta(delta.manifest):
                 pass
         assert same(far.weights, weights)
