@@ -8,7 +8,7 @@ the caller gives, do not contradict it.
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from polyreme_trainer.megatron.families.base import EMBEDDING_ROW, EXPERT, Archi
 from polyreme_trainer.megatron.hf_mapping import Rank
 
 _ENTRY = re.compile(r"model\d*")
-_DOWN = re.compile(rf"decoder\.layers\.0\.{re.escape(EXPERT)}\d+\.linear_fc2\.weight")
+_DOWN = re.compile(rf"decoder\.layers\.(\d+)\.{re.escape(EXPERT)}\d+\.linear_fc2\.weight")
 _EXPERT_ARGUMENTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
@@ -94,7 +94,7 @@ def ranks(
         ConfigError: the files are not those of one layout of the model.
     """
     first = next(iter(files.values()))
-    experts, cut = _experts(folder, arch, first)
+    experts, cut = _experts(folder, arch, files.values())
     by_rank = {_coordinates(numbers, experts): file for numbers, file in files.items()}
     tp, pp = (1 + max(numbers[axis] for numbers in by_rank) for axis in (0, 1))
     cut = cut or tp
@@ -132,21 +132,33 @@ def ranks(
         yield rank, by_rank[numbers]
 
 
-def _experts(folder: Path, arch: Architecture, first: RankFile) -> tuple[int, int]:
-    """The number of expert ranks, and the number of ranks that cut each expert; 0 if the tensor ranks do."""
-    down = [tensor for name, tensor in first.stages[0].items() if _DOWN.fullmatch(name)]
+def _experts(folder: Path, arch: Architecture, files: Iterable[RankFile]) -> tuple[int, int]:
+    """The number of expert ranks, and the number of ranks that cut each expert; 0 if the tensor ranks do. A rank may have only layers without
+    experts."""
+    down, where = next((found for file in files for found in _one_layer(file)), ([], ""))
     if not down or not arch.experts:
         return 1, 0
     if arch.experts % len(down):
         raise ConfigError(
             f"{arch.experts} experts that divide over the ranks in {folder}",
-            f"{len(down)} in {first.where}",
+            f"{len(down)} in {where}",
             "Give the config.json that belongs to these weights.",
         )
     width = (
         down[0].shape[-1] if down[0].numel() and down[0].dim() == 2 else arch.expert_ffn + 1
     )  # another shape is reported later
     return arch.experts // len(down), 0 if arch.expert_ffn % width else arch.expert_ffn // width
+
+
+def _one_layer(file: RankFile) -> Iterator[tuple[list[Tensor], str]]:
+    """The last matrices of the experts of each layer of a file, with the file's name."""
+    for stage in file.stages:
+        layers: dict[str, list[Tensor]] = {}
+        for name, tensor in stage.items():
+            if layer := _DOWN.fullmatch(name):
+                layers.setdefault(layer[1], []).append(tensor)
+        for down in layers.values():
+            yield down, file.where
 
 
 def _coordinates(numbers: Numbers, experts: int) -> Numbers:
