@@ -84,8 +84,8 @@ def classifier_config(config: bytes) -> bytes:
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """config.json with the dtype of the exported weights, under the key that it already uses, and without layers for drafts, which are not
-    exported."""
+    """config.json with the dtype of the exported weights, under the key that it already uses, and without layers for multi-token
+    prediction, which are not exported."""
     fields = json.loads(config)
     fields |= dict.fromkeys(fields.keys() & DRAFT_LAYERS, 0)
     fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype

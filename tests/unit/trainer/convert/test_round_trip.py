@@ -121,10 +121,10 @@ def test_experts_in_two_matrices_come_back_too(
     layout = layout | ({"tensor": 2} if find_family(family).projection_norms and "tensor" in layout else {})
     model = models(family, False)
     convert(model, tmp_path / "megatron", layers=Layers.grouped, **layout)  # type: ignore[arg-type]
-    file = next((tmp_path / "megatron" / "iter_0000001").glob("mp_rank_*"))
-    content = torch.load(file / FILE, weights_only=False)
-    names = content["model0" if "virtual_pipeline" in layout else "model"].keys()
-    assert {f"decoder.layers.0.mlp.experts.weight{number}" for number in (1, 2)} <= names
+    files = (tmp_path / "megatron" / "iter_0000001").glob(f"mp_rank_*/{FILE}")
+    contents = [torch.load(file, weights_only=False) for file in files]
+    names = {name for content in contents for key in content.keys() & {"model", "model0", "model1"} for name in content[key]}
+    assert {f"experts.weight{number}" for number in (1, 2)} <= {name.partition(".mlp.")[2] for name in names}
     assert not any("local_experts" in name for name in names)
     convert(tmp_path / "megatron", tmp_path / "back", config=model)
     assert bits(weights(tmp_path / "back")) == bits(weights(model))

@@ -56,12 +56,11 @@ def test_load_is_spread() -> None:
 
 def test_the_first_replica_with_a_version_gets_its_share_only() -> None:
     first, second = Target("a", version=3, term=1), Target("b", version=2, term=1, sequences=5)
-    limits = {"min_version": 3, "term": 1, "now": 0.0}
-    assert fair_share([first, second], **limits, waiting=64) == 32
+    assert fair_share([first, second], min_version=3, term=1, now=0.0, waiting=64) == 32
     first.sequences = 32
-    assert fair_share([first, second], **limits, waiting=32) == 32
+    assert fair_share([first, second], min_version=3, term=1, now=0.0, waiting=32) == 32
     second.version = 3
-    assert fair_share([first, second], **limits, waiting=32) == math.inf
+    assert fair_share([first, second], min_version=3, term=1, now=0.0, waiting=32) == math.inf
 
 
 @pytest.mark.parametrize(
