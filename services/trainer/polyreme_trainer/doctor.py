@@ -47,7 +47,7 @@ def verdicts(wanted: str | None) -> Iterator[Verdict]:
     if (accelerator := kind or device) in DRIVERS:
         path = DRIVERS[accelerator]
         yield driver_verdict(accelerator, path.read_text(errors="replace") if path.is_file() else None)
-    if accelerator == "npu" and versions["megatron-core"] is not None:
+    if accelerator == "npu" and versions["megatron-core"] and (kind or installed_version("mindspeed")):
         yield mindspeed_verdict(choice())
     if kind is not None:
         ranks = 2 if kind == "cpu" else len(answers[0][kind])
@@ -137,8 +137,8 @@ def _children(arguments: Sequence[str], ranks: int = 1) -> tuple[list[dict[str, 
         return [], f"no answer within {SECONDS:g} s"
     finally:
         for child in children:
-            child.kill()
-            child.wait()
+            with child:  # closes its pipes, and waits for its end
+                child.kill()
     for child, (_, errors) in zip(children, outputs, strict=True):
         if child.returncode:
             return [], (errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:300]

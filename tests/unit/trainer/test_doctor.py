@@ -1,9 +1,12 @@
 """The trainer's verdicts from what torch reports, and its self-test on this machine."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from polyreme_trainer import doctor
 from polyreme_trainer.doctor import (
     _children,
     collective_verdict,
@@ -88,6 +91,26 @@ def test_a_collective_that_fails_says_what_to_look_at(kind: str) -> None:
     assert collective_verdict(kind, 2, None).level == "ok"
     failed = collective_verdict(kind, 2, "no answer within 120 s")
     assert failed.level == "missing" and failed.do and "no answer" in failed.found
+
+
+def test_a_process_that_hangs_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a broken driver. The first process ends in time."""
+    (tmp_path / "hangs.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(os.environ['PIDS'], str(os.getpid())).touch()\n"
+        "while os.environ['RANK'] == '1': time.sleep(60)\n"
+        "print('{}')\n"
+    )
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    monkeypatch.setattr(doctor, "_MODULE", "hangs")
+    monkeypatch.setattr(doctor, "SECONDS", 3.0)
+    answers, failure = _children(["npu"], 3)
+    assert answers == [] and failure is not None and "no answer within 3 s" in failure
+    for path in (tmp_path / "pids").iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.name), 0)
 
 
 @pytest.mark.real

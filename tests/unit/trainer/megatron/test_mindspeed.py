@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ if "BROKEN" in os.environ:
 """
 
 
-def lay_out(folder: Path, version: str, adaptor: bool = True) -> Path:
+def lay_out(folder: Path, number: str, adaptor: bool = True) -> Path:
     """A site directory with an installed package `mindspeed`."""
     (folder / "mindspeed").mkdir(parents=True)
     (folder / "mindspeed" / "__init__.py").touch()
     if adaptor:
         (folder / "mindspeed" / "megatron_adaptor.py").write_text(ADAPTOR)
-    (folder / f"mindspeed-{version}.dist-info").mkdir()
-    (folder / f"mindspeed-{version}.dist-info" / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: mindspeed\nVersion: {version}\n"
+    (folder / f"mindspeed-{number}.dist-info").mkdir()
+    (folder / f"mindspeed-{number}.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: mindspeed\nVersion: {number}\n"
     )
     return folder
 
@@ -51,6 +52,8 @@ def run(
 
 
 MEGATRON = "0.16.1"
+OURS = ".".join(version("megatron-core").split(".")[:2])
+"""The release of the installed megatron-core."""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ def test_only_the_adaptor_of_the_installed_megatron_core_is_used(
 
 def test_it_is_imported_before_megatron_core_at_its_lowest_level_and_sees_no_arguments_of_ours(tmp_path: Path) -> None:
     program = "import sys; from polyreme_trainer.megatron.mcore import GPTModel; print(sys.argv[1:])"
-    ended, seen = run(lay_out(tmp_path, "0.16.0"), program, "npu")
+    ended, seen = run(lay_out(tmp_path, f"{OURS}.0"), program, "npu")
     assert ended.returncode == 0, ended.stderr
     assert seen == {"argv": ["--optimization-level", "0", "--optimizer-selection", "fused_torch_adamw"], "megatron": []}
     assert ended.stdout.strip() == "['--config', 'run.yaml']"
@@ -85,18 +88,18 @@ ADAPT = "from polyreme_trainer.megatron.mindspeed import adapt; adapt()"
 
 
 @pytest.mark.parametrize(
-    ("version", "adaptor", "device"),
-    [("0.16.0", True, "cpu"), ("0.16.0", True, "cuda"), ("0.12.1", True, "npu"), ("0.0.1", False, "npu")],
+    ("installed", "adaptor", "device"),
+    [(f"{OURS}.0", True, "cpu"), (f"{OURS}.0", True, "cuda"), ("0.12.1", True, "npu"), ("0.0.1", False, "npu")],
 )
 def test_it_is_not_imported_on_another_device_nor_for_another_megatron_core(
-    version: str, adaptor: bool, device: str, tmp_path: Path
+    installed: str, adaptor: bool, device: str, tmp_path: Path
 ) -> None:
-    ended, seen = run(lay_out(tmp_path, version, adaptor), ADAPT, device)
+    ended, seen = run(lay_out(tmp_path, installed, adaptor), ADAPT, device)
     assert (ended.returncode, seen) == (0, None), ended.stderr
 
 
 def test_an_adaptor_that_cannot_be_imported_ends_the_rank_and_says_what_to_do(tmp_path: Path) -> None:
-    ended, seen = run(lay_out(tmp_path, "0.16.0"), ADAPT, "npu", BROKEN="1")
+    ended, seen = run(lay_out(tmp_path, f"{OURS}.0"), ADAPT, "npu", BROKEN="1")
     assert ended.returncode and seen is not None
     assert "no libhccl.so" in ended.stderr and "uninstall mindspeed" in ended.stderr
 
