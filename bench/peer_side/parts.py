@@ -95,7 +95,6 @@ def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: s
     parts: dict[str, list[float]] = {name: [] for name in ("generate", "score", "train", "write", "load")}
 
     async def load(engine: Any, source: ArenaSource) -> None:
-        await engine.pause()
         await engine.load([source])
         await engine.resume()
 

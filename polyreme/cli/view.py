@@ -58,11 +58,16 @@ def view(config: RunConfig, console: Console, redis_url: str = "") -> View:
 
 
 class PlainView:
-    """Prints one line per iteration, evaluation, alarm and notice, and a line about the warm start every few seconds."""
+    """Prints one line per iteration, evaluation, alarm and notice, and a line about the warm start every few seconds.
+
+    Engines that end for the learner (`rollout.cpu_sleep: end`) start in every turn, at another address. Only the first start of each
+    process is printed then: a second process is news, a second turn is not.
+    """
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         self._config, self._console = config, console
         self._sft_shown = float("-inf")
+        self._started: set[tuple[str, int]] = set()  # host and process id
 
     def __enter__(self) -> "PlainView":
         return self
@@ -78,8 +83,20 @@ class PlainView:
             if record["time"] - self._sft_shown < _SFT_LINE_SECONDS and record["step"] < record["steps"]:
                 return
             self._sft_shown = record["time"]
+        if self._config.ends_engines and self._repeats_turn(record):
+            return
         if line := plain_line(record, progress, self._config.iterations):
             self._print(line)
+
+    def _repeats_turn(self, record: Record) -> bool:
+        """Whether the record reports what happens in every turn."""
+        if record["kind"] != "engine_start":
+            return bool(record["kind"] == "replicas")
+        process = (record["host"], record["pid"])
+        repeats = process in self._started
+        if "seconds" in record:
+            self._started.add(process)
+        return repeats
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -162,7 +162,7 @@ class OffloadConfig(Section):
 
 
 class MoeConfig(Section):
-    """Losses on the routers of models with experts, in every optimizer step of a run or a stage."""
+    """The balance of experts, in every optimizer step of a run or a stage."""
 
     aux_loss_coef: float | None = Field(
         None,
@@ -170,11 +170,16 @@ class MoeConfig(Section):
         description="Coefficient of the load-balancing loss, which costs a forward pass per optimizer step. null: `router_aux_loss_coef` of config.json where its `output_router_logits` is true, else 0.",
     )
     z_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the z-loss, which keeps the routers' logits small.")
+    bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="Change of each expert bias after an optimizer step, for models that have one. 0: the biases stay as they are. Pre-training often uses 0.001.",
+    )
 
     @property
     def is_set(self) -> bool:
-        """Whether the section configures a loss."""
-        return bool(self.aux_loss_coef or self.z_loss_coef)
+        """Whether the section configures a loss or an update."""
+        return bool(self.aux_loss_coef or self.z_loss_coef or self.bias_update_rate)
 
 
 class RunMoeConfig(MoeConfig):

@@ -45,8 +45,15 @@ async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervis
             await s.end("learner")
             await start_supervisor(s, TRAIN_SECONDS)
         wrong = await verdict(s, await s.wait(900.0), iterations) + await weights_verdict(s, iterations)
+        if "tokens_per_iteration" in kind.get("rollout", {}) and not await samples_continued(s):
+            wrong.append("no trained sample had paused")
         assert not wrong, "\n".join([f"seed {seed}", *wrong, *s.notes])
     return s
+
+
+async def samples_continued(s: Storm) -> bool:
+    paused = sum(record["rollout/paused_samples"] for record in await records(s.run, "rollout"))
+    return paused > 0 and any(record["partial/carried_samples"] for record in await records(s.run, "iteration"))
 
 
 async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervised: bool, pace: float = 0.1, **kind: Any) -> None:

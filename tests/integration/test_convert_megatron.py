@@ -21,6 +21,7 @@ def test_megatron_loads_what_is_written_and_writes_what_is_read(tmp_path: Path) 
         tiny_family_model("qwen2", tmp_path / "qwen2"),
         tiny_family_model("gemma3_text", tmp_path / "gemma3", tie_word_embeddings=False),
         tiny_family_model("qwen2_moe", tmp_path / "qwen2_moe", tie_word_embeddings=False),
+        tiny_family_model("glm4_moe", tmp_path / "glm4_moe", tie_word_embeddings=False),
     ]
     for model in models:
         convert(model, tmp_path / "converted" / model.name, tensor=2, vocab_multiple=VOCAB_MULTIPLE)

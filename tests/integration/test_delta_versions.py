@@ -4,12 +4,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
 
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.weights.arena import ArenaError
+from polyreme.weights.delta import diff
+from polyreme.weights.digest import seal
 from polyreme.weights.wire import encode_chunk
+from polyreme_rollout.weight_receiver import BaseError
 from polyreme_trainer.weight_sync import replica_client, replica_push
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.publisher import Publisher
@@ -155,6 +159,39 @@ async def test_a_damaged_delta_is_refused_and_the_whole_version_follows(world: W
         await world.publisher.wait_committed(1, 1, 300)
         assert same(far.weights, weights)
         assert far.versions == [0, 1]
+    assert await paths(world) == ["stream", "stream"]
+    await world.notice("replica far refused a delta", "DATA_LOSS")
+
+
+async def test_a_delta_from_other_bytes_of_the_same_version_is_refused(world: World) -> None:
+    async with world.replica("far") as far:
+        weights = await world.step(SPARSE)
+        await world.publisher.wait_committed(0, 1, 300)
+        rng = np.random.default_rng(1)
+        other = bytearray(rng.bytes(SPARSE_LAYOUT.nbytes))
+        changed = bytearray(other)
+        changed[0] ^= 1
+        before, after = (
+            seal(SPARSE_LAYOUT.stamped(world.run.run_id, world.term, version), memoryview(data))
+            for version, data in ((0, other), (1, changed))
+        )
+        delta = diff(before, memoryview(other), after, memoryview(changed))
+        assert delta is not None
+        with pytest.raises(BaseError, match=r"expected version 0 .* as the base; found other bytes"):
+            async with far._swapper.staging._receiver.receive_delta(delta.manifest):
+                pass
+        assert same(far.weights, weights)
+
+
+async def test_a_base_that_was_damaged_in_memory_is_found_out_and_the_whole_version_follows(world: World) -> None:
+    async with world.replica("far") as far:
+        await world.step(SPARSE)
+        await world.publisher.wait_committed(0, 1, 300)
+        [buffer] = far._swapper.staging._receiver._buffers[0]
+        buffer.view[0] ^= 1
+        weights = await world.step(SPARSE)
+        await world.publisher.wait_committed(1, 1, 300)
+        assert same(far.weights, weights)
     assert await paths(world) == ["stream", "stream"]
     await world.notice("replica far refused a delta", "DATA_LOSS")
 

@@ -30,6 +30,7 @@ WIDE: dict[str, Any] = {
 WIDE_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 96},  # 48: the kernel pads it
     "qwen3_moe": {"moe_intermediate_size": 64},
+    "glm4_moe": {"moe_intermediate_size": 64, "tie_word_embeddings": False},
     "olmoe": {"tie_word_embeddings": False},  # vLLM's OLMoE has a separate head; the published models are untied
 }
 
@@ -39,6 +40,7 @@ WIDE_EXPERTS: dict[str, dict[str, Any]] = {
     [
         "gemma3_text",
         "qwen2_moe",
+        pytest.param("glm4_moe", marks=pytest.mark.slow),
         pytest.param("llama", marks=pytest.mark.slow),  # with a bias in every linear layer
         pytest.param("mixtral", marks=pytest.mark.slow),
         pytest.param("olmoe", marks=pytest.mark.slow),

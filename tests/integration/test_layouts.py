@@ -31,7 +31,9 @@ CUT = {"data": 2, "expert_tensor": 2}
 WHOLE = {"tensor": 2, "expert": 2, "expert_tensor": 1}
 """Layouts that cut experts but not attention, and the reverse."""
 MOE = {"aux_loss_coef": 0.3, "z_loss_coef": 0.1, "replay_routes": True}
-"""All settings of routers."""
+"""All settings of routers that have no expert bias."""
+RATE = 0.01
+"""Change of the expert biases in a step."""
 
 Train = Callable[..., dict[str, Any]]
 
@@ -79,10 +81,13 @@ def test_expert_ranks_train_as_one_rank_and_a_run_leaves_and_enters_them(train: 
 
 def test_every_kind_of_model_with_experts_trains_on_expert_ranks_as_on_one(train: Train, experts: Path, tmp_path: Path) -> None:
     """All families, balanced and replayed routers, recomputed activations, adapters, and bfloat16 with full-precision copies, which also pass to them bit for bit."""
+    glm = tiny_family_model("glm4_moe", tmp_path / "glm4_moe", n_routed_experts=4)
     kinds: dict[str, dict[str, Any]] = {
         "qwen3_moe": {"model": str(tiny_family_model("qwen3_moe", tmp_path / "qwen3_moe", num_experts=4))},
         "mixtral": {"model": str(tiny_family_model("mixtral", tmp_path / "mixtral", num_local_experts=4))},
         "olmoe": {"model": str(tiny_family_model("olmoe", tmp_path / "olmoe", num_experts=4))},
+        "glm4_moe": {"model": str(glm), "moe": MOE | {"bias_update_rate": RATE}, "recompute": "selective"},
+        "frozen biases": {"model": str(glm), "lora": {"rank": 3, "alpha": 6.0}},
         "routers": {"moe": MOE, "recompute": "full"},
         "full": {"recompute": "full"},
         "selective": {"recompute": "selective"},
@@ -103,6 +108,44 @@ def test_every_kind_of_model_with_experts_trains_on_expert_ranks_as_on_one(train
     for state, tensors in whole.items():
         agree(passed[state], tensors, 0.0)
     assert not all(torch.equal(whole["master"][name], tensor.float()) for name, tensor in whole["weights"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, MOE, {"recompute": "full"}])
+def test_expert_biases_are_those_of_one_rank_and_are_resumed_on_any_layout(
+    settings: dict[str, Any], train: Train, tmp_path: Path
+) -> None:
+    """Of a model whose first layer has no experts. Each layout also compares the bits on all of its ranks, see `layout_checks`."""
+    model = tiny_family_model("glm4_moe", tmp_path / "model", n_routed_experts=6)
+    kind = {"recompute": settings["recompute"]} if "recompute" in settings else {}
+    kind["moe"] = {"bias_update_rate": RATE} | (MOE if settings is MOE else {})
+
+    def run(layout: dict[str, int], *runs: dict[str, Any]) -> dict[str, Any]:
+        return train(layout, *(each | kind for each in runs), model=model)
+
+    first = a_run(5, step_1=tmp_path / "at-1", step_3=tmp_path / "at-3", step_0=tmp_path / "at-0")
+    expected = run(ONE, first)["runs"][0]
+    before, after = (layout_checks.saved_state(model, tmp_path / name)["weights"] for name in ("at-0", "at-3"))
+    for name in (name for name in before if name.endswith("e_score_correction_bias")):
+        steps = (after[name] - before[name]) / RATE  # each step moves a number by one rate, or not at all
+        assert steps.abs().max() <= 3 + 1e-3 and (steps - steps.round()).abs().max() < 1e-3 and steps.any()
+    layouts = {**TWO, "expert": EXPERT, "context": CONTEXT, "whole": WHOLE, "both": {"tensor": 2, "pipeline": 2}, "one": ONE}
+    check_chain(run, layouts, model, expected, tmp_path, tmp_path)
+
+
+@pytest.mark.slow
+def test_expert_biases_of_a_bfloat16_model_pass_from_layout_to_layout_in_full_precision(train: Train, tmp_path: Path) -> None:
+    model = tiny_family_model("glm4_moe", tmp_path / "model", n_routed_experts=4)
+    kind, first = {"moe": {"bias_update_rate": RATE}}, tmp_path / "first"
+    train(ONE, a_run(2, step_2=first) | kind, dtype="bfloat16", model=model)
+    expected, before = layout_checks.saved_state(model, first), first
+    biases = {name: tensor for name, tensor in expected["weights"].items() if tensor.dtype == torch.float32}
+    assert len(biases) == 3 and not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in biases.values())
+    for name, layout in {**TWO, "expert": EXPERT, "one": ONE}.items():
+        train(layout, a_run(0, resume=before, step_0=tmp_path / name) | kind, dtype="bfloat16", model=model)
+        for state, tensors in layout_checks.saved_state(model, tmp_path / name).items():
+            agree(tensors, expected[state], 0.0)
+        before = tmp_path / name
 
 
 def test_every_family_trains_on_two_stages_as_on_one_rank(train: Train, tmp_path: Path) -> None:

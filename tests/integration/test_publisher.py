@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from polyreme import API_VERSION
 from polyreme.errors import RunFailedError, StaleTermError, UnavailableError
@@ -17,7 +18,7 @@ from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync import replica_push
 from polyreme_trainer.weight_sync.publisher import Publisher
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
-from support.publishing import LAYOUT, World, same
+from support.publishing import CONFIG, LAYOUT, World, publishing, push_soon, same
 from support.receiver import lease, replica, serving
 from support.waiting import until
 
@@ -49,6 +50,24 @@ async def test_a_late_joiner_is_brought_to_the_newest_version(world: World) -> N
         await world.publisher.wait_committed(2, 1, 300)
         assert late.versions == [2]
         assert same(late.weights, weights)
+
+
+@pytest.mark.parametrize(("cpu_sleep", "expected"), [("pause", ["joined", "left", "joined"]), ("end", [])])
+async def test_members_are_news_unless_engines_end_in_every_turn(
+    cpu_sleep: str, expected: list[str], redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push_soon(monkeypatch)
+    rollout = {**CONFIG["rollout"], "cpu_sleep": cpu_sleep}  # type: ignore[dict-item]
+    async with publishing(redis, redis_url, run_id, placement="colocated", max_staleness=0, rollout=rollout) as world:
+        await world.step()
+        async with world.replica("first"):
+            await world.publisher.wait_committed(0, 1, 300)
+        await until(lambda: not world.publisher._running.result(0).sync._replicas)
+        async with world.replica("second"):
+            await world.publisher.wait_committed(0, 1, 300)
+            if expected:
+                await world.notice("second", "joined")
+            assert [text.rsplit(" ", 1)[1] for text in await world.notices()] == expected
 
 
 async def test_nothing_is_pushed_while_the_replicas_have_left_their_devices(world: World) -> None:

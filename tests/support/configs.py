@@ -23,6 +23,16 @@ LLAMA: dict[str, Any] = {
 """The config.json of a small dense model."""
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """The config.json of a small model with experts."""
+GLM4_MOE = LLAMA | {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 4,
+    "head_dim": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+}
+"""The config.json of a small model with a dense layer, expert biases in the three others, and one layer for drafts."""
 
 
 def run_config(folder: Path, **changes: Any) -> RunConfig:

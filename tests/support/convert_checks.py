@@ -19,6 +19,7 @@ from polyreme_trainer.megatron.accelerator import CUDA
 from polyreme_trainer.megatron.build import close_parallel, create_groups
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.hf_mapping import is_expert_bias
 from polyreme_trainer.megatron.mcore import initialize_rng_tracker
 from polyreme_trainer.megatron.policy import Policy
 from support import model_checks
@@ -109,19 +110,24 @@ def load_rank_files(policy: Policy, folder: Path) -> None:
     """Loads this rank's file into each of megatron-core's models of the rank, as Megatron-LM does, and compares the weights with those before."""
     content = torch.load(folder / directory_name(policy.rank) / FILE, weights_only=False)
     for chunk, entry in zip(policy.chunks, entry_names(policy.rank.vpp), strict=True):
-        expected = {name: parameter.clone() for name, parameter in chunk.named_parameters()}
-        for parameter in chunk.parameters():
-            parameter.zero_()
+        expected = {name: weight.clone() for name, weight in weights(chunk).items()}
+        for weight in weights(chunk).values():
+            weight.zero_()
         found = chunk.load_state_dict(content[entry], strict=False)
         assert not found.unexpected_keys
         assert all("_extra_state" in name for name in found.missing_keys)
-        assert all(torch.equal(parameter, expected[name]) for name, parameter in chunk.named_parameters())
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights(chunk).items())
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and the expert biases of a module."""
+    return dict(module.named_parameters()) | {name: each for name, each in module.named_buffers() if is_expert_bias(name)}
 
 
 def load_torch_dist(policy: Policy, folder: Path, device: Device) -> None:
     """Loads the checkpoint into this rank's module, in any layout. A name that only one side has is an error."""
-    for parameter in policy.module.parameters():
-        parameter.zero_()
+    for weight in weights(policy.module).values():
+        weight.zero_()
     with device.megatron():
         state = dist_checkpointing.load(
             policy.module.sharded_state_dict(), str(folder), strict=dist_checkpointing.validation.StrictHandling.RAISE_ALL

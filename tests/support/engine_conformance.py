@@ -58,7 +58,6 @@ class Subject:
         return ArenaSource(staged.arena_path, self.learner.arena.nonce, staged.slot, staged.generation, manifest)
 
     async def swap(self, factor: float) -> None:
-        await self.engine.pause()
         await self.engine.load([self.write(factor)])
         self.loads += 1
         await self.engine.resume()
@@ -128,19 +127,31 @@ async def closing_the_iterator_frees_its_place(subject: Subject) -> None:
 
 
 async def nothing_is_sampled_while_paused(subject: Subject) -> None:
+    await counts_stay_after(subject, pauses=True)
+
+
+async def a_load_pauses(subject: Subject) -> None:
+    await counts_stay_after(subject, pauses=False)
+
+
+async def counts_stay_after(subject: Subject, *, pauses: bool) -> None:
+    """Loads twice during a request, if `pauses` after a pause, and compares the numbers of tokens."""
     for _ in range(20):
         request = subject.request(CONTEXT - len(PROMPT))
         stream = subject.engine.generate(request)
         received = len((await anext(stream)).token_ids)
-        await subject.engine.pause()
-        counts = [(await subject.engine.load([subject.write(factor)])).sampled.get(request.request_id) for factor in (1.0, 1.0)]
+        if pauses:
+            await subject.engine.pause()
+        first, second = [
+            (await subject.engine.load([subject.write(factor)])).sampled.get(request.request_id) for factor in (1.0, 1.0)
+        ]
         subject.loads += 2
         await subject.engine.resume()
         total = received + sum([len(delta.token_ids) async for delta in stream])
         assert total == request.max_new
-        assert counts[0] == counts[1]
-        if counts[0] is not None:  # it was still running
-            assert received <= counts[0] <= total
+        if first is not None:  # it was still running
+            assert first == second
+            assert received <= first <= total
             return
     raise AssertionError("every request had ended before the pause")
 
@@ -280,6 +291,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
         a_seed_repeats_a_sample_and_seeds_differ,
         closing_the_iterator_frees_its_place,
         nothing_is_sampled_while_paused,
+        a_load_pauses,
         sleep_keeps_running_requests,
         a_sleeping_engine_computes_nothing,
         a_version_decides_the_answers,

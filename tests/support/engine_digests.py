@@ -28,7 +28,6 @@ async def load_all(engine: InferenceEngine, stagings: list[Path]) -> list[Any]:
         staging = weights_pb2.StageArenaRequest.FromString(path.read_bytes())
         nonce = Arena.open(staging.arena_path).nonce
         manifest = Manifest.from_proto(staging.manifest)
-        await engine.pause()
         await engine.load([ArenaSource(staging.arena_path, nonce, staging.slot, staging.generation, manifest)])
         await engine.resume()
         answers.append({"workers": await engine.weight_digests(), **await greedy(engine, path.name)})

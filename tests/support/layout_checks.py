@@ -22,7 +22,7 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, export_hf
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, rank_slices
+from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, is_expert_bias, rank_slices
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.optimizer import Adam
 from polyreme_trainer.megatron.policy import Policy
@@ -66,7 +66,7 @@ def make_role(
 
 def routes(arch: Architecture) -> list[Routes]:
     """Random experts for the trained tokens of `sequences`."""
-    shapes = [(length - 3, arch.layers, arch.experts) for length in LENGTHS]
+    shapes = [(length - 3, arch.expert_layers, arch.experts) for length in LENGTHS]
     random = np.random.default_rng(8)
     return [random.random(shape).argsort(-1)[..., : arch.top_k].astype(np.uint8) for shape in shapes]
 
@@ -113,6 +113,8 @@ def follow(script: str) -> None:
             if str(number) in run["save"]:
                 checkpoints.save(Path(run["save"][str(number)]), [role], {})
         runs.append(measured)
+        if role.model.routing is not None:
+            check_biases(role)
     assert role is not None and role.optimizer is not None
     if torch.distributed.get_rank() == 0:
         Path(order["out"]).write_text(json.dumps({"runs": runs, "state_bytes": role.optimizer.state_bytes}))
@@ -134,13 +136,24 @@ def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
     kinds = ["weights", "exp_avg", "exp_avg_sq"] + (["master"] if found.layout["dtype"] == "bfloat16" else [])
     state = {}
     for kind in kinds:
-        params = reshard(arch, kind, names, here, shards)
-        state[kind] = {
-            name: torch.empty(shape, dtype=next(iter(params.values())).dtype) for name, shape in hf_shapes(arch).items()
-        }
-        for piece in rank_slices(arch, here):
+        chosen = [name for name in names if kind == "weights" or not is_expert_bias(name)]
+        params, shapes = reshard(arch, kind, chosen, here, shards), hf_shapes(arch)
+        pieces = [piece for piece in rank_slices(arch, here) if piece.param in params]
+        state[kind] = {piece.hf_name: torch.empty(shapes[piece.hf_name], dtype=params[piece.param].dtype) for piece in pieces}
+        for piece in pieces:
             state[kind][piece.hf_name][piece.hf_index] = params[piece.param][piece.param_index]
     return state
+
+
+def check_biases(role: Role[Policy]) -> None:
+    """All ranks that have a layer have the same bits in its expert bias. Collective."""
+    assert role.model.routing is not None
+    mine = {layer: bias.numpy().tobytes() for layer, bias in role.model.routing.biases.items()}
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, mine)
+    found = {layer for each in every for layer in each}
+    assert found == (set(range(role.model.arch.expert_layers)) if role.model.arch.family.scores == "sigmoid" else set())
+    assert all(len({each[layer] for each in every if layer in each}) == 1 for layer in found)
 
 
 def push_and_export(model: str, folder: str, layout: str) -> None:

@@ -61,6 +61,17 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},  # transformers norms hidden_size numbers
+    "glm4_moe": {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
 }
 """Fields with which a tiny model of the family has all of its parts."""
 
@@ -94,6 +105,9 @@ def tiny_family_model(model_type: str, path: Path, seed: int = 0, **fields: Any)
         with torch.no_grad():
             for parameter in model.parameters():  # biases and norms start as constants; random values make every number matter
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+            for name, tensor in model.state_dict().items():
+                if name.endswith("e_score_correction_bias"):  # large enough to change which experts are chosen
+                    tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(path)
     return Path(path)
 

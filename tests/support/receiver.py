@@ -66,7 +66,7 @@ class MemoryEngine:
         self.paused = True
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
-        assert self.paused
+        self.paused = True
         await self.may_load.wait()
         for source in sources:
             arena = Arena.open(source.path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from torch import Tensor
 from torch.testing import assert_close
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -18,6 +19,9 @@ from polyreme_trainer.algorithms.metrics import combine, finish
 from polyreme_trainer.megatron.batch import Sequences, supervised
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.hf_mapping import is_expert_bias
+from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.optimizer import Adam
 from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.roles import Role
@@ -28,6 +32,8 @@ from support.model_checks import file_tensors, hf_model
 LENGTHS = (9, 4, 12, 6)
 PROMPT = 2
 """Number of tokens at the start of each row that the model's routers route."""
+RATE = 0.01
+"""Change of the expert biases in a step."""
 RECOMPUTE: tuple[Recompute | None, ...] = (None, "full", "selective")
 
 
@@ -51,6 +57,8 @@ def check_step(role: Role[Policy], device: Device, sequences: Sequences, expecte
         role.update(sequences, np.arange(len(sequences)), lambda batch, logprobs: -logprobs.sum(), 0.0)
     params = dict(role.model.module.named_parameters())
     for piece in role.model.slices:
+        if is_expert_bias(piece.param):
+            continue
         mine = params[piece.param].main_grad[piece.param_index]
         assert_close(mine, expected[piece.hf_name][piece.hf_index], rtol=1e-4, atol=1e-4, msg=str(piece))
 
@@ -62,27 +70,67 @@ def balance_agrees(model: str, device: Device) -> None:
     rows = make_rows(arch.vocab)
     sequences = supervised(rows, [np.ones(len(row), np.uint8) for row in rows])
     reference, total, tokens = hf_model(model), torch.zeros(()), len(sequences.mask)
-    logits: list[list[Tensor]] = [[] for _ in range(arch.layers)]
+    logits: list[list[Tensor]] = [[] for _ in range(arch.expert_layers)]
     for row in rows:
         output = reference(torch.from_numpy(row[None, :-1]), output_router_logits=True)
         total = total + negative_log_likelihood(output.logits, row)
         for layer, each in zip(logits, output.router_logits, strict=True):
             layer.append(each)
-    balancing, squares = torch.zeros(()), torch.zeros(())
-    for whole in map(torch.cat, logits):
-        choices = torch.nn.functional.one_hot(whole.topk(arch.top_k).indices, arch.experts).float().sum((0, 1)) / tokens
-        own = arch.experts * (choices * whole.softmax(-1).mean(0)).sum()
-        assert_close(own, load_balancing_loss_func((whole,), arch.experts, arch.top_k))
-        balancing, squares = balancing + own / arch.layers, squares + whole.logsumexp(-1).square().mean() / arch.layers
+    balancing, squares, biases = torch.zeros(()), torch.zeros(()), dict[str, Tensor]()
+    for router, whole in zip(routers_of(reference, arch), map(torch.cat, logits), strict=True):
+        chosen, shares = whole.topk(arch.top_k).indices, whole.softmax(-1)
+        if arch.family.scores == "sigmoid":
+            bias = router.e_score_correction_bias
+            chosen, shares = (
+                (whole.sigmoid() + bias).topk(arch.top_k).indices,
+                whole.sigmoid() / whole.sigmoid().sum(-1, keepdim=True),
+            )
+        counts = torch.nn.functional.one_hot(chosen, arch.experts).float().sum((0, 1))
+        own = arch.experts * (counts / tokens * shares.mean(0)).sum()
+        if arch.family.scores == "softmax":
+            assert_close(own, load_balancing_loss_func((whole,), arch.experts, arch.top_k))
+        else:
+            name = f"model.layers.{arch.dense_layers + len(biases)}.mlp.gate.e_score_correction_bias"
+            biases[name] = updated_by_megatron(counts, bias)
+        balancing, squares = balancing + own / len(logits), squares + whole.logsumexp(-1).square().mean() / len(logits)
     (total + aux_coef * balancing + z_coef * squares).backward()
     expected = file_gradients(reference)
     for recompute in RECOMPUTE:
-        role = make_role(model, device, recompute, MoeConfig(aux_loss_coef=aux_coef, z_loss_coef=z_coef))
+        settings = MoeConfig(aux_loss_coef=aux_coef, z_loss_coef=z_coef, bias_update_rate=RATE if biases else 0.0)
+        role = make_role(model, device, recompute, settings)
         check_step(role, device, sequences, expected)
+        check_biases(role, biases)
         found = finish(combine([role.routing_metrics]))
         assert set(found) == {metric.name for metric in ROUTING}
         assert math.isclose(found["moe/aux_loss"], balancing.item(), rel_tol=1e-4)
         assert math.isclose(found["moe/z_loss"], squares.item(), rel_tol=1e-4)
+    for recompute in RECOMPUTE if biases else ():  # without a loss, the choices are counted while the step trains
+        role = make_role(model, device, recompute, MoeConfig(bias_update_rate=RATE))
+        with device.megatron():
+            role.update(sequences, np.arange(len(sequences)), lambda batch, logprobs: -logprobs.sum(), 0.0)
+        check_biases(role, biases)
+
+
+def updated_by_megatron(counts: Tensor, bias: Tensor) -> Tensor:
+    """The expert bias after a step with these choices. megatron-core sums the choices over the tensor and data ranks."""
+    ranks = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).size()
+    return get_updated_expert_bias(counts / ranks, bias, RATE)
+
+
+def check_biases(role: Role[Policy], expected: Mapping[str, Tensor]) -> None:
+    """Compares this rank's expert biases, bit by bit."""
+    weights = role.model.weights()
+    found = {piece.hf_name: weights[piece.param] for piece in role.model.slices if is_expert_bias(piece.param)}
+    assert found.keys() == expected.keys()
+    for name, bias in expected.items():
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], bias), name
+
+
+def routers_of(reference: Any, arch: Architecture) -> list[Any]:
+    """transformers' routers, layer by layer."""
+    routers = [module for module in reference.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    assert len(routers) == arch.expert_layers
+    return routers
 
 
 def replay_agrees(model: str, device: Device) -> None:
@@ -91,7 +139,7 @@ def replay_agrees(model: str, device: Device) -> None:
     nothing."""
     arch, random = load_architecture(Path(model)), np.random.default_rng(4)
     rows = make_rows(arch.vocab)
-    shapes = [(len(row) - PROMPT, arch.layers, arch.experts) for row in rows]
+    shapes = [(len(row) - PROMPT, arch.expert_layers, arch.experts) for row in rows]
     others = [random.random(shape).argsort(-1)[..., : arch.top_k].astype(np.uint8) for shape in shapes]
     own, other = with_experts(model, rows, None), with_experts(model, rows, others)
     assert abs(other.loss - own.loss) > 1e-3
@@ -120,8 +168,6 @@ def with_experts(model: str, rows: list[np.ndarray], given: list[np.ndarray] | N
     """Runs transformers' model with the experts `given` at the last positions of each row."""
     reference, chosen, total = hf_model(model), list[list[np.ndarray]](), torch.zeros(())
     arch = load_architecture(Path(model))
-    routers = [module for module in reference.modules() if type(module).__name__.endswith("TopKRouter")]
-    assert len(routers) == arch.layers
 
     def place(router: Any, inputs: Any, output: Any) -> Any:
         logits, _, experts = output
@@ -129,10 +175,11 @@ def with_experts(model: str, rows: list[np.ndarray], given: list[np.ndarray] | N
             forced = torch.from_numpy(given[len(chosen) - 1][:, len(chosen[-1])].astype(np.int64))
             experts = torch.cat([experts[: len(experts) - len(forced)], forced])
         chosen[-1].append(experts.numpy())
-        weights = logits.softmax(-1).gather(1, experts)
-        return logits, weights / weights.sum(-1, keepdim=True) if arch.renormalizes else weights, experts
+        weights = (logits.sigmoid() if arch.family.scores == "sigmoid" else logits.softmax(-1)).gather(1, experts)
+        weights = weights / weights.sum(-1, keepdim=True) if arch.renormalizes else weights
+        return logits, weights * arch.routed_scale, experts
 
-    for router in routers:
+    for router in routers_of(reference, arch):
         router.register_forward_hook(place)
     for row in rows:
         chosen.append([])

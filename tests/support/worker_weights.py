@@ -23,8 +23,9 @@ def rank_weights(weights: dict[str, np.ndarray], tied: bool, rank: int, parallel
         if ".experts." in name:
             continue
         prefix, _, leaf = name.rpartition("self_attn.") if "self_attn" in name else name.rpartition("mlp.")
-        if leaf.startswith("shared_expert."):
-            prefix, leaf = f"{prefix}mlp.shared_expert.", leaf.removeprefix("shared_expert.")
+        if leaf.startswith(("shared_expert.", "shared_experts.")):
+            block, leaf = leaf.split(".", 1)
+            prefix = f"{prefix}mlp.{block}."
         elif leaf:
             prefix += "" if "self_attn" in name else "mlp."
         if leaf.startswith("q_proj."):

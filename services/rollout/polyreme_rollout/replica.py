@@ -18,11 +18,12 @@ from polyreme.errors import ConfigError
 from polyreme.net.endpoint import Endpoint
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exec_again
+from polyreme.process.resource_metrics import private_bytes_of_children
 from polyreme_rollout.device_start import Held, devices_while_starting, release
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.model_config import config_for_model
-from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec, report_engine
+from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec, report_engine, report_engine_end
 from polyreme_rollout.temp_dir import replica_temp_dir
 
 
@@ -61,10 +62,12 @@ def _serves_one_turn(redis_url: str, run_id: str | None, endpoint: Endpoint, fin
                 check_routes(engine, spec.config)
                 is_wanted = asyncio.run(_serve(engine, spec, redis_url, endpoint, held, began))
                 _exit_on_sigterm()
+                engine_bytes = private_bytes_of_children() if is_wanted else 0
             finally:
                 engine.close()
             if is_wanted and held is not None:
                 asyncio.run(release(redis_url, spec.run_id, held))
+                asyncio.run(report_engine_end(redis_url, spec.run_id, engine_bytes))
             return is_wanted
 
 

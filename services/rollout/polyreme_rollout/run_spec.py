@@ -6,6 +6,7 @@ Invariant: a replica reads the run only from Redis. It needs no copy of the mode
 import os
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
@@ -43,9 +44,18 @@ async def fetch_run_spec(redis_url: str, run_id: str | None, find_timeout: float
 
 async def report_engine(redis_url: str, run_id: str, engine: str, seconds: float | None = None) -> None:
     """Records that the replica's engine is starting or, with `seconds`, the duration of its start. Raises StoreError."""
+    duration = {} if seconds is None else {"seconds": round(seconds, 1)}
+    await _report(redis_url, run_id, {"kind": "engine_start", "engine": engine, **duration})
+
+
+async def report_engine_end(redis_url: str, run_id: str, freed_bytes: int) -> None:
+    """Records that the engine has ended for the learner, and the memory that only its processes had. Raises StoreError."""
+    await _report(redis_url, run_id, {"kind": "engine_end", "freed_bytes": freed_bytes})
+
+
+async def _report(redis_url: str, run_id: str, record: dict[str, Any]) -> None:
     redis = await connect(redis_url)
     try:
-        record = {"kind": "engine_start", "host": socket.gethostname(), "pid": os.getpid(), "engine": engine}
-        await Run(redis, run_id).emit(record if seconds is None else {**record, "seconds": round(seconds, 1)})
+        await Run(redis, run_id).emit({**record, "host": socket.gethostname(), "pid": os.getpid()})
     finally:
         await redis.aclose()

@@ -117,12 +117,14 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         """Handles a change of the policy to `version`. `sampled`: tokens of each engine request at that moment.
 
         A request without a token starts again: its computed or cached prompt belongs to the previous version, while all its tokens would
-        belong to this one.
+        belong to this one. A request that has ended keeps the previous version: its last tokens may still be on their way.
         """
         for sequence in self._running.values():
             exact = sequence.call.exact_version
             if exact is not None and exact != version:
                 sequence.call.fail(_PolicyChangedError(f"expected version {exact} up to the end; found version {version}"))
+            if sequence.progress.sampled and sequence.request_id not in sampled:
+                continue  # ended
             count = max(sampled.get(sequence.request_id, 0), sequence.progress.sampled)
             sequence.progress.change_version(version, count)
             if sequence.sampling is not None and not count:

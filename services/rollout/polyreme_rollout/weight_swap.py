@@ -190,7 +190,6 @@ class WeightSwapper:
     async def _swap(self, new: Served, canary: Canary | None) -> Committed:
         """Pauses, loads, resumes, and checks the canary. Raises Refusal(INTERNAL), EngineDeadError."""
         started = time.perf_counter()
-        await self._engine.pause()
         try:
             self._intact = False
             loaded = await self._engine.load(new.sources)

@@ -20,6 +20,18 @@ def check_experts(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
     replays = isinstance(config, RunConfig) and config.trainer.moe.replay_routes
     if (config.trainer.moe.is_set or replays) and not arch.experts:
         yield ConfigError("a model with experts, for trainer.moe", f"{arch.family.name}, which is dense", "Remove trainer.moe.")
+    if config.trainer.moe.bias_update_rate and arch.experts and arch.family.scores != "sigmoid":
+        yield ConfigError(
+            "a model with an expert bias, for trainer.moe.bias_update_rate",
+            f"{arch.family.name}, which has none",
+            "Remove trainer.moe.bias_update_rate; trainer.moe.aux_loss_coef balances these experts.",
+        )
+    if config.trainer.moe.bias_update_rate and config.trainer.lora is not None:
+        yield ConfigError(
+            "trainer.moe.bias_update_rate: 0 with trainer.lora, whose base model is frozen with its expert biases",
+            f"{config.trainer.moe.bias_update_rate:g}",
+            "Remove one of the two.",
+        )
     if isinstance(config, RunConfig) and replays and config.rollout.engine in SILENT_ENGINES:
         yield ConfigError(
             "an engine that reports the experts that it chooses, for trainer.moe.replay_routes",

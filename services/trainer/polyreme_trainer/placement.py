@@ -9,15 +9,18 @@ from polyreme.config.run import RunConfig
 
 
 def devices_needed(config: RunConfig, placement: str) -> int:
-    """Devices of learner and replicas on one machine, under a placement."""
-    ranks = config.trainer.parallel.ranks_per_node
+    """Devices of learner and replicas under a placement, on all machines together."""
+    ranks = config.trainer.parallel.world_size
     replicas = config.rollout.replicas * config.rollout.tensor_parallel
     return max(ranks, replicas) if placement == "colocated" else ranks + replicas
 
 
 def advice(config: RunConfig, devices: int) -> Iterator[str]:
-    """Yields a notice when this machine has fewer `devices` (0: unknown) than the placement needs, or enough for separate devices."""
-    if config.device == "cpu" or not devices:
+    """Yields a notice when this machine has fewer `devices` (0: unknown) than the placement needs, or enough for separate devices.
+
+    A learner on several machines gets none, because the others' devices are unknown here.
+    """
+    if config.device == "cpu" or not devices or config.trainer.parallel.nodes > 1:
         return
     apart, together = (devices_needed(config, placement) for placement in ("separate", "colocated"))
     needs = "max_staleness: 0" if config.max_staleness and config.rollout.tokens_per_iteration is None else ""

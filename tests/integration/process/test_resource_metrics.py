@@ -5,7 +5,7 @@ import sys
 
 import psutil
 
-from polyreme.process.resource_metrics import Usage, process_tree
+from polyreme.process.resource_metrics import Usage, private_bytes_of_children, process_tree
 from support.waiting import wait_until
 
 
@@ -15,9 +15,11 @@ def test_children_count_too() -> None:
     with subprocess.Popen([sys.executable, "-c", busy]) as child:
         wait_until(lambda: sum(psutil.Process(child.pid).cpu_times()[:2]) >= 0.3)
         more_seconds, more_memory = process_tree()
+        private = private_bytes_of_children()
         child.kill()
     assert more_seconds >= seconds + 0.3
     assert more_memory >= memory + (60 << 20)
+    assert private >= 60 << 20 and private_bytes_of_children() <= private - (60 << 20)
 
 
 def test_names_and_units() -> None:

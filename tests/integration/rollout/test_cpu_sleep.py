@@ -22,6 +22,7 @@ from support.tiny_tokenizer import model_files
 from support.waiting import until
 
 RESTING_BYTES = 200 << 20  # a process that has imported neither torch nor vLLM
+ENGINE_BYTES = {"simulated": -1, "vllm": 200 << 20}  # less than the engine's processes have; a simulated one has none
 LONGEST = {"simulated": 10**7, "vllm": 4096}
 
 
@@ -59,6 +60,9 @@ async def test_an_engine_ends_for_the_learner_and_starts_again_in_the_same_proce
             await device.give_up()
             [lease] = await registry.wait_for("rollout", 1, 300, alive=lambda: there.child.poll() is None)
             assert lease.id != there.lease.id
+            ends = [record for _, record in await there.run.records("0", 0) if record["kind"] == "engine_end"]
+            assert [record["pid"] for record in ends] == [process.pid]
+            assert ends[0]["freed_bytes"] > ENGINE_BYTES[engine]
             async with rpc.connect(lease.address) as channel:
                 await learner.push(WeightsServiceStub(channel), 2, weights)
                 answer = (await generate(RolloutServiceStub(channel), request(run_id, [5, 6, 7], [(0, [], 20, 0)])))[0]

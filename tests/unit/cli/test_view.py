@@ -2,7 +2,7 @@
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from rich.console import Console
@@ -45,6 +45,23 @@ def test_the_view_says_what_starts_and_for_how_long(config: RunConfig) -> None:
     progress.add({"kind": "engine_start", "host": "a", "pid": 7, "engine": "vllm", "time": 15.0})
     console.print(view.render(config, progress, "starting", (160, 40), now=27.0))
     assert "replicas vllm starts on a, for 0:12" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_an_engine_that_ends_in_every_turn_is_reported_once_per_process(config: RunConfig) -> None:
+    begun = {"kind": "engine_start", "host": "a", "pid": 7, "engine": "vllm", "time": 1.0}
+    turn = [begun, {**begun, "seconds": 2.0}, {"kind": "replicas", "replicas": {"r": "http://a/v1"}, "time": 2.0}]
+    restarted = [{**record, "pid": 8} for record in turn[:2]]
+
+    def printed(cpu_sleep: Literal["pause", "end"]) -> list[str]:
+        rollout = config.rollout.model_copy(update={"cpu_sleep": cpu_sleep})
+        changed = config.model_copy(update={"placement": "colocated", "rollout": rollout})
+        plain = view.PlainView(changed, Console(file=(output := io.StringIO()), width=160))
+        for record in (*turn, *turn, *restarted):
+            plain.show(record, progress_of())
+        return output.getvalue().splitlines()
+
+    assert printed("end") == ["replica: vllm starts on a", "replica: vllm started on a in 2.0 s"] * 2
+    assert len(printed("pause")) == 8
 
 
 def iteration(number: int) -> dict[str, Any]:

@@ -20,18 +20,23 @@ from support.waiting import until
 
 
 class BusyEngine(SimulatedInferenceEngine):
-    """An engine that samples nothing until `has_place` is set. `asked` lists its requests."""
+    """An engine that samples nothing until `has_place` is set, and delivers chunks after the first one when `may_go_on` is set.
+
+    `asked` lists its requests.
+    """
 
     def __init__(self) -> None:
         super().__init__(frozenset({"weight"}), max_model_len=64, vocab_size=100)
         self.asked: list[EngineRequest] = []
-        self.has_place = asyncio.Event()
+        self.has_place, self.may_go_on = asyncio.Event(), asyncio.Event()
+        self.may_go_on.set()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
         self.asked.append(request)
         await self.has_place.wait()
         async for new in super().generate(request):
             yield new
+            await self.may_go_on.wait()
 
 
 def serving(engine: BusyEngine) -> tuple[RolloutService, WeightSwapper]:
@@ -89,6 +94,21 @@ async def test_a_sequence_with_tokens_continues_and_says_where_the_policy_change
     assert len(engine.asked) == 1
     [end] = [end for response in responses for end in response.ends]
     assert [(span.version, span.start) for span in end.spans][:2] == [(1, 0), (2, 1)]
+
+
+async def test_a_sequence_that_ended_before_the_policy_changed_keeps_its_version() -> None:
+    engine = BusyEngine()
+    engine.has_place.set()
+    engine.may_go_on.clear()
+    service, _ = serving(engine)
+    answering = asyncio.create_task(answer(service))
+    await until(lambda: any(running.progress.sampled for running in service._running.values()))
+    service.on_swap(2, {})
+    engine.may_go_on.set()
+    responses = await asyncio.wait_for(answering, 300)
+    assert len(engine.asked) == 1
+    [end] = [end for response in responses for end in response.ends]
+    assert [(span.version, span.start, span.end) for span in end.spans] == [(1, 0, 20)]
 
 
 async def test_a_cancelled_call_is_not_started_anew() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from polyreme.config.model import ModelConfig
 from polyreme.config.run import RunConfig
-from polyreme.config.trainer import RunMoeConfig
+from polyreme.config.trainer import LoraConfig, RunMoeConfig
 from polyreme.errors import ConfigError
 from polyreme_rollout.replica import check_routes
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from polyreme_trainer.expert_checks import check_experts
-from support.configs import LLAMA, MIXTRAL, run_config
+from support.configs import GLM4_MOE, LLAMA, MIXTRAL, run_config
 
 
 def config(folder: Path, fields: dict[str, Any], engine: str = "vllm", **moe: Any) -> RunConfig:
@@ -34,6 +34,10 @@ def config(folder: Path, fields: dict[str, Any], engine: str = "vllm", **moe: An
         (MIXTRAL, "vllm", {"aux_loss_coef": 0.1, "z_loss_coef": 0.1}, None),
         (MIXTRAL, "mine", {"replay_routes": True}, None),
         (MIXTRAL, "vllm", {"replay_routes": True}, "rollout.engine: vllm"),
+        (LLAMA, "vllm", {"bias_update_rate": 0.1}, "dense"),
+        (MIXTRAL, "vllm", {"bias_update_rate": 0.1}, "mixtral, which has none"),
+        (MIXTRAL, "vllm", {"bias_update_rate": 0.0}, None),
+        (GLM4_MOE, "vllm", {"bias_update_rate": 0.1, "aux_loss_coef": 0.1}, None),
     ],
 )
 def test_what_the_model_or_the_engine_lacks_is_an_error(
@@ -42,6 +46,13 @@ def test_what_the_model_or_the_engine_lacks_is_an_error(
     errors = list(check_experts(config(tmp_path, fields, engine, **moe)))
     assert [error.found for error in errors if isinstance(error, ConfigError)] == ([] if found is None else [errors[0].found])
     assert found is None or found in errors[0].found
+
+
+def test_adapters_freeze_the_expert_biases(tmp_path: Path) -> None:
+    whole = config(tmp_path, GLM4_MOE, bias_update_rate=0.1)
+    adapted = whole.model_copy(update={"trainer": whole.trainer.model_copy(update={"lora": LoraConfig(rank=2)})})
+    [error] = check_experts(adapted)
+    assert isinstance(error, ConfigError) and "trainer.lora" in error.expected
 
 
 def test_a_replica_whose_engine_reports_no_routes_does_not_start_in_a_run_that_replays_them(tmp_path: Path) -> None:

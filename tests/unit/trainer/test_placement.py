@@ -43,3 +43,11 @@ def test_one_device_is_too_few_for_either(tmp_path: Path) -> None:
 def test_cpu_and_unknown_devices_get_no_advice(tmp_path: Path) -> None:
     assert not list(advice(config(tmp_path), 0))
     assert not list(advice(config(tmp_path).model_copy(update={"device": "cpu"}), 1))
+
+
+def test_devices_on_all_machines_count_and_one_machine_gives_no_advice(tmp_path: Path) -> None:
+    base = config(tmp_path)
+    parallel = base.trainer.parallel.model_copy(update={"data": 2, "nodes": 2})
+    several = base.model_copy(update={"trainer": base.trainer.model_copy(update={"parallel": parallel})})
+    assert [devices_needed(several, placement) for placement in ("separate", "colocated")] == [6, 4]
+    assert not list(advice(several, 2))

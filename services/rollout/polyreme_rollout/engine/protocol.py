@@ -80,7 +80,8 @@ class ArenaSource:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """`sampled`: tokens of each unfinished request at the change, by request id. A request that never ran may be missing."""
+    """`sampled`: tokens of each unfinished request at the change, by request id. A request that never ran, or that has ended, may be
+    missing."""
 
     seconds: float
     sampled: Mapping[str, int]
@@ -156,7 +157,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
-        """Loads all parts of a version while paused. Raises LoadError, EngineDeadError."""
+        """Stops sampling like `pause`, and loads all parts of a version. Raises LoadError, EngineDeadError."""
         ...
 
     async def resume(self) -> None:

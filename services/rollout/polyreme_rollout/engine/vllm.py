@@ -58,8 +58,10 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from polyreme_rollout.engine.cpu_norms import register_norms
+
     on_cpu = config.device == "cpu"
-    arguments = engine_arguments(config, model_dir, random_weights)
+    arguments = engine_arguments(config, model_dir, random_weights) | (register_norms() if on_cpu else {})
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would spend seconds on imports
@@ -85,6 +87,8 @@ class VllmEngine:
         self.weight_names: frozenset[str] = frozenset()
         self.llm, self._dead_error = llm, VllmDeadError
         self._sleep_level, self._asleep = sleep_level, False
+        # The core then handles calls in order and between two steps, so a load may follow a pause that has not been answered.
+        self._steps_end_first = not llm.vllm_config.scheduler_config.async_scheduling and self._pauses_at_once
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
         self._interval = {"stream_interval": CHUNK_TOKENS} if "stream_interval" in sampling_params.__struct_fields__ else {}
         self._processes = {child.pid: child for child in multiprocessing.active_children() if child.pid}
@@ -136,10 +140,13 @@ class VllmEngine:
             await outputs.aclose()
         return [row[token].logprob for token, row in zip(ids[1:], rows[1:], strict=True)]
 
+    @property
+    def _pauses_at_once(self) -> bool:
+        return hasattr(self.llm.engine_core, "pause_scheduler_async")
+
     async def pause(self) -> None:
-        core = self.llm.engine_core
-        if hasattr(core, "pause_scheduler_async"):
-            await self._call(core.pause_scheduler_async(mode="keep", clear_cache=False))
+        if self._pauses_at_once:
+            await self._call(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         else:  # the public call does the same, then sleeps
             await self._call(self.llm.pause_generation(mode="keep", clear_cache=False))
 
@@ -170,8 +177,12 @@ class VllmEngine:
             (source.path, source.nonce, source.slot, source.generation, source.manifest.to_proto().SerializeToString())
             for source in sources
         ]
+        pausing = asyncio.ensure_future(self.pause())
+        if not self._steps_end_first:
+            await pausing
+        loading = self._call(self.llm.collective_rpc("polyreme_load", args=(parts,)))
         try:
-            answers = await self._call(asyncio.wait_for(self.llm.collective_rpc("polyreme_load", args=(parts,)), LOAD_TIMEOUT))
+            _, answers = await asyncio.gather(pausing, asyncio.wait_for(loading, LOAD_TIMEOUT))
         except TimeoutError:
             raise LoadError(f"expected an answer of every worker within {LOAD_TIMEOUT:.0f} s; found none") from None
         errors = [f"worker {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]

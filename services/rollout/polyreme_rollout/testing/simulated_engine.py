@@ -178,7 +178,7 @@ class SimulatedInferenceEngine:
         self._running.clear()
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
-        self._check_alive()
+        await self.pause()
         started, policy, digests = time.perf_counter(), xxhash.xxh3_64(), dict[str, TensorDigest]()
         self._loads += 1
         if self._loads in self._failures.broken_loads:

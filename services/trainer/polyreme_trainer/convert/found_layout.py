@@ -9,7 +9,7 @@ the caller gives, do not contradict it.
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from polyreme_trainer.megatron.families.base import EMBEDDING_ROW, EXPERT, Archi
 from polyreme_trainer.megatron.hf_mapping import Rank
 
 _ENTRY = re.compile(r"model\d*")
-_DOWN = re.compile(rf"decoder\.layers\.0\.{re.escape(EXPERT)}\d+\.linear_fc2\.weight")
+_DOWN = re.compile(rf"decoder\.layers\.(\d+)\.{re.escape(EXPERT)}\d+\.linear_fc2\.weight")
 _EXPERT_ARGUMENTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
@@ -96,7 +96,7 @@ def ranks(
     """
     files = _single_experts(folder, arch, files, given)
     first = next(iter(files.values()))
-    experts, cut = _experts(folder, arch, first)
+    experts, cut = _experts(folder, arch, files.values())
     by_rank = {_coordinates(numbers, experts): file for numbers, file in files.items()}
     tp, pp = (1 + max(numbers[axis] for numbers in by_rank) for axis in (0, 1))
     cut = cut or tp
@@ -138,7 +138,7 @@ def _single_experts(
     folder: Path, arch: Architecture, files: Mapping[Numbers, RankFile], given: Mapping[str, int]
 ) -> Mapping[Numbers, RankFile]:
     """The files with one weight for each expert and linear layer. Raises ConfigError."""
-    if not arch.experts or not any(grouped_experts.found_in(stage) for stage in next(iter(files.values())).stages):
+    if not arch.experts or not any(grouped_experts.found_in(stage) for file in files.values() for stage in file.stages):
         return files
     count = _expert_ranks(folder, arch, files, given)
     try:
@@ -161,7 +161,8 @@ def _expert_ranks(folder: Path, arch: Architecture, files: Mapping[Numbers, Rank
     name = _EXPERT_ARGUMENTS[0]
     numbers, file = next(iter(files.items()))
     if file.arguments.get("moe_tp_extend_ep"):  # no rank cuts an expert, so the experts of a file are whole
-        down = next(tensor for key, tensor in file.stages[0].items() if key.endswith(".experts.weight2"))
+        stages = (stage for each in files.values() for stage in each.stages)
+        down = next(tensor for stage in stages for key, tensor in stage.items() if key.endswith(".experts.weight2"))
         return max(1, arch.experts * arch.expert_ffn // max(1, down.shape[0]))
     for claimed in (given, file.arguments):
         if type(claimed.get(name)) is int:
@@ -171,21 +172,33 @@ def _expert_ranks(folder: Path, arch: Architecture, files: Mapping[Numbers, Rank
     raise ConfigError(f"{name} in the args of {file.where} in {folder}", "none", "Give the number of expert ranks with --expert.")
 
 
-def _experts(folder: Path, arch: Architecture, first: RankFile) -> tuple[int, int]:
-    """The number of expert ranks, and the number of ranks that cut each expert; 0 if the tensor ranks do."""
-    down = [tensor for name, tensor in first.stages[0].items() if _DOWN.fullmatch(name)]
+def _experts(folder: Path, arch: Architecture, files: Iterable[RankFile]) -> tuple[int, int]:
+    """The number of expert ranks, and the number of ranks that cut each expert; 0 if the tensor ranks do. A rank may have only layers without
+    experts."""
+    down, where = next((found for file in files for found in _one_layer(file)), ([], ""))
     if not down or not arch.experts:
         return 1, 0
     if arch.experts % len(down):
         raise ConfigError(
             f"{arch.experts} experts that divide over the ranks in {folder}",
-            f"{len(down)} in {first.where}",
+            f"{len(down)} in {where}",
             "Give the config.json that belongs to these weights.",
         )
     width = (
         down[0].shape[-1] if down[0].numel() and down[0].dim() == 2 else arch.expert_ffn + 1
     )  # another shape is reported later
     return arch.experts // len(down), 0 if arch.expert_ffn % width else arch.expert_ffn // width
+
+
+def _one_layer(file: RankFile) -> Iterator[tuple[list[Tensor], str]]:
+    """The last matrices of the experts of each layer of a file, with the file's name."""
+    for stage in file.stages:
+        layers: dict[str, list[Tensor]] = {}
+        for name, tensor in stage.items():
+            if layer := _DOWN.fullmatch(name):
+                layers.setdefault(layer[1], []).append(tensor)
+        for down in layers.values():
+            yield down, file.where
 
 
 def _coordinates(numbers: Numbers, experts: int) -> Numbers:

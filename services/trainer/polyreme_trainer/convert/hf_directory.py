@@ -30,15 +30,16 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 def read(path: Path, arch: Architecture) -> Iterator[Mapping[str, Tensor]]:
     """A directory's tensors, opened. Raises ConfigError unless they are the model's.
 
-    A critic may have the language model's head, which it never uses.
+    A critic may have the language model's head, which it never uses. Layers for multi-token prediction, which no model reads, are left out.
     """
     shapes, aliases = hf_mapping.hf_shapes(arch), hf_mapping.hf_aliases(arch)
     unused = {LM_HEAD} if arch.head == "value" else aliases.keys()
     with open_tensors(path) as opened:
-        others = {name: (0,) for name in opened if name not in shapes and name not in unused and not _COMPUTED.search(name)}
+        names = [name for name in opened if name not in shapes and name not in unused and not name.startswith(arch.unread)]
+        others = {name: (0,) for name in names if not _COMPUTED.search(name)}
         if others:
             check_shapes(shapes, {name: shapes[name] for name in shapes if name in opened} | others, str(path))
-        opened.check(shapes, aliases)
+        opened.check(shapes, aliases, arch.unread)
         yield opened
 
 

@@ -20,7 +20,10 @@ WRAPPERS = ("state", "state_dict", "model_state_dict", "model", "module", "polic
 
 
 def read(file: Path, arch: Architecture) -> dict[str, Tensor]:
-    """The model's tensors by Hugging Face's names, without wrappers' prefixes and aliases. Raises ConfigError."""
+    """The model's tensors by Hugging Face's names, without wrappers' prefixes, aliases and layers for multi-token prediction.
+
+    Raises ConfigError.
+    """
     tensors = _safetensors(file) if file.suffix == ".safetensors" else _unwrapped(pickles.load(file), file)
     named = _without_prefixes(tensors)
     for alias, name in hf_mapping.hf_aliases(arch).items():
@@ -31,6 +34,8 @@ def read(file: Path, arch: Architecture) -> dict[str, Tensor]:
                 "Set tie_word_embeddings: false in that config.json.",
             )
         named.pop(alias, None)
+    for name in [name for name in named if name.startswith(arch.unread)]:
+        del named[name]
     check_shapes(hf_mapping.hf_shapes(arch), {name: tuple(tensor.shape) for name, tensor in named.items()}, str(file))
     return named
 

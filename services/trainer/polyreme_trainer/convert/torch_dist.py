@@ -1,7 +1,7 @@
 """Reads a Megatron checkpoint in the format `torch_dist`: *.distcp files, and .metadata with the positions of each tensor's pieces.
 
-Such a checkpoint has whole parameters, as on a single rank, with all layers (and experts) stacked. Except for the padding of the
-vocabulary, it does not depend on the layout of the run that wrote it.
+Such a checkpoint has whole parameters, as on a single rank, with all layers (and experts) stacked; if only some layers have experts, each layer
+has its own parameters. Except for the padding of the vocabulary, it does not depend on the layout of the run that wrote it.
 
 Invariant: a tensor is returned only if the pieces cover all of its numbers.
 """
@@ -110,15 +110,15 @@ class TorchDist(Mapping[str, Tensor]):
 def stacked(param: str, arch: Architecture) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """For a parameter of a layer, the name of the tensor of all layers (and experts), its place there, and the numbers of layers (and experts).
 
-    For another parameter, its own name, and no numbers.
+    For another parameter, its own name, and no numbers. Layers of different kinds are not stacked.
     """
+    key, place, counts = param, tuple[int, ...](), tuple[int, ...]()
     layer = _STACKED.match(param)
-    if layer is None:
-        return param, (), ()
-    key = _STACKED.sub("decoder.layers.", param)
+    if layer is not None and not arch.dense_layers:
+        key, place, counts = _STACKED.sub("decoder.layers.", param), (int(layer[1]),), (arch.layers,)
     if number := _EXPERT.search(key):
-        return _EXPERT.sub("mlp.experts.experts.", key), (int(layer[1]), int(number[1])), (arch.layers, arch.experts)
-    return key, (int(layer[1]),), (arch.layers,)
+        key, place, counts = _EXPERT.sub("mlp.experts.experts.", key), (*place, int(number[1])), (*counts, arch.experts)
+    return key, place, counts
 
 
 def _named(key: str) -> str:

@@ -10,6 +10,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from polyreme_trainer.megatron.hf_mapping import Rank, Slice
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 """metadata.json: the format, and its version, by which megatron-core chooses how to load."""
 
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _LINEAR = re.compile(r"^decoder\.layers\..*linear_(qkv|proj|fc1|fc2)\.weight$")
 """The weights of parallel linear layers. Each has an additional extra state, which is None for megatron-core's local layers."""
 
@@ -48,7 +50,7 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], vocab
     rank = Rank(vocab_multiple=vocab_multiple)
     folder = target / f"iter_{ITERATION:07d}"
     writer, planner = FileSystemWriter(folder), _Parameters(arch, tensors, rank)
-    items = planner.items(experts_engine_name if engine and arch.experts else engine_name)
+    items = planner.items(partial(_name, arch) if engine else engine_name)
     (plan,), metadata = create_default_global_save_plan([SavePlan(items)])
     (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(plan)])
     with bar("converting", len(items)) as planner.count:
@@ -58,6 +60,12 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], vocab
     torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(CONFIG))
     (target / TRACKER).write_text(str(ITERATION))
+
+
+def _name(arch: Architecture, param: str) -> str:
+    """Transformer Engine's name for a parameter. Only layers without experts have the norm before their MLP in a layer with its first matrix."""
+    layer = _LAYER.match(param)
+    return experts_engine_name(param) if layer is not None and arch.has_experts(int(layer[1])) else engine_name(param)
 
 
 class _Parameters(DefaultSavePlanner):
@@ -92,7 +100,7 @@ class _Parameters(DefaultSavePlanner):
             items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
             self._params[items[-1].index] = param
             if _LINEAR.search(param):
-                shard = ".".join(map(str, place)), ".".join(map(str, counts))
+                shard = ".".join(map(str, place or (0,))), ".".join(map(str, counts or (1,)))
                 state = f"{key.removesuffix('weight')}_extra_state/shard_{'_'.join(shard)}"
                 items.append(WriteItem(MetadataIndex(state), WriteItemType.BYTE_IO))
         return items

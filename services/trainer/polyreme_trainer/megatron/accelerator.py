@@ -4,6 +4,7 @@ Invariant: the two specs differ only in the attention kernel; torch and torch_np
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from polyreme_trainer.megatron.mcore import (
     get_gpt_layer_local_spec,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from polyreme_trainer.megatron.moe import experts
+from polyreme_trainer.megatron.moe import layer_specs
 from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm, projection_norms
 from polyreme_trainer.megatron.packing import Packing
 from polyreme_trainer.megatron.spec import ModelSpec, with_bias
@@ -99,7 +100,9 @@ class NpuAttention(Attention):
         return npu_fused(query, key, value, packing, self.scale, self.window)
 
 
-def _block(core: type[Attention], config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
+def _block(
+    core: type[Attention], config: TransformerConfig, family: ModelFamily, has_experts: Sequence[bool]
+) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     head_norm = TorchRmsNorm if config.qk_layernorm else IdentityOp
     query_norm, key_norm = projection_norms(config) if family.projection_norms else (head_norm, head_norm)
@@ -116,9 +119,9 @@ def _block(core: type[Attention], config: TransformerConfig, family: ModelFamily
         layer.submodules,
         input_layernorm=TorchRmsNorm,
         pre_mlp_layernorm=TorchRmsNorm,
-        mlp=experts(mlp.submodules) if config.num_moe_experts else mlp,
+        mlp=mlp,
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchRmsNorm)
+    return TransformerBlockSubmodules(layer_specs=layer_specs(layer, mlp.submodules, has_experts), layer_norm=TorchRmsNorm)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input_grads: bool) -> Tensor:

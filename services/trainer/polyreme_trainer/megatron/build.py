@@ -113,6 +113,8 @@ def build_chunks(
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
     config = transformer_config(arch, dtype, here, spec, recompute)
+    has_experts = [arch.has_experts(layer) for layer in hf_mapping.layers_of(arch, here)]
+    each = len(has_experts) // here.vpp
     chunks = []
     for number in range(here.vpp):
         first = here.pp_rank == 0 and number == 0
@@ -120,7 +122,7 @@ def build_chunks(
         with device.megatron():
             chunk = GPTModel(
                 config=config,
-                transformer_layer_spec=spec.block(config, arch.family, arch.layers // (here.pp * here.vpp)),
+                transformer_layer_spec=spec.block(config, arch.family, has_experts[number * each : (number + 1) * each]),
                 vocab_size=hf_mapping.padded_vocab(arch, here.tp),
                 max_sequence_length=arch.max_position,
                 pre_process=first,
@@ -166,12 +168,13 @@ def _scale(factor: float, _module: Any, _arguments: Any, embedded: Tensor) -> Te
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 
 
-def recomputation(recompute: Recompute | None, experts: bool) -> dict[str, Any]:
+def recomputation(recompute: Recompute | None, arch: Architecture) -> dict[str, Any]:
     """The fields of megatron-core's TransformerConfig that select the activations that backward passes recompute."""
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
+        modules = [*(["moe"] if arch.experts else []), *(["mlp"] if arch.expert_layers < arch.layers else [])]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
 
 
@@ -215,7 +218,7 @@ def transformer_config(
         persist_layer_norm=False,
         cuda_graph_scope=[],
         **moe.options(arch, here),
-        **recomputation(recompute, arch.experts > 0),
+        **recomputation(recompute, arch),
         **spec.options,
         **arch.family.options,
     )

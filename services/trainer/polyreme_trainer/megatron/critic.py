@@ -48,7 +48,7 @@ class Critic(ShardedModel):
         shapes = hf_mapping.hf_shapes(self.arch)
         with open_tensors(path) as tensors:
             fresh = {} if VALUE_HEAD in tensors else {VALUE_HEAD: torch.zeros(shapes[VALUE_HEAD])}
-            tensors.check({name: shape for name, shape in shapes.items() if name not in fresh}, {})
+            tensors.check({name: shape for name, shape in shapes.items() if name not in fresh}, {}, self.arch.unread)
             self.load_slices(ChainMap(fresh, tensors), loaded)  # type: ignore[arg-type]  # it is only read
 
     def load_base(self, path: Path, loaded: Callable[[float], None] | None = None) -> None:

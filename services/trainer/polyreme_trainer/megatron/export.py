@@ -21,6 +21,8 @@ CRITIC = "critic"
 """The critic's directory within the policy's."""
 EMA = "ema"
 """The moving average's directory within the policy's."""
+DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""The fields of config.json with the number of layers for multi-token prediction."""
 ADAPTER = "adapter"
 """The directory of the adapters in PEFT's format. In the policy's directory itself, transformers would add them to the merged weights."""
 
@@ -30,8 +32,8 @@ class Export:
     """A model to export.
 
     Attributes:
-        tensors: every whole Hugging Face tensor, all of one dtype, without aliases (a tied lm_head follows from the config). They may be
-            views into an arena slot.
+        tensors: every whole Hugging Face tensor, without aliases (a tied lm_head follows from the config). The first one has the model's dtype.
+            They may be views into an arena slot.
         model_files: config.json and the tokenizer's files by name, from the run's start.
         adapter: the adapters, which `tensors` already contains.
     """
@@ -82,7 +84,9 @@ def classifier_config(config: bytes) -> bytes:
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """config.json with the dtype of the exported weights, under the key that it already uses."""
+    """config.json with the dtype of the exported weights, under the key that it already uses, and without layers for multi-token
+    prediction, which are not exported."""
     fields = json.loads(config)
+    fields |= dict.fromkeys(fields.keys() & DRAFT_LAYERS, 0)
     fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype
     return json.dumps(fields, indent=2).encode()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from polyreme_trainer.megatron.export import Export
+from polyreme_trainer.megatron.hf_mapping import expert_biases
 from polyreme_trainer.megatron.model import DTYPES, ShardedModel
 from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.roles import Role
@@ -60,7 +61,9 @@ class Followers:
         tensors = None if self.ema is None else self.ema.model.full_tensors()
         if tensors is None:
             return None
-        return Export({name: tensor.to(DTYPES[self._actor.dtype][0]) for name, tensor in tensors.items()}, files)
+        dtypes = dict.fromkeys(expert_biases(self._actor.arch), torch.float32)
+        newest = DTYPES[self._actor.dtype][0]
+        return Export({name: tensor.to(dtypes.get(name, newest)) for name, tensor in tensors.items()}, files)
 
 
 @torch.no_grad()

@@ -41,15 +41,16 @@ class HfTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._files)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]) -> None:
-        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor. A bias in the
-        choice of experts is refused, because without it other experts would be chosen."""
+    def check(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], unread: tuple[str, ...] = ()) -> None:
+        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor. Any other bias in
+        the choice of experts is refused, because without it other experts would be chosen. `unread`: the starts of names that no model reads.
+        """
         for name in self._files:
-            if name.endswith(EXPERT_BIASES):
+            if name.endswith(EXPERT_BIASES) and name not in shapes and not name.startswith(unread):
                 raise ConfigError(
                     f"experts that only the router chooses, in {self._path}",
                     f"{name}, which balances them without a loss",
-                    "Choose a model without this bias: the learner neither updates nor pushes it.",
+                    "Choose a model without this bias: the learner's model of this model_type has none.",
                 )
         for name, shape in shapes.items():
             if name not in self._files:

@@ -20,6 +20,7 @@ from polyreme_trainer.megatron.families.base import (
     EMBEDDING,
     EMBEDDING_ROW,
     EXPERT,
+    EXPERT_BIAS,
     FINAL_NORM_ROW,
     LM_HEAD,
     Architecture,
@@ -117,7 +118,7 @@ def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, boo
     if first and not arch.adapter:
         yield EMBEDDING_ROW, leads
     for local, layer in enumerate(layers_of(arch, rank)):
-        for row, same in arch.layer_rows(rank.ep_rank, rank.ep):
+        for row, same in arch.layer_rows(layer, rank.ep_rank, rank.ep):
             yield row.in_layer(local, layer), leads if same else experts_lead
     if last and not arch.adapter:
         yield FINAL_NORM_ROW, leads
@@ -147,6 +148,11 @@ def is_expert(param: str) -> bool:
     return EXPERT in param
 
 
+def is_expert_bias(param: str) -> bool:
+    """Whether a parameter is an expert bias: float32 whatever the model's dtype, and without a gradient."""
+    return param.endswith(EXPERT_BIAS)
+
+
 def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
     """Every slice of one rank's parameters, in model order. Raises ValueError when the sizes do not divide evenly."""
     check(arch, rank.tp, rank.expert_cut.tp)
@@ -167,7 +173,9 @@ def check(arch: Architecture, tp: int, etp: int | None = None) -> None:
     if arch.family.projection_norms and arch.kv_heads % tp:  # ranks that share a key head would count it twice
         raise ValueError(f"key-value heads = {arch.kv_heads}, with a norm over all of them, do not divide over {tp} tensor ranks")
     packed = arch.queries + 2 * arch.keys
-    widths = [*([arch.expert_ffn] if etp is None else []), arch.shared_ffn] if arch.experts else [arch.ffn]
+    widths = [arch.ffn]
+    if arch.experts:
+        widths = [*([arch.expert_ffn] if etp is None else []), arch.shared_ffn, *([arch.ffn] if arch.dense_layers else [])]
     if arch.heads % tp or any(width % tp for width in widths) or packed % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
         raise ValueError(
             f"heads = {arch.heads}, key-value heads = {arch.kv_heads} and ffn = {', '.join(map(str, widths))} do not divide over {tp} tensor ranks"
@@ -182,6 +190,11 @@ def padded_vocab(arch: Architecture, tp: int, multiple: int = VOCAB_MULTIPLE) ->
 def hf_shapes(arch: Architecture) -> dict[str, Shape]:
     """Name and shape of every Hugging Face tensor, in model order, without a tied lm_head (see `hf_aliases`)."""
     return arch.hf_shapes()
+
+
+def expert_biases(arch: Architecture) -> set[str]:
+    """The Hugging Face tensors of the expert biases, which have their own dtype, see `is_expert_bias`."""
+    return {name for row in arch.rows() if is_expert_bias(row.param) for name in row.tensors}
 
 
 def hf_aliases(arch: Architecture) -> dict[str, str]:

@@ -28,8 +28,11 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def adapter_architecture(arch: Architecture, lora: LoraConfig) -> Architecture:
     """The table of a model's adapters. Raises ConfigError for targets that the model does not have."""
     wanted = targets(arch, lora)
-    layer = tuple(part for row in arch.family.layer for part in _adapter_rows(row, wanted, lora.rank))
-    return replace(arch, family=replace(arch.family, layer=layer, expert=()), adapter=True)
+    layer, dense = (
+        tuple(part for row in rows for part in _adapter_rows(row, wanted, lora.rank))
+        for rows in (arch.family.layer, arch.family.dense_layer)
+    )
+    return replace(arch, family=replace(arch.family, layer=layer, dense_layer=dense, expert=()), adapter=True)
 
 
 def targets(arch: Architecture, lora: LoraConfig) -> tuple[str, ...]:

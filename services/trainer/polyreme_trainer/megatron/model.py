@@ -85,7 +85,8 @@ class ShardedModel:
             follow(self.module, self.routing)
             if moe is not None:
                 self.routing.balance(moe)
-        self._params = dict(self.module.named_parameters())
+        self._params: dict[str, Tensor] = dict(self.module.named_parameters())
+        self._params |= {name: buffer for name, buffer in self.module.named_buffers() if hf_mapping.is_expert_bias(name)}
         self.adapters = None if lora is None else Adapters(self.module, arch, self.rank, lora, seed)
         self._trained = self._params if self.adapters is None else self.adapters.params
         self.ddp: list[DistributedDataParallel] = []
@@ -124,7 +125,7 @@ class ShardedModel:
             loaded: called after each slice with the fraction of this rank's slices that are loaded, up to 1.
         """
         with open_tensors(path) as tensors:
-            tensors.check(hf_mapping.hf_shapes(self.arch), hf_mapping.hf_aliases(self.arch))
+            tensors.check(hf_mapping.hf_shapes(self.arch), hf_mapping.hf_aliases(self.arch), self.arch.unread)
             self.load_slices(tensors, loaded)
 
     @torch.no_grad()
@@ -182,8 +183,9 @@ class ShardedModel:
                 pass
             return None
         owners = hf_mapping.stage_of_tensors(arch, here)
+        biases = hf_mapping.expert_biases(arch)
         full = {
-            name: torch.empty(shape, dtype=DTYPES[self.dtype][0])
+            name: torch.empty(shape, dtype=torch.float32 if name in biases else DTYPES[self.dtype][0])
             for name, shape in hf_mapping.hf_shapes(arch).items()
             if here.pp_rank in (0, owners[name])
         }
@@ -313,4 +315,8 @@ def check_same_weights(model: ShardedModel) -> None:
 
 def tensor_specs(arch: Architecture, dtype: str) -> list[TensorSpec]:
     """The specs of every Hugging Face tensor of a version, in model order, from which a manifest is planned."""
-    return [TensorSpec(name, DTYPES[dtype][1], shape) for name, shape in hf_mapping.hf_shapes(arch).items()]
+    biases = hf_mapping.expert_biases(arch)
+    return [
+        TensorSpec(name, DTYPES["float32" if name in biases else dtype][1], shape)
+        for name, shape in hf_mapping.hf_shapes(arch).items()
+    ]

@@ -83,7 +83,7 @@ class Packing(PackedSeqParams):
         lengths: the number of queries of each sequence.
         key_lengths: the number of keys of each sequence.
         features: the width of all queries of this rank.
-        full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, head_dim / 2] in the compute
+        full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, features / 2] in the compute
             dtype.
         halves: on a rank that has a part of each sequence, the packings of its queries, one for each half; otherwise empty.
         keys: for a half, the positions of its keys among the gathered keys.
@@ -162,7 +162,7 @@ def packing(
 
     Args:
         features: the width of all queries of this rank.
-        full, sliding: the rotary angles of the first positions, fp32 [positions, head_dim / 2]; `sliding` None: as `full`.
+        full, sliding: the rotary angles of the first positions, fp32 [positions, features / 2]; `sliding` None: as `full`.
         dtype: the compute dtype.
         cut: the tokens of a context rank; None: all.
     """

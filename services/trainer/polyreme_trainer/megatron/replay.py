@@ -19,16 +19,16 @@ from polyreme_trainer.megatron.roles import Role
 
 
 def decode_routes(sample: SampleRecord, arch: Architecture) -> Routes:
-    """The experts of a sample's tokens, uint8 or uint16 [tokens, layers, top_k]. Raises DataError."""
+    """The experts of a sample's tokens, uint8 or uint16 [tokens, expert layers, top_k]. Raises DataError."""
     dtype = np.dtype("u1" if arch.experts <= 256 else "<u2")
-    width = arch.layers * arch.top_k * dtype.itemsize
+    width = arch.expert_layers * arch.top_k * dtype.itemsize
     if sample.routes is None or sample.routes.shape[1] != width:
         raise DataError(
-            f"{width} bytes of experts per token ({arch.layers} layers x {arch.top_k} of {arch.experts} experts), for trainer.moe.replay_routes",
+            f"{width} bytes of experts per token ({arch.expert_layers} layers x {arch.top_k} of {arch.experts} experts), for trainer.moe.replay_routes",
             "none" if sample.routes is None else f"{sample.routes.shape[1]} bytes",
             "Use an engine that reports its routes, or set trainer.moe.replay_routes to false.",
         )
-    routes: Routes = np.ascontiguousarray(sample.routes).view(dtype).reshape(len(sample), arch.layers, arch.top_k)
+    routes: Routes = np.ascontiguousarray(sample.routes).view(dtype).reshape(len(sample), arch.expert_layers, arch.top_k)
     ordered = np.sort(routes, axis=-1)
     if ordered.max() >= arch.experts or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise DataError(

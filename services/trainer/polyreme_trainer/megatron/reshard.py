@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank, Slice, hf_shapes, is_expert, param_shapes, rank_slices
+from polyreme_trainer.megatron.hf_mapping import Rank, Slice, hf_shapes, is_expert, is_expert_bias, param_shapes, rank_slices
 
 WEIGHTS = "weights"
 """Kind of state: the weights of the parameters that training changes. The others are the optimizer's: moments, and full-precision copies."""
@@ -105,8 +105,8 @@ class SavedShard:
         return self._newest[2]
 
     def dtype(self, kind: str) -> torch.dtype:
-        """The dtype of a kind of state."""
-        return next(part.dtype for state in self._states for _, part in state[kind].values())
+        """The dtype of a kind of state, except that of expert biases."""
+        return next(part.dtype for state in self._states for name, (_, part) in state[kind].items() if not is_expert_bias(name))
 
 
 def reshard(arch: Architecture, kind: str, names: Iterable[str], here: Rank, shards: Sequence[SavedShard]) -> dict[str, Tensor]:
@@ -127,9 +127,9 @@ def reshard(arch: Architecture, kind: str, names: Iterable[str], here: Rank, sha
             if piece.hf_name in wanted and (own or piece.primary):
                 sources[piece.hf_name].append((shard, piece))
     shapes, mine, dtype = hf_shapes(arch), param_shapes(arch, here), shards[0].dtype(kind)
-    result = {name: torch.zeros(mine[name], dtype=dtype) for name in chosen}
+    result = {name: torch.zeros(mine[name], dtype=torch.float32 if is_expert_bias(name) else dtype) for name in chosen}
     for name, pieces in wanted.items():
-        whole = torch.empty(shapes[name], dtype=dtype)
+        whole = torch.empty(shapes[name], dtype=result[pieces[0].param].dtype)
         for shard, piece in sources[name]:
             whole[piece.hf_index].copy_(shard.param(kind, piece.param)[piece.param_index])
         for piece in pieces:

@@ -114,7 +114,10 @@ class Role(Generic[Model]):
             for part in terms:
                 self._run(part, backward=True)
         self.optimizer.set_lr(lr)
-        return self.optimizer.step()
+        norm = self.optimizer.step()
+        if self.model.routing is not None:
+            self.model.routing.update_biases()
+        return norm
 
     @property
     def routing_metrics(self) -> Metrics:

@@ -17,21 +17,22 @@ from polyreme_trainer.megatron.families.rope import Rope
 
 @functools.lru_cache(maxsize=4)
 def angles(rope: Rope, head_dim: int, positions: int, device: torch.device) -> Tensor:
-    """The angle of every position and pair of features: fp32 [positions, head_dim / 2], in radians. The tensor is cached; do not change it."""
-    frequencies = inverse_frequencies(rope, head_dim)
+    """The angle of every position and pair of rotated features: fp32 [positions, features / 2], in radians. The tensor is cached; do not change
+    it."""
+    frequencies = inverse_frequencies(rope, rope.features(head_dim))
     return torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).to(device)
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Angular frequencies, in radians per position: fp32 [head_dim / 2], on the CPU."""
-    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def inverse_frequencies(rope: Rope, features: int) -> Tensor:
+    """Angular frequencies of the rotated features, in radians per position: fp32 [features / 2], on the CPU."""
+    wavelengths = rope.theta ** (torch.arange(0, features, 2, dtype=torch.float32) / features)
     plain = 1.0 / wavelengths
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":
-        return _yarn(rope, wavelengths, head_dim)
+        return _yarn(rope, wavelengths, features)
     return plain
 
 
@@ -78,17 +79,21 @@ class _Rotary(Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    turned = 2 * cos.shape[-1]
+    (x1, x2), (out1, out2) = x[..., :turned].chunk(2, dim=-1), out[..., :turned].chunk(2, dim=-1)
+    if turned < x.shape[-1]:
+        out[..., turned:] = x[..., turned:]
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
     torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
     return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates feature i with feature i + dim / 2 by the position's i-th angle (Su et al. 2021, in Hugging Face's feature order).
+    """Rotates feature i with feature i + n / 2 by the position's i-th angle, for the first n features (Su et al. 2021, in Hugging Face's feature
+    order). The others do not change.
 
     Args:
         x: [tokens, heads, dim].
-        cos, sin: [tokens, 1, dim / 2], of each token's position.
+        cos, sin: [tokens, 1, n / 2], of each token's position.
     """
     return _Rotary.apply(x, cos, sin)

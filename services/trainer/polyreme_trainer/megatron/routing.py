@@ -3,10 +3,14 @@
 The balancing loss of an optimizer step is, averaged over the layers, experts x sum over experts e of f_e P_e: f_e is the number of choices of e
 per token, P_e the mean of its probability (Fedus et al. 2021, equations 4 to 6, with f of the whole step as in Qiu et al. 2025). With f known,
 this is a sum over tokens. So a step first counts the choices in a separate forward pass, then each token adds its part of the loss. The z-loss
-is the mean square of the log-sum-exp of a token's router logits (Zoph et al. 2022, equation 5).
+is the mean square of the log-sum-exp of a token's router logits (Zoph et al. 2022, equation 5). The probabilities of a router whose scores are
+sigmoids are these scores, divided by their sum.
+
+An expert bias balances without a loss: after each optimizer step, those of the experts that fewer tokens than the mean chose grow by the update
+rate, and the others shrink by it (Wang et al. 2024, algorithm 1).
 
 Invariant: padding is neither counted nor balanced, and every token counts once, even if activations are recomputed. Metrics and gradients of a
-step are sums over its tokens, so they depend neither on the layout nor on micro-batches.
+step are sums over its tokens, so they depend neither on the layout nor on micro-batches. The same holds for the new expert biases.
 """
 
 from collections import deque
@@ -35,7 +39,7 @@ class Rows:
 
     Attributes:
         real: bool [rows], whether a position holds a token.
-        routes: int64 [rows, layers, top_k], the experts to which a position goes; -1 where the router decides. None: it decides everywhere.
+        routes: int64 [rows, expert layers, top_k], the experts to which a position goes; -1 where the router decides. None: it decides everywhere.
     """
 
     real: Tensor
@@ -69,11 +73,16 @@ class Routing:
         arch, here: the model and this rank.
         recomputes: whether backward passes run the routers again.
         device: the device of the model.
+
+    Attributes:
+        biases: the expert bias of each of this rank's layers that has one, fp32 [experts], by the layer's number among those with experts in the
+            whole model.
     """
 
     def __init__(self, arch: Architecture, here: Rank, recomputes: bool, device: torch.device) -> None:
         self.arch, self.here, self.recomputes = arch, here, recomputes
-        self.aux_coef = self.z_coef = 0.0
+        self.biases: dict[int, Tensor] = {}
+        self.aux_coef = self.z_coef = self.bias_rate = 0.0
         self._phase: Literal["infer", "count", "train"] = "infer"
         self._batch: MicroBatch | None = None
         self._replays = False
@@ -81,14 +90,14 @@ class Routing:
         self._waiting: dict[int, deque[Rows | None]] = {}
         self._tokens = 0
         self._choices: Tensor | None = None
-        """fp32 [layers, experts], the number of times that each expert is chosen per token of the step; None when they were not counted."""
-        self._observed = torch.zeros(arch.layers, 2 * arch.experts + 1, dtype=torch.float64, device=device)
-        """For each layer in the last step: the choices of every expert, the sums of its probabilities, and the sum of squared log-sum-exps."""
+        """fp32 [expert layers, experts], the number of times that each expert is chosen per token of the step; None when they were not counted."""
+        self._observed = torch.zeros(arch.expert_layers, 2 * arch.experts + 1, dtype=torch.float64, device=device)
+        """For each layer with experts in the last step: the choices of every expert, the sums of its probabilities, and the sum of squared log-sum-exps."""
 
     def balance(self, moe: MoeConfig) -> None:
-        """Sets the coefficients. The balancing loss has that of the model's config.json unless one is configured."""
+        """Sets the coefficients and the rate. The balancing loss has the coefficient of the model's config.json unless one is configured."""
         self.aux_coef = self.arch.aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
-        self.z_coef = moe.z_loss_coef
+        self.z_coef, self.bias_rate = moe.z_loss_coef, moe.bias_update_rate
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch, replays: bool) -> Iterator[None]:
@@ -159,7 +168,7 @@ class Routing:
         """Adds a router's decisions to the statistics. Returns `probs`; differentiating the result also differentiates the losses of the tokens.
 
         Args:
-            layer: the layer's number in the whole model, from 0.
+            layer: the layer's number among those with experts in the whole model, from 0.
             rows: see `rows`.
             logits: fp32 [rows, experts].
             probs: the experts' weights, fp32 [rows, experts]; the result has the same values.
@@ -169,17 +178,33 @@ class Routing:
             return probs
         if self._choices is None:
             with torch.no_grad():
-                shares, squares = _per_token(logits, rows.real)
+                shares, squares = self._per_token(logits, rows.real)
                 every = [(chosen & rows.real.unsqueeze(1)).sum(0), shares.sum(0), squares.sum().view(1)]
                 self._observed[layer] += torch.cat(every)
         if self._phase == "count" or not (self.aux_coef or self.z_coef):
             return probs
-        shares, squares = _per_token(logits, rows.real)
+        shares, squares = self._per_token(logits, rows.real)
         loss = self.z_coef * squares.sum()
         if self._choices is not None:
             loss = loss + self.aux_coef * self.arch.experts * (shares.sum(0) * self._choices[layer]).sum()
-        weighted: Tensor = _WithLoss.apply(probs, loss / (self._tokens * self.arch.layers))
+        weighted: Tensor = _WithLoss.apply(probs, loss / (self._tokens * self.arch.expert_layers))
         return weighted
+
+    def _per_token(self, logits: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts' probabilities [rows, experts], and the squared log-sum-exp [rows], both 0 where there is no token."""
+        if self.arch.family.scores == "sigmoid":
+            probabilities = torch.nn.functional.normalize(logits.sigmoid(), p=1, dim=-1)
+        else:
+            probabilities = logits.softmax(-1)
+        return probabilities * real.unsqueeze(1), logits.logsumexp(-1).square() * real
+
+    @torch.no_grad()
+    def update_biases(self) -> None:
+        """Updates the expert biases of this rank's layers, after an optimizer step. A step without tokens does not change them."""
+        if not self.bias_rate:
+            return
+        for layer, bias in self.biases.items():
+            bias.copy_(updated_bias(bias, self._observed[layer, : self.arch.experts], self.bias_rate))
 
     def metrics(self) -> Metrics:
         """The metrics of the last optimizer step, the same on every rank; none when it had no tokens."""
@@ -198,9 +223,15 @@ class Routing:
         return {name: (value, torch.ones_like(value)) for name, value in values.items()}
 
 
-def _per_token(logits: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts' probabilities [rows, experts], and the squared log-sum-exp [rows], both 0 where there is no token."""
-    return logits.softmax(-1) * real.unsqueeze(1), logits.logsumexp(-1).square() * real
+def updated_bias(bias: Tensor, choices: Tensor, rate: float) -> Tensor:
+    """The expert bias after a step, fp32 [experts] (Wang et al. 2024, algorithm 1).
+
+    Args:
+        bias: fp32 [experts], before the step.
+        choices: [experts], the number of the step's tokens that chose each expert.
+        rate: the change of the bias of each expert that was not chosen exactly as often as the mean.
+    """
+    return bias + rate * (choices.mean() - choices).sign().to(bias.dtype)
 
 
 class _WithLoss(Function):

@@ -3,7 +3,7 @@
 Invariant: all specs compute the same function of the same parameters, with the same names; only the kernels differ.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,11 +49,11 @@ class ModelSpec:
     """One way to build and run a model.
 
     Attributes:
-        block: (config, family, number of layers of this stage) -> the modules of megatron-core's transformer block.
+        block: (config, family, for each layer of this stage whether it has experts) -> the modules of megatron-core's transformer block.
         linear: the matrix product of the output layer.
         options: fields of megatron-core's TransformerConfig that `block` requires.
     """
 
-    block: Callable[[TransformerConfig, ModelFamily, int], TransformerBlockSubmodules]
+    block: Callable[[TransformerConfig, ModelFamily, Sequence[bool]], TransformerBlockSubmodules]
     linear: Linear
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -71,21 +71,27 @@ class HeldOutSet:
 
 @dataclass
 class EvaluationPace:
-    """The progress of a version's evaluation: `answered` of the `asked` answers have arrived."""
+    """The progress of a version's evaluation: `answered` of the `asked` answers have arrived, the `first` of them at `began`.
+
+    Its rate counts from the first answers on, since an evaluation may have waited long for an engine that starts.
+    """
 
     version: int
     asked: int
-    began: float
-    reported: float
+    began: float = 0.0
+    reported: float = 0.0
+    first: int = 0
     answered: int = 0
 
     def add(self, answers: int, now: float) -> dict[str, Any] | None:
-        """Counts answers. Returns the record to emit if the previous one is PROGRESS_SECONDS old, otherwise None."""
+        """Counts answers, at least one. Returns the record to emit if the previous one, or the first answer, is PROGRESS_SECONDS old."""
+        if not self.answered:
+            self.began, self.reported, self.first = now, now, answers
         self.answered += answers
         if now - self.reported < PROGRESS_SECONDS:
             return None
         self.reported = now
-        left = (now - self.began) * (self.asked - self.answered) / self.answered
+        left = (now - self.began) * (self.asked - self.answered) / (self.answered - self.first)
         return {
             **{"kind": "eval_progress", "version": self.version, "answered": self.answered, "asked": self.asked},
             "seconds_left": round(left, 1),
@@ -125,7 +131,7 @@ class Evaluator:
         """
         begin = time.monotonic()
         results: list[_Result] = []
-        pace = EvaluationPace(version, sum(len(each.asked()) for each in self._sets), begin, begin)
+        pace = EvaluationPace(version, sum(len(each.asked()) for each in self._sets))
         try:
             for held_out in self._sets:
                 rows = sum(len(each.prompts) for each in self._sets[: len(results)])

@@ -2,7 +2,8 @@
 
 Invariant: the targets are the live leases with our API version, and every claim returns its promised tokens when it ends. Work waits here,
 not in a replica: it goes to a replica with capacity, the oldest policy version first, then in order of arrival. Therefore long
-answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its running samples.
+answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its running samples. For a short time after
+the first commit of a version, the replicas that have yet to commit it keep their share.
 """
 
 import asyncio
@@ -25,12 +26,14 @@ from polyreme.net import rpc
 from polyreme_trainer.orchestrator.claim import Claim, call_after
 from polyreme_trainer.orchestrator.idle_time import IdleTime
 from polyreme_trainer.orchestrator.live_servers import LiveServers
-from polyreme_trainer.orchestrator.router import SUSPENSION, Target, choose
+from polyreme_trainer.orchestrator.router import SUSPENSION, Target, choose, fair_share
 from polyreme_trainer.orchestrator.straggler_detection import Pace, stragglers
 
 logger = logging.getLogger(__name__)
 
 STRAGGLER_CHECK_INTERVAL = 0.5
+SHARE_SECONDS = 10.0
+"""Seconds after a version's first commit in which samples are kept for replicas that have yet to commit it."""
 CHECKS_PER_TIMEOUT = 10
 """Availability checks per timeout while a claim waits."""
 
@@ -73,6 +76,7 @@ class ReplicaPool:
         self._stalls: dict[str, float] = {}
         self._term, self._published = 0, -1
         self._last_commit = "0"
+        self._newest, self._shared_until = (0, -1), 0.0  # term and version; monotonic seconds
         self._waiting: dict[int, deque[_Waiter]] = {}  # by min_version
         self.held: int | None = None
         self._asleep = False
@@ -114,6 +118,10 @@ class ReplicaPool:
             if served != (target.version, target.term):
                 target.version, target.term = served
                 target.backoff_until, target.failures = 0.0, 0
+            if target.version is not None and (target.term, target.version) > self._newest:
+                self._newest = target.term, target.version
+                self._shared_until = time.monotonic() + SHARE_SECONDS
+                call_after(SHARE_SECONDS, self._grant_claims)
         self._grant_claims()
 
     @asynccontextmanager
@@ -181,8 +189,9 @@ class ReplicaPool:
         now = time.monotonic()
         for version in sorted(self._waiting):
             queue = self._waiting[version]
+            capacity = min(self._capacity, self._share(version, now))
             while queue:
-                target = self._choose(version, now, self._capacity, queue[0].avoid)
+                target = self._choose(version, now, capacity, queue[0].avoid)
                 if target is None:
                     return  # then there is none for a newer version either
                 waiter = queue.popleft()
@@ -191,6 +200,12 @@ class ReplicaPool:
 
     def _choose(self, min_version: int, now: float, capacity: float, avoid: Set[str] = frozenset()) -> Target | None:
         return choose(self._targets.values(), min_version=min_version, term=self._term, now=now, capacity=capacity, avoid=avoid)
+
+    def _share(self, version: int, now: float) -> float:
+        if now >= self._shared_until:
+            return math.inf
+        waiting = sum(waiter.sequences for waiter in self._waiting[version])
+        return fair_share(self._targets.values(), min_version=version, term=self._term, now=now, waiting=waiting)
 
     def _begin(self, target: Target, waiter: _Waiter, now: float) -> Claim:
         stub, pace = self._stubs[target.id], self._paces[target.id]

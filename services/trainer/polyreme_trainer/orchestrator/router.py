@@ -1,9 +1,13 @@
 """Chooses the replica for a group: the least loaded one that has capacity and a policy that is new enough. Pure; time is an argument.
 
+While others are about to serve that policy, capacity is a fair share of the samples. Otherwise the first replica with a new version would
+take all the samples that wait for it.
+
 Invariant: `outstanding` of a target is the number of tokens that its running calls may still return, and `sequences` is the number of their
 samples.
 """
 
+import math
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
@@ -66,3 +70,19 @@ def choose(
         and target.available_at() <= now
     ]
     return min(usable, key=lambda target: (target.id in avoid, target.outstanding, target.id), default=None)
+
+
+def fair_share(targets: Iterable[Target], *, min_version: int, term: int, now: float, waiting: int) -> float:
+    """The samples that one target may have while others are about to serve `min_version`; math.inf when no other is.
+
+    About to serve it is a target with the version before, or before the first version. One that is further behind may never come.
+
+    Args:
+        waiting: samples that wait for `min_version`. `choose` documents the other arguments.
+    """
+    available = [target for target in targets if target.available_at() <= now]
+    serving = [t for t in available if t.version is not None and t.version >= min_version and t.term >= term]
+    coming = [t for t in available if t not in serving and (-1 if t.version is None else t.version) == min_version - 1]
+    if not coming or not serving:
+        return math.inf
+    return math.ceil((waiting + sum(target.sequences for target in serving)) / (len(serving) + len(coming)))

@@ -173,7 +173,20 @@ class Publisher:
         deltas = Deltas(self._arena, config.weights.anchor_interval, threads, slots.compare)
         plan = RelayPlan(config.weights.relay_roots)
         sync = ReplicaSync(
-            run, experience, Registry(run), self._arena, slots, deltas, plan, self._term.counter, wanted, hold, config.security
+            *(
+                run,
+                experience,
+                Registry(run),
+                self._arena,
+                slots,
+                deltas,
+                plan,
+                self._term.counter,
+                wanted,
+                hold,
+                config.security,
+            ),
+            announce=not config.ends_engines,
         )
         self._running.set_result(_Running(asyncio.get_running_loop(), sync))
         try:

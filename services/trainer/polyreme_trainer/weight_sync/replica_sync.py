@@ -48,6 +48,8 @@ class ReplicaSync:
         wanted: number of replicas that the run waits for.
         hold: the version that replicas are held at.
         security: of the replicas' ports.
+        announce: whether the run is told who joins and who leaves. Otherwise only the log has it, since engines that end for the
+            learner (`rollout.cpu_sleep: end`) leave and join in every turn.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class ReplicaSync:
         wanted: int,
         hold: EvalHold,
         security: SecurityConfig | None = None,
+        announce: bool = True,
     ) -> None:
-        self._security = security
+        self._security, self._announce = security, announce
         self._run, self._experience, self._registry, self._arena = run, experience, registry, arena
         self._wanted, self._hold = wanted, hold
         self._slots, self._deltas = slots, deltas
@@ -192,14 +195,14 @@ class ReplicaSync:
                 self._replicas[name] = replica
                 replica.task = asyncio.create_task(self._push.keep_current(replica), name=f"push to {name}")
                 replica.task.add_done_callback(lambda _: self._changes.notify())
-                await self._notice(f"replica {name} at {lease.address} joined")
+                await self._report_membership(f"replica {name} at {lease.address} joined")
 
     async def _forget(self, name: str, replica: ReplicaState) -> None:
         await self._stop(replica)
         del self._replicas[name]
         self._streams.drop(name)
         self._changes.notify()
-        await self._notice(f"replica {name} at {replica.lease.address} left")
+        await self._report_membership(f"replica {name} at {replica.lease.address} left")
 
     def _check_usable(self) -> None:
         """Fails a run whose replicas are all quarantined. A run with fewer replicas than it wants may still get another."""
@@ -222,6 +225,12 @@ class ReplicaSync:
         """The tasks that ended with an error."""
         tasks = [replica.task for replica in self._replicas.values() if replica.task and replica.task.done()]
         return [task for task in tasks if not task.cancelled() and task.exception()]
+
+    async def _report_membership(self, text: str) -> None:
+        if self._announce:
+            await self._notice(text)
+        else:
+            logger.info(text)
 
     async def _notice(self, text: str) -> None:
         logger.info(text)

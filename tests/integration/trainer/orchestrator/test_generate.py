@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,40 @@ async def test_a_replica_that_joins_gets_waiting_work_at_once(world):
     for task in generating:
         task.cancel()
     await asyncio.gather(*generating, return_exceptions=True)
+
+
+@asynccontextmanager
+async def eight_groups_for_version_1(world):
+    """Two replicas at version 0, the first of which begins to serve version 1, for which eight groups wait."""
+    endless = {"step_seconds": 10.0, "lengths": Lengths(1e9)}
+    world.pool._capacity = 1000
+    replicas = await world.start(endless, endless)
+    generating = [asyncio.create_task(world.generate(count=12, min_version=1)) for _ in range(8)]
+    await until(lambda: sum(map(len, world.pool._waiting.values())) == 8)
+    await world.learner.write(1)
+    await world.learner.push(replicas[0])
+    await world.pool.refresh()
+    yield replicas
+    for task in generating:
+        task.cancel()
+    await asyncio.gather(*generating, return_exceptions=True)
+
+
+async def test_a_replica_that_is_about_to_serve_a_version_keeps_its_share(world, monkeypatch):
+    monkeypatch.setattr("polyreme_trainer.orchestrator.replica_pool.SHARE_SECONDS", 3600.0)
+    async with eight_groups_for_version_1(world) as (first, second):
+        await until(lambda: len(first.calls) == 4)
+        assert sum(map(len, world.pool._waiting.values())) == 4
+        await world.learner.push(second)
+        await world.pool.refresh()
+        await until(lambda: len(second.calls) == 4)
+        assert len(first.calls) == 4 and not world.pool._waiting
+
+
+async def test_a_share_is_kept_for_a_short_time_only(world, monkeypatch):
+    monkeypatch.setattr("polyreme_trainer.orchestrator.replica_pool.SHARE_SECONDS", 0.05)
+    async with eight_groups_for_version_1(world) as (first, _):
+        await until(lambda: len(first.calls) == 8)
 
 
 async def test_waiting_work_of_older_versions_goes_first_and_a_cancelled_wait_leaves_nothing(world):

@@ -17,16 +17,18 @@ from polyreme_trainer.convert import hf_directory
 from polyreme_trainer.convert.command import CheckpointFormat, Layers, convert
 from polyreme_trainer.convert.layout import FILE, TRACKER
 from polyreme_trainer.megatron.families import find_family, known_families
+from polyreme_trainer.megatron.hf_files import EXPERT_BIASES
 from support.models import tiny_family_model
 
-EXPERTS = {"num_experts": 4, "num_local_experts": 4}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
 
 
 def model_of(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
     """A tiny model whose weights have every kind of bits, including NaN and minus zero."""
     experts = EXPERTS if find_family(family).expert else {}
     tiny_family_model(family, path, **experts | {"num_hidden_layers": 4, "layer_types": None} | fields)
-    tensors = {name: tensor.to(dtype) for name, tensor in load_file(path / "model.safetensors").items()}
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items() if not name.endswith(EXPERT_BIASES)}
     first = next(iter(tensors.values()))
     first.view(-1)[:2] = torch.tensor([float("nan"), -0.0])
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -119,10 +121,10 @@ def test_experts_in_two_matrices_come_back_too(
     layout = layout | ({"tensor": 2} if find_family(family).projection_norms and "tensor" in layout else {})
     model = models(family, False)
     convert(model, tmp_path / "megatron", layers=Layers.grouped, **layout)  # type: ignore[arg-type]
-    file = next((tmp_path / "megatron" / "iter_0000001").glob("mp_rank_*"))
-    content = torch.load(file / FILE, weights_only=False)
-    names = content["model0" if "virtual_pipeline" in layout else "model"].keys()
-    assert {f"decoder.layers.0.mlp.experts.weight{number}" for number in (1, 2)} <= names
+    files = (tmp_path / "megatron" / "iter_0000001").glob(f"mp_rank_*/{FILE}")
+    contents = [torch.load(file, weights_only=False) for file in files]
+    names = {name for content in contents for key in content.keys() & {"model", "model0", "model1"} for name in content[key]}
+    assert {f"experts.weight{number}" for number in (1, 2)} <= {name.partition(".mlp.")[2] for name in names}
     assert not any("local_experts" in name for name in names)
     convert(tmp_path / "megatron", tmp_path / "back", config=model)
     assert bits(weights(tmp_path / "back")) == bits(weights(model))
@@ -199,6 +201,23 @@ def test_a_file_has_an_entry_for_each_virtual_stage(tmp_path: Path) -> None:
         (1, "model1", "decoder.final_layernorm.weight"),
         (1, "model1", "output_layer.weight"),
     }
+
+
+def test_layers_for_drafts_are_not_converted_and_config_json_says_so(tmp_path: Path) -> None:
+    model = model_of("glm4_moe", tmp_path / "model", num_nextn_predict_layers=1)
+    expected = weights(model)
+    drafts = {name.replace("layers.3.", "layers.4."): each.clone() for name, each in expected.items() if ".layers.3." in name}
+    save_file(expected | drafts, model / "model.safetensors", metadata={"format": "pt"})
+    convert(model, tmp_path / "megatron", pipeline=2)
+    state = rank_file(tmp_path / "megatron", "mp_rank_00_001")["model"]
+    assert state["decoder.layers.1.mlp.router.expert_bias"].equal(expected["model.layers.3.mlp.gate.e_score_correction_bias"])
+    assert "mlp.router.expert_bias" not in "".join(
+        name for name in rank_file(tmp_path / "megatron", "mp_rank_00_000")["model"] if ".layers.0." in name
+    )
+    convert(tmp_path / "megatron", tmp_path / "back", config=model)
+    assert bits(weights(tmp_path / "back")) == bits(expected)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert json.loads((model / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
 def test_ranks_that_cut_experts_have_files_as_in_megatron(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.replay import decode_routes, mismatch
 from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.observe.registry import REPLAY
-from support.configs import MIXTRAL
+from support.configs import GLM4_MOE, MIXTRAL
 
 
 def arch(experts: int) -> Architecture:
@@ -49,6 +49,15 @@ def test_routes_pass_through_the_log_and_into_micro_batches(experts: int, dtype:
     assert (batch.routes[0] == -1).all()
     np.testing.assert_array_equal(batch.routes[1:].numpy(), routes)
     assert batch.real.all()
+
+
+def test_only_layers_with_experts_have_routes() -> None:
+    routes = np.random.default_rng(1).random((3, 3, 4)).argsort(-1)[..., :2].astype("u1")
+    glm = read_architecture(HfConfig(GLM4_MOE))
+    np.testing.assert_array_equal(decode_routes(sample(routes.reshape(3, -1)), glm), routes)
+    with pytest.raises(DataError) as caught:
+        decode_routes(sample(np.zeros((3, 8), np.uint8)), glm)
+    assert "3 layers x 2 of 4 experts" in caught.value.expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 from polyreme_trainer.megatron.families import find_family
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.rope import Rope
-from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, is_expert, param_shapes, rank_slices
+from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, is_expert, is_expert_bias, param_shapes, rank_slices
 from polyreme_trainer.megatron.reshard import RankMesh, RankState, SavedShard, ShardFiles, reshard
 
 TIED = Architecture(
@@ -27,6 +27,9 @@ TIED = Architecture(
     rope=Rope(10000.0),
 )
 EXPERTS = replace(TIED, family=find_family("qwen2_moe"), layers=2, experts=4, expert_ffn=4, shared_ffn=6, top_k=2)
+BIASED = replace(
+    TIED, family=find_family("glm4_moe"), experts=4, dense_layers=1, expert_ffn=4, shared_ffn=6, top_k=2
+)  # its first layer has no experts
 EXPERT_LAYOUTS = [RankMesh(1, 1, 1), RankMesh(1, 1, 2, 2), RankMesh(1, 1, 4, 2), RankMesh(2, 2, 3), RankMesh(2, 2, 4, 4)]
 EXPERT_LAYOUTS += [
     RankMesh(2, 1, 1, expert_tensor=1),
@@ -99,6 +102,26 @@ def test_every_rank_gets_its_parameters_from_the_ranks_of_any_layout(
 @pytest.mark.parametrize("after", EXPERT_LAYOUTS)
 def test_experts_pass_from_layout_to_layout(before: RankMesh, after: RankMesh) -> None:
     check_resharded(EXPERTS, before, after, saved(EXPERTS, before))
+
+
+@pytest.mark.parametrize("layout", [RankMesh(1, 1, 1), RankMesh(2, 1, 2, 2), RankMesh(1, 2, 2)])
+def test_expert_biases_keep_their_dtype_and_only_layers_with_experts_have_them(layout: RankMesh) -> None:
+    states = {
+        number: {
+            "moment": {
+                name: (at, part if is_expert_bias(name) else part.bfloat16()) for name, (at, part) in state["moment"].items()
+            }
+        }
+        for number, state in saved(BIASED, RankMesh(1, 2, 1)).items()
+    }
+    for here in layout.shards:
+        shards = [SavedShard(BIASED, files, states) for files in RankMesh(1, 2, 1).files(here)]
+        expected = params(BIASED, here)
+        found = reshard(BIASED, "moment", expected, here, shards)
+        biases = {name for name in found if is_expert_bias(name)}
+        assert len(biases) == (3 if here.pp == 1 else 1 + here.pp_rank)
+        assert all(found[name].dtype == torch.float32 and torch.equal(found[name], expected[name].float()) for name in biases)
+        assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found.keys() - biases)
 
 
 def check_resharded(arch: Architecture, before: RankMesh, after: RankMesh, states: dict[int, RankState]) -> None:

@@ -57,3 +57,13 @@ def test_each_pair_turns_by_its_tokens_angle() -> None:
     turned = torch.view_as_complex(torch.stack(x.detach().chunk(2, dim=-1), dim=-1).contiguous()) * torch.exp(1j * turns)
     torch.testing.assert_close(rotate(x, turns.cos(), turns.sin()), torch.cat((turned.real, turned.imag), dim=-1))
     assert gradcheck(lambda x: rotate(x, turns.cos(), turns.sin()), (x,))
+
+
+def test_features_after_the_rotated_ones_stay() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 2, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    turns = torch.randn(6, 1, 2, generator=generator, dtype=torch.float64)
+    turned = rotate(x, turns.cos(), turns.sin())
+    torch.testing.assert_close(turned[..., :4], rotate(x[..., :4], turns.cos(), turns.sin()))
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    assert gradcheck(lambda x: rotate(x, turns.cos(), turns.sin()), (x,))

@@ -52,8 +52,9 @@ def test_the_digest_of_a_set_is_of_what_its_results_depend_on() -> None:
 
 
 def test_an_evaluation_reports_how_far_it_is_once_in_a_while() -> None:
-    pace = EvaluationPace(version=3, asked=40, began=100.0, reported=100.0)
-    assert pace.add(4, 101.0) is None
-    record = pace.add(6, 100.0 + PROGRESS_SECONDS)
-    assert record == {"kind": "eval_progress", "version": 3, "answered": 10, "asked": 40, "seconds_left": 3 * PROGRESS_SECONDS}
-    assert pace.add(10, 101.0 + PROGRESS_SECONDS) is None
+    pace = EvaluationPace(version=3, asked=40)
+    assert pace.add(2, 1000.0) is None  # after a long wait for an engine, which says nothing about the rest
+    assert pace.add(4, 1001.0) is None
+    record = pace.add(6, 1000.0 + PROGRESS_SECONDS)
+    assert record == {"kind": "eval_progress", "version": 3, "answered": 12, "asked": 40, "seconds_left": 2.8 * PROGRESS_SECONDS}
+    assert pace.add(10, 1001.0 + PROGRESS_SECONDS) is None

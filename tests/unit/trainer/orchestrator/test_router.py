@@ -2,10 +2,11 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_trainer.orchestrator.router import FAILURE_BACKOFF, Target, choose
+from polyreme_trainer.orchestrator.router import FAILURE_BACKOFF, Target, choose, fair_share
 
 targets = st.lists(
     st.builds(
@@ -51,6 +52,46 @@ def test_load_is_spread() -> None:
         assert chosen is not None
         chosen.outstanding += tokens
     assert [t.outstanding for t in there] == [200] * 4
+
+
+def test_the_first_replica_with_a_version_gets_its_share_only() -> None:
+    first, second = Target("a", version=3, term=1), Target("b", version=2, term=1, sequences=5)
+    assert fair_share([first, second], min_version=3, term=1, now=0.0, waiting=64) == 32
+    first.sequences = 32
+    assert fair_share([first, second], min_version=3, term=1, now=0.0, waiting=32) == 32
+    second.version = 3
+    assert fair_share([first, second], min_version=3, term=1, now=0.0, waiting=32) == math.inf
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Target("b", version=1, term=1),
+        Target("b"),
+        Target("b", version=2, term=1, backoff_until=1.0),
+        Target("b", version=2, term=1, suspended_until=1.0),
+        Target("b", version=3, term=1),
+    ],
+    ids=["far behind", "just joined", "failing", "suspended", "serving"],
+)
+def test_nothing_is_kept_for_a_replica_that_may_not_come(other: Target) -> None:
+    first = Target("a", version=3, term=1)
+    assert fair_share([first, other], min_version=3, term=1, now=0.0, waiting=64) == math.inf
+
+
+def test_before_the_first_version_every_replica_is_about_to_serve_it() -> None:
+    there = [Target("a", version=0, term=1), Target("b"), Target("c")]
+    assert fair_share(there, min_version=0, term=1, now=0.0, waiting=64) == 22
+
+
+@given(targets, st.integers(0, 5), st.integers(1, 3), st.floats(0, 20), st.integers(1, 60))
+def test_shares_hold_all_samples(there: list[Target], min_version: int, term: int, now: float, waiting: int) -> None:
+    """What waits fits into the shares of those that serve the version and those that are about to."""
+    share = fair_share(there, min_version=min_version, term=term, now=now, waiting=waiting)
+    able = [t for t in there if t.available_at() <= now and (-1 if t.version is None else t.version) >= min_version - 1]
+    if share != math.inf:
+        assert 1 <= share <= waiting + sum(target.sequences for target in there)
+        assert share * len(able) >= waiting
 
 
 @given(st.integers(1, 1000), st.floats(0, 1, exclude_max=True))

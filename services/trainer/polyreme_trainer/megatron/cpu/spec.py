@@ -3,6 +3,7 @@
 Invariant: parameters and results are those of megatron-core's own layers; only the time differs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from polyreme_trainer.megatron.mcore import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from polyreme_trainer.megatron.moe import experts
+from polyreme_trainer.megatron.moe import layer_specs
 from polyreme_trainer.megatron.norm import ends_in_norm, projection_norms
 from polyreme_trainer.megatron.spec import ModelSpec, with_bias
 
@@ -55,7 +56,7 @@ class GatedActivation(torch.nn.Module):
         return self.function(gate_up)
 
 
-def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
+def _block(config: TransformerConfig, family: ModelFamily, has_experts: Sequence[bool]) -> TransformerBlockSubmodules:
     head_norm = RmsNorm if config.qk_layernorm else IdentityOp
     query_norm, key_norm = projection_norms(config) if family.projection_norms else (head_norm, head_norm)
     rows = [with_bias(RowParallel, family, name) for name in ("self_attention.linear_proj", "mlp.linear_fc2")]
@@ -79,13 +80,11 @@ def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> Trans
             ),
             self_attn_bda=_residual,
             pre_mlp_layernorm=RmsNorm,
-            mlp=experts(mlp)
-            if config.num_moe_experts
-            else ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=mlp),
+            mlp=ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=mlp),
             mlp_bda=_residual,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(layer_specs=layer_specs(layer, mlp, has_experts), layer_norm=RmsNorm)
 
 
 def _residual(training: bool, fused: bool) -> Any:

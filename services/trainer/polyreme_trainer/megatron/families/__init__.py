@@ -19,9 +19,9 @@ def known_families() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED))
 
 
-_EXPERT_BIAS = "a bias in the choice of experts, which the learner neither updates nor pushes"
+_EXPERT_BIAS = "a bias in the choice of experts, in layers that are not implemented"
 _REFUSED = {
-    **dict.fromkeys(("dots1", "ernie4_5_moe", "glm4_moe", "lfm2_moe", "minimax_m2"), _EXPERT_BIAS),
+    **dict.fromkeys(("dots1", "ernie4_5_moe", "lfm2_moe", "minimax_m2"), _EXPERT_BIAS),
     "deepseek_v3": "multi-head latent attention, for which vLLM on CPU and transformers sample different tokens",
 }
 """Well-known families that are not supported, with the reason."""

@@ -6,13 +6,13 @@ neither torch nor transformers.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron.families.hf_config import HfConfig
-from polyreme_trainer.megatron.families.rope import Rope, read_rope
+from polyreme_trainer.megatron.families.rope import PARTIAL, Rope, read_rope
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -63,12 +63,16 @@ class Architecture:
         sliding_rope: the rotary embedding of the sliding layers; None for that of the other layers.
         query_scale: attention scores are divided by its square root; None for head_dim.
         embedding_scale: the factor of the token embeddings.
-        experts: the number of experts of each layer; 0 for a dense model, whose MLP has the width `ffn`.
+        experts: the number of experts of each layer with experts; 0 for a dense model.
+        dense_layers: in a model with experts, the number of its first layers that have an MLP of the width `ffn` instead.
         expert_ffn: the width of an expert.
         top_k: the number of experts to which a token is routed.
         shared_ffn: the width of the expert that every token passes; 0 without one.
         renormalizes: whether the weights of a token's experts are scaled to sum to 1.
+        routed_scale: the factor of these weights, after that.
         aux_loss_coef: the coefficient of the load-balancing loss with which transformers trains the model.
+        draft_layers: the number of layers for multi-token prediction, which files have after the model's own layers. No model of this package
+            has them, and neither have those of transformers and vLLM that sample.
         adapter: whether the table has only the tensors of a model's adapters, see `lora_mapping`. They include a value head, because all
             of it is trained.
     """
@@ -91,11 +95,14 @@ class Architecture:
     query_scale: float | None = None
     embedding_scale: float = 1.0
     experts: int = 0
+    dense_layers: int = 0
     expert_ffn: int = 0
     top_k: int = 0
     shared_ffn: int = 0
     renormalizes: bool = False
+    routed_scale: float = 1.0
     aux_loss_coef: float = 0.0
+    draft_layers: int = 0
     adapter: bool = False
 
     @property
@@ -107,6 +114,20 @@ class Architecture:
     def keys(self) -> int:
         """The width of all key heads together; that of all value heads is the same."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def expert_layers(self) -> int:
+        """The number of layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, by its number in the whole model, has experts."""
+        return self.experts > 0 and layer >= self.dense_layers
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The starts of the names of tensors that files may have and that no model reads."""
+        return tuple(f"model.layers.{self.layers + number}." for number in range(self.draft_layers))
 
     def with_value_head(self) -> "Architecture":
         """The critic or reward model of the same sizes. Raises ConfigError where transformers has no classifier of the family to read it."""
@@ -130,11 +151,12 @@ class Architecture:
             return MappingRow("output_layer.weight", "all", {VALUE_HEAD: (1, "hidden")})
         return MappingRow("output_layer.weight", "vocab", {EMBEDDING if self.head == "tied" else LM_HEAD: ("vocab", "hidden")})
 
-    def layer_rows(self, rank: int = 0, ranks: int = 1) -> Iterator[tuple[MappingRow, bool]]:
+    def layer_rows(self, layer: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[MappingRow, bool]]:
         """The rows of one layer on one expert rank, each with whether all expert ranks have the same row."""
-        for row in self.family.layer:
+        dense = self.experts > 0 and not self.has_experts(layer)
+        for row in self.family.dense_layer if dense else self.family.layer:
             yield row, True
-        here = self.experts // ranks
+        here = 0 if dense else self.experts // ranks
         for local in range(here):
             for row in self.family.expert:
                 yield row.of_expert(local, rank * here + local), False
@@ -144,7 +166,7 @@ class Architecture:
         if not self.adapter:
             yield EMBEDDING_ROW
         for layer in range(self.layers):
-            yield from (row.in_layer(layer, layer) for row, _ in self.layer_rows())
+            yield from (row.in_layer(layer, layer) for row, _ in self.layer_rows(layer))
         if not self.adapter:
             yield FINAL_NORM_ROW
         if self.head == "value" or (self.head == "untied" and not self.adapter):
@@ -167,6 +189,8 @@ class Architecture:
 
 EXPERT = "mlp.experts.local_experts."
 """The part of an expert parameter's name before the expert's number on its rank."""
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""The name of the expert bias within a layer: the numbers that are added to the scores of experts for the choice (Wang et al. 2024)."""
 EMBEDDING_ROW = MappingRow("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
 FINAL_NORM_ROW = MappingRow("decoder.final_layernorm.weight", "all", {"model.norm.weight": ("hidden",)})
 
@@ -206,7 +230,6 @@ _BIASES = ("attention_bias", "mlp_bias")
 _FIXED = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
     **{"is_causal": True, "logit_scale": 1.0, "qk_norm": False},  # some models of vLLM apply these, those of transformers do not
 }
 
@@ -218,6 +241,7 @@ class ModelFamily:
     Attributes:
         name: the model_type.
         layer: the rows of one layer, without those of its experts.
+        dense_layer: the rows of each of the `dense_layers` of a model with experts.
         expert: the rows of one expert; its number replaces `{expert}`.
         options: fields of megatron-core's TransformerConfig that this family sets; the layer's spec depends on them.
         defaults: transformers' defaults for fields that config.json lacks.
@@ -226,12 +250,16 @@ class ModelFamily:
         activation: the activation of the MLP's gate; "gelu_tanh" is the tanh approximation of GELU.
         post_norms: whether attention and MLP each end in a norm, before the residual is added.
         projection_norms: whether queries and keys each pass a norm over all their heads together.
+        rotary_share: transformers' default of `partial_rotary_factor`; None: all features must be rotated.
+        scores: how experts are chosen. "softmax": by logits in the model's dtype. "sigmoid": by sigmoids of logits in fp32, to each of which the
+            expert bias is added for the choice, but not for the experts' weights.
         classifier: whether transformers has a sequence classifier of the family.
         vllm_ties: whether vLLM's model uses the embedding as its output layer when the embeddings are tied.
     """
 
     name: str
     layer: tuple[MappingRow, ...] = DENSE_LAYER
+    dense_layer: tuple[MappingRow, ...] = ()
     expert: tuple[MappingRow, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -240,6 +268,8 @@ class ModelFamily:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     post_norms: bool = False
     projection_norms: bool = False
+    rotary_share: float | None = None
+    scores: Literal["softmax", "sigmoid"] = "softmax"
     classifier: bool = True
     vllm_ties: bool = True
 
@@ -248,6 +278,8 @@ class ModelFamily:
         config = config.with_defaults({**_DEFAULTS, **self.defaults})
         for name, value in {**_FIXED, **self.fixed}.items():
             config.only(name, value)
+        if self.rotary_share is None:
+            config.only(PARTIAL, 1.0)
         config.absent("quantization_config")
         config.absent("dual_chunk_attention_config")  # vLLM applies it
         layers = config.integer("num_hidden_layers")
@@ -266,6 +298,13 @@ class ModelFamily:
                 f"an even, positive head_dim in {config.source}", str(head_dim), "Restore the file from the model's source."
             )
         max_position = config.integer("max_position_embeddings")
+        rope = self.rope(config, max_position)
+        if rope.features(head_dim) % 2 or not rope.features(head_dim):
+            raise ConfigError(
+                f"a {PARTIAL} with an even, positive number of rotated features per head, in {config.source}",
+                f"{rope.share:g} of {head_dim}",
+                "Restore the file from the model's source.",
+            )
         return Architecture(
             family=self.with_biases(config),
             layers=layers,
@@ -278,20 +317,25 @@ class ModelFamily:
             head="tied" if config.flag("tie_word_embeddings") else "untied",
             norm_eps=config.number("rms_norm_eps"),
             max_position=max_position,
-            rope=self.rope(config, max_position),
+            rope=rope,
             window=config.integer("sliding_window") if any(sliding) else None,
             sliding=sliding,
         )
 
     def with_biases(self, config: HfConfig) -> "ModelFamily":
         """The family with the rows of the biases that config.json switches on. Raises ConfigError for a bias that its layers cannot have."""
-        rows = list(self.layer)
+        rows = list[MappingRow]()
         for name in _BIASES:
             if name not in self.biases:
                 config.only(name, False)
             elif name in config and config.flag(name):
                 rows += self.biases[name]
-        return replace(self, layer=tuple(rows))
+        return self.with_rows(rows)
+
+    def with_rows(self, rows: Sequence[MappingRow], **options: Any) -> "ModelFamily":
+        """The family with more rows in every layer, and with more options of megatron-core."""
+        dense = (*self.dense_layer, *rows) if self.dense_layer else ()
+        return replace(self, layer=(*self.layer, *rows), dense_layer=dense, options={**self.options, **options})
 
     def has_bias(self, linear: str) -> bool:
         """Whether this linear layer of every layer has a bias. linear: its name within the layer, such as "mlp.linear_fc1"."""
@@ -305,4 +349,4 @@ class ModelFamily:
 
     def rope(self, config: HfConfig, max_position: int) -> Rope:
         """The rotary embedding of the layers with full attention. Raises ConfigError."""
-        return read_rope(config, max_position)
+        return read_rope(config, max_position, self.rotary_share)

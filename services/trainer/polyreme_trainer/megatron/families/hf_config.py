@@ -60,11 +60,11 @@ class HfConfig:
         """Whether the field is present and not null."""
         return self._fields.get(name) is not None
 
-    def integer(self, name: str) -> int:
-        """A positive integer."""
+    def integer(self, name: str, *, zero: bool = False) -> int:
+        """A positive integer. `zero`: or 0."""
         value = self._fields.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self._error(name, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < (0 if zero else 1):
+            raise self._error(name, "an integer of at least 0" if zero else "a positive integer")
         return value
 
     def number(self, name: str, *, zero: bool = False) -> float:

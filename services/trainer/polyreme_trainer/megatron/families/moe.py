@@ -1,6 +1,7 @@
 """The common parts of mixtures of experts: reading their sizes, and the rows of router and experts. The module is pure.
 
-Invariant: every layer of such a model has experts; a model with dense layers raises ConfigError.
+Invariant: every layer of such a model has experts, except the first ones where the family has `dense_layer`. Any other model raises
+ConfigError.
 """
 
 from dataclasses import dataclass, replace
@@ -27,6 +28,23 @@ def expert(block: str, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
     )
 
 
+SHARED_GATE = "mlp.shared_experts.gate_weight"
+"""The name of the gate of the expert that every token passes, within a layer, where the family has one."""
+
+
+def shared_expert(name: str) -> tuple[MappingRow, ...]:
+    """The rows of the expert that every token passes. name: Hugging Face's name of its module."""
+    shape = ("shared_ffn", "hidden")
+    return (
+        MappingRow(
+            "mlp.shared_experts.linear_fc1.weight",
+            "gate_up",
+            {f"mlp.{name}.gate_proj.weight": shape, f"mlp.{name}.up_proj.weight": shape},
+        ),
+        MappingRow("mlp.shared_experts.linear_fc2.weight", "columns", {f"mlp.{name}.down_proj.weight": ("hidden", "shared_ffn")}),
+    )
+
+
 _DEFAULTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 
 
@@ -37,16 +55,19 @@ class MoeFamily(ModelFamily):
     Attributes:
         expert_ffn: the field of config.json with the width of an expert.
         shared_ffn: the field with the width of the expert that every token passes; None without one.
+        experts: the fields with the number of experts, of which the first one in the file counts.
     """
 
     expert_ffn: str = "moe_intermediate_size"
     shared_ffn: str | None = None
+    experts: tuple[str, str] = ("num_experts", "num_local_experts")
 
     def architecture(self, config: HfConfig) -> Architecture:
         config = config.with_defaults({**_DEFAULTS, **self.defaults})
         config.only("mlp_only_layers", [])
         config.only("decoder_sparse_step", 1)
-        experts = config.integer("num_experts" if "num_experts" in config else "num_local_experts")
+        newest, older = self.experts
+        experts = config.integer(newest if newest in config else older)
         top_k = config.integer("num_experts_per_tok")
         if top_k > experts:
             raise ConfigError(

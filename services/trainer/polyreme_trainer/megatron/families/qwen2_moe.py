@@ -4,24 +4,13 @@ Invariant: the attention is that of `qwen2`.
 """
 
 from polyreme_trainer.megatron.families.base import QKV_BIAS, MappingRow
-from polyreme_trainer.megatron.families.moe import ATTENTION_LAYER, MoeFamily, expert, router
+from polyreme_trainer.megatron.families.moe import ATTENTION_LAYER, SHARED_GATE, MoeFamily, expert, router, shared_expert
 
-_SHAPE = ("shared_ffn", "hidden")
-SHARED_EXPERT = (
-    MappingRow(
-        "mlp.shared_experts.linear_fc1.weight",
-        "gate_up",
-        {"mlp.shared_expert.gate_proj.weight": _SHAPE, "mlp.shared_expert.up_proj.weight": _SHAPE},
-    ),
-    MappingRow(
-        "mlp.shared_experts.linear_fc2.weight", "columns", {"mlp.shared_expert.down_proj.weight": ("hidden", "shared_ffn")}
-    ),
-    MappingRow("mlp.shared_experts.gate_weight", "all", {"mlp.shared_expert_gate.weight": (1, "hidden")}),
-)
+GATE = MappingRow(SHARED_GATE, "all", {"mlp.shared_expert_gate.weight": (1, "hidden")})
 
 FAMILY = MoeFamily(
     name="qwen2_moe",
-    layer=(*ATTENTION_LAYER, QKV_BIAS, router("mlp"), *SHARED_EXPERT),
+    layer=(*ATTENTION_LAYER, QKV_BIAS, router("mlp"), *shared_expert("shared_expert"), GATE),
     expert=expert("mlp", "gate_proj", "up_proj", "down_proj"),
     defaults={"num_key_value_heads": 16, "norm_topk_prob": False},
     fixed={"qkv_bias": True},

@@ -4,12 +4,13 @@ Invariant: a `Rope` exists only for a kind whose angles this package computes as
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron.families.hf_config import FULL, SLIDING, HfConfig
 
 DEFAULT_THETA = 10000.0
+PARTIAL = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Rope:
             `high` turns are kept. For yarn the same, with `low` = beta_slow and `high` = beta_fast.
         truncate: for yarn, whether the limits of the interpolated dimensions are rounded to integers.
         attention_factor: for yarn, the factor of the rotated queries and keys, so that attention scores have its square.
+        share: the part of a head's features that are rotated, the first ones; not for yarn, whose factor belongs to all features.
     """
 
     theta: float
@@ -36,13 +38,29 @@ class Rope:
     high: float = 4.0
     truncate: bool = True
     attention_factor: float = 1.0
+    share: float = 1.0
+
+    def features(self, head_dim: int) -> int:
+        """The number of rotated features of a head."""
+        return int(head_dim * self.share)
 
 
-def read_rope(config: HfConfig, max_position: int) -> Rope:
-    """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (older). Raises ConfigError."""
+def read_rope(config: HfConfig, max_position: int, share: float | None = None) -> Rope:
+    """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (older).
+
+    Args:
+        share: transformers' default of `partial_rotary_factor` for the family; None: all features must be rotated.
+
+    Raises:
+        ConfigError: the embedding is not supported.
+    """
     fields = config.section("rope_scaling") or config.section("rope_parameters")
     theta = config.number("rope_theta") if "rope_theta" in config else DEFAULT_THETA
-    rope = read_rope_fields(fields.with_defaults({"rope_theta": theta}), max_position)
+    fields = fields.with_defaults({"rope_theta": theta})
+    if share is not None:
+        partial = config.with_defaults({PARTIAL: share}).number(PARTIAL)
+        fields = fields.with_defaults({PARTIAL: partial})
+    rope = read_rope_fields(fields, max_position, partial=share is not None)
     if rope.original_max_position:
         config.only(
             "original_max_position_embeddings", rope.original_max_position
@@ -50,13 +68,26 @@ def read_rope(config: HfConfig, max_position: int) -> Rope:
     return rope
 
 
-def read_rope_fields(fields: HfConfig, max_position: int) -> Rope:
-    """Reads the object of one rotary embedding, with its `rope_theta`. Raises ConfigError."""
+def read_rope_fields(fields: HfConfig, max_position: int, *, partial: bool = False) -> Rope:
+    """Reads the object of one rotary embedding, with its `rope_theta`. `partial`: it may rotate a part of the features. Raises ConfigError."""
     fields = fields.with_defaults({"original_max_position_embeddings": max_position, "type": "default"})
-    fields.only("partial_rotary_factor", 1.0)
+    if not partial:
+        fields.only(PARTIAL, 1.0)
     for name in _UNREAD:
         fields.absent(name)
-    kind, theta = fields.text("rope_type" if "rope_type" in fields else "type"), fields.number("rope_theta")
+    kind = fields.text("rope_type" if "rope_type" in fields else "type")
+    rope = _read_kind(kind, fields, max_position)
+    if not partial:
+        return rope
+    share = fields.number(PARTIAL)
+    if share > 1 or (share < 1 and kind == "yarn"):
+        raise ConfigError(f"{PARTIAL} of at most 1, and of 1 with yarn, in {fields.source}", f"{share:g} with {kind}", _CHOOSE)
+    return replace(rope, share=share)
+
+
+def _read_kind(kind: str, fields: HfConfig, max_position: int) -> Rope:
+    """The rotary embedding of a kind. Raises ConfigError."""
+    theta = fields.number("rope_theta")
     if kind == "default":
         return Rope(theta)
     if kind == "dynamic":
@@ -72,14 +103,12 @@ def read_rope_fields(fields: HfConfig, max_position: int) -> Rope:
         return Rope(theta, kind, fields.number("factor"), original, low, high)
     if kind == "yarn":
         return _read_yarn(fields, theta, original)
-    raise ConfigError(
-        f"a rope_type of default, dynamic, linear, llama3 or yarn in {fields.source}", kind, "Choose a model with one of these."
-    )
+    raise ConfigError(f"a rope_type of default, dynamic, linear, llama3 or yarn in {fields.source}", kind, _CHOOSE)
 
 
 _UNREAD = ("alpha", "max_trained_positions", "mrope_section", "rope_dim", "use_fope", FULL, SLIDING)
 """Fields that change the angles in vLLM, and the objects of kinds of layers in a model that has one rotary embedding for all."""
-_RESTORE = "Restore the file from the model's source."
+_RESTORE, _CHOOSE = "Restore the file from the model's source.", "Choose a model with one of these."
 
 
 def _read_yarn(fields: HfConfig, theta: float, original: int) -> Rope:

@@ -9,12 +9,13 @@ output of the padding too; a sliding window has a mask [s, s] for the longest se
 Invariant: the estimate is that of a full micro-batch. For padding, the lengths of its sequences count as evenly spread.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from polyreme.config.trainer import Recompute
 from polyreme_trainer.megatron.attention_blocks import spread_positions
 from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import padded_vocab
+from polyreme_trainer.megatron.hf_mapping import layers_of, padded_vocab
 from polyreme_trainer.megatron.lora_mapping import stacked_ranks, wide_numbers
 from polyreme_trainer.megatron.memory.sharding import Sharding
 from polyreme_trainer.megatron.memory.state import Addend, Model
@@ -50,14 +51,14 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
     """The additional memory of the trained model during one micro-batch: saved activations, then the temporaries of its peak."""
     arch, width = model.arch, model.width
     layers = sharding.layers(arch)
-    each = saved_bytes(arch, sharding, width, batch)
-    if model.adapter is not None and batch.recompute != "full":
-        each += width * stacked_ranks(model.adapter)
+    inner = width * stacked_ranks(model.adapter) if model.adapter is not None and batch.recompute != "full" else 0
+    kinds = [(count, saved_bytes(kind, sharding, width, batch) + inner) for count, kind in _kinds(arch, sharding)]
     in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
+    every = " and ".join(f"{count:g} layers x {each:,} bytes" for count, each in kinds)
     saved = Addend(
         f"{model.role} activations",
-        batch.tokens * each * layers * sharding.micro_batches,
-        f"{batch.tokens:,} tokens x {layers} layers x {each:,} bytes{in_flight}",
+        math.ceil(batch.tokens * sum(count * each for count, each in kinds) * sharding.micro_batches),
+        f"{batch.tokens:,} tokens x {every}{in_flight}",
     )
     wide = [*_wide_adapters(model, sharding, batch), *_padding(model, sharding, batch, layers)]
     moments = [[saved, peak, *wide] for peak in _peaks(model, sharding, batch)]
@@ -66,8 +67,16 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
     return max(moments, key=lambda terms: sum(term.nbytes for term in terms))
 
 
+def _kinds(arch: Architecture, sharding: Sharding) -> list[tuple[float, Architecture]]:
+    """The layers of one virtual stage, on average over those of the rank: the number of each kind, and a model that has only this kind."""
+    every = layers_of(arch, sharding.rank)
+    dense = sum(not arch.has_experts(layer) for layer in every) if arch.experts else 0
+    kinds = [(len(every) - dense, arch), (dense, replace(arch, experts=0, top_k=0))]
+    return [(count / sharding.rank.vpp, kind) for count, kind in kinds if count]
+
+
 def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool) -> int:
-    """Bytes that one layer saves for each token. With experts: for evenly routed tokens."""
+    """Bytes that one layer saves for each token. With experts: that of a layer that has them, for evenly routed tokens."""
     tensor, sequence = sharding.rank.tp, sharding.sequence_ranks
     hidden = arch.hidden * (6 if arch.family.post_norms else 4)  # two inputs and two outputs of norms
     heads = 3 * arch.queries + 3 * arch.keys  # packed q, k, v; rotated q and k; the attention's output
@@ -104,12 +113,15 @@ def _routed(arch: Architecture, sharding: Sharding, fused: bool) -> int:
 def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
     """The temporaries that exist while all saved activations do."""
     arch, width, tensor = model.arch, model.width, sharding.rank.tp
-    mlp = arch.ffn if not arch.experts else arch.shared_ffn + arch.top_k * arch.expert_ffn
+    kinds = [kind for _, kind in _kinds(arch, sharding)]
+    mlp = max(kind.shared_ffn + kind.top_k * kind.expert_ffn if kind.experts else kind.ffn for kind in kinds)
     backward = batch.tokens * width * (2 * arch.hidden + 5 * mlp // tensor)
     tied = (
         _table(model, sharding) if arch.head == "tied" else 0
     )  # the output layer's gradient stays until the embedding's is added
-    again = batch.tokens * (layer_bytes(arch, sharding, width, batch.fused) - saved_bytes(arch, sharding, width, batch))
+    again = batch.tokens * max(
+        layer_bytes(kind, sharding, width, batch.fused) - saved_bytes(kind, sharding, width, batch) for kind in kinds
+    )
     gradients = f"gradients of one layer{' and its recomputed activations' if again else ''} at {batch.tokens:,} tokens"
     found = [Addend(f"{model.role} backward", backward + tied + again, gradients)]
     if sharding.last and arch.head == "value":

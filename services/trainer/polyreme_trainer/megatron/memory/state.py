@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import check, is_expert, param_shapes
+from polyreme_trainer.megatron.hf_mapping import check, is_expert, is_expert_bias, param_shapes
 from polyreme_trainer.megatron.memory.sharding import Sharding
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -57,9 +57,14 @@ class Addend:
 
 
 def rank_parameters(arch: Architecture, sharding: Sharding) -> int:
-    """The number of parameters on one rank, with padding. Raises ValueError when the sizes do not divide over the ranks."""
+    """The number of parameters on one rank, with padding, without expert biases. Raises ValueError when the sizes do not divide over the ranks."""
     check(arch, sharding.rank.tp, sharding.rank.expert_cut.tp)
-    return sum(math.prod(shape) for shape in param_shapes(arch, sharding.rank).values())
+    return sum(math.prod(shape) for name, shape in param_shapes(arch, sharding.rank).items() if not is_expert_bias(name))
+
+
+def expert_biases(arch: Architecture, sharding: Sharding) -> int:
+    """The number of expert biases on one rank. They are float32, and have neither gradients nor moments."""
+    return sum(math.prod(shape) for name, shape in param_shapes(arch, sharding.rank).items() if is_expert_bias(name))
 
 
 def expert_parameters(arch: Architecture, sharding: Sharding) -> int:
@@ -92,6 +97,10 @@ def state_of(model: Model, sharding: Sharding) -> ModelState:
     """Weights, gradients and optimizer state of one rank. Raises ValueError when the sizes do not divide over the ranks."""
     count = rank_parameters(model.arch, sharding)
     weights = [Addend(f"{model.role} weights", count * model.width, f"{count:,} parameters x {model.width} bytes")]
+    if biases := expert_biases(model.arch, sharding):
+        weights.append(
+            Addend(f"{model.role} expert biases", biases * WIDTHS["float32"], f"{biases:,} x {WIDTHS['float32']} bytes")
+        )
     changed = model.adapter or model.arch
     if model.adapter is not None:
         count = rank_parameters(changed, sharding)

@@ -16,6 +16,7 @@ from polyreme_trainer.megatron.memory import activations
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize, layer_bytes, step_terms
 from polyreme_trainer.megatron.memory.sharding import Sharding
 from polyreme_trainer.megatron.memory.state import Model
+from support.configs import GLM4_MOE
 from support.published import CONFIGS
 
 
@@ -74,6 +75,16 @@ def test_experts_save_what_their_chosen_tokens_pass_and_not_the_dense_mlp() -> N
         one, two = (layer_bytes(replace(arch, top_k=count), Sharding(Rank(tp=2, etp=cut)), 2, fused=True) for count in (1, 2))
         assert two - one == 2 * (4096 * cut + 5 * 1536) // 2
     assert layer_bytes(replace(arch, ffn=1), Sharding(), 2, fused=True) == layer_bytes(arch, Sharding(), 2, fused=True)
+
+
+def test_the_dense_layers_of_a_model_with_experts_save_what_a_dense_model_does() -> None:
+    arch, batch = read_architecture(HfConfig(GLM4_MOE)), MicroBatchSize(1024, 1024)
+    sparse, dense = (layer_bytes(each, ALONE, 2, fused=True) for each in (arch, replace(arch, experts=0, top_k=0)))
+    assert step(arch, batch)[0] == 1024 * (3 * sparse + dense)
+    assert step(arch, batch, Sharding(Rank(pp=2)))[0] == 1024 * (sparse + dense)
+    assert step(arch, batch, Sharding(Rank(pp_rank=1, pp=2)))[0] == 1024 * 2 * sparse
+    assert step(arch, batch, Sharding(Rank(pp=2, vpp=2), micro_batches=3))[0] == 1024 * (sparse + dense) // 2 * 3
+    assert step(arch, replace(batch, recompute="full"))[0] == 1024 * 4 * 2 * 8
 
 
 @pytest.mark.parametrize(

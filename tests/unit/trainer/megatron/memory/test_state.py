@@ -13,6 +13,7 @@ from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
 from polyreme_trainer.megatron.memory.state import Model, expert_parameters, rank_parameters, state_of
+from support.configs import GLM4_MOE
 from support.published import CONFIGS, PARAMETERS
 
 
@@ -105,6 +106,16 @@ def test_the_table_in_the_guide_to_layouts(expert: int, weights: float, gradient
     assert (first, second, sum(rest)) == pytest.approx((weights, gradients, optimizer), abs=0.05)
     experts = expert_parameters(arch, Sharding())
     assert round(experts / arch.parameters, 2) == 0.97
+
+
+def test_expert_biases_are_float32_numbers_without_gradient_and_moments() -> None:
+    arch = read_architecture(HfConfig(GLM4_MOE | {"vocab_size": 48}))  # without padding
+    biases = 3 * 4
+    assert total(Model("actor", arch, "bfloat16", trained=True), Sharding()) == 18 * (arch.parameters - biases) + 4 * biases
+    assert total(Model("reference", arch, "float32", trained=False), Sharding()) == 4 * arch.parameters
+    stages = [rank_parameters(arch, Sharding(Rank(pp_rank=stage, pp=2))) for stage in range(2)]
+    assert sum(stages) == arch.parameters - biases
+    assert stages[0] != stages[1]  # one of the first stage's two layers is dense
 
 
 def test_beside_experts_every_rank_has_the_adapters_and_divides_their_state() -> None:
