@@ -95,6 +95,7 @@ class VllmEngine:
 
     async def open(self) -> None:
         _unname_shared_memory(self._processes)
+        await self._call(self.llm.collective_rpc("polyreme_prepare"))
         names = await self._call(self.llm.collective_rpc("polyreme_weight_names"))
         self.weight_names = frozenset(name for worker in names for name in worker)
 

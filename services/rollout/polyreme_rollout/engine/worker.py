@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arena_cache import ArenaCache
+from polyreme_rollout.engine.discarded_draws import spare_generators
 from polyreme_rollout.engine.inspection import EXPERT_WEIGHTS, digests, expert_layers
 from polyreme_rollout.engine.learned_copies import CopyRecorder, LearnedCopies, Tensors, fingerprint, learn, may_learn, same
 
@@ -50,6 +51,11 @@ class PolicyWorker:
     polyreme_half_loaded: bool = False
     polyreme_copies: LearnedCopies | None = None
     polyreme_has_learned: bool = False
+
+    def polyreme_prepare(self) -> None:
+        """Makes the worker ready for requests. Called once, before the first one."""
+        if self.device.type == "cpu" and self.vllm_config.scheduler_config.enable_chunked_prefill:
+            spare_generators(self.model_runner)
 
     def polyreme_weight_names(self) -> list[str]:
         """Hugging Face names of the tensors of this worker's model, without aliases."""
