@@ -80,9 +80,13 @@ class ArenaSource:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """`sampled`: tokens of each unfinished request at the change, by request id. A request that never ran, or that has ended, may be
-    missing."""
+    """
+    `stopped`: when sampling stopped, or was asked to stop if the engine cannot tell, as time.perf_counter() (one clock per host).
+    `seconds`: of the slowest worker's load.
+    `sampled`: tokens of each unfinished request at the change, by request id. A request that never ran, or that has ended, may be missing.
+    """
 
+    stopped: float
     seconds: float
     sampled: Mapping[str, int]
 
