@@ -1,8 +1,8 @@
 """The inference engine as the rollout service uses it: token ids in, token ids and log-probabilities out.
 
 Invariant, for every engine: the tokens of a request arrive in order, each with the log-probability under the distribution it was
-sampled from; nothing is sampled between `pause` and `resume`; `load` reports how many tokens each request had when its policy
-changed; `sleep` loses no request. tests/contract/test_engine_conformance.py checks every engine.
+sampled from; nothing is sampled between `pause` or `load` and `resume`; `load` reports how many tokens each request had when its
+policy changed; `sleep` loses no request. tests/contract/test_engine_conformance.py checks every engine.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
