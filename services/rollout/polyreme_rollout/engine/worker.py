@@ -77,7 +77,7 @@ class PolicyWorker:
         """Loads a version from its parts, each as (path, nonce, slot, generation, serialized manifest).
 
         Returns:
-            {"seconds", "sampled": number of sampled tokens of each request} or {"error", "traceback"}.
+            {"started": as time.perf_counter(), "seconds", "sampled": number of sampled tokens of each request} or {"error", "traceback"}.
         """
         started = time.perf_counter()
         try:
@@ -90,7 +90,7 @@ class PolicyWorker:
         except Exception as error:  # noqa: BLE001 - the answer carries it
             return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         sampled = {id: len(state.output_token_ids) for id, state in self.model_runner.requests.items()}
-        return {"seconds": time.perf_counter() - started, "sampled": sampled}
+        return {"started": started, "seconds": time.perf_counter() - started, "sampled": sampled}
 
     def _polyreme_reload(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> None:
         if self.polyreme_arenas is None:
