@@ -1,9 +1,10 @@
 """The time of an iteration on shared devices, relative to that on separate ones, on the same two cores.
 
-    python bench/colocated.py [--groups 32] [--samples 8] [--tokens 108] [--iterations 12] [--rounds 2]
+    python bench/colocated.py [--groups 32] [--samples 8] [--tokens 108] [--iterations 12] [--rounds 2] [--threads 2]
 
 Each run is a whole `polyreme up` of the demo's model without its warm start, on-policy. A core stands for a device. On separate devices,
-learner and replica have one compute thread each; on shared ones they take turns, and each uses both cores in its turn. The runs alternate.
+learner and replica have one compute thread each; on shared ones they take turns, and each uses `--threads` cores in its turn. The runs
+alternate. With --threads 1, the ratio shows the cost of the turns alone.
 
 `colocated_vs_separate` (<= 1.0) is the ratio of the median times from one iteration's record to the next, after the first few.
 `handover_seconds` is the median time per iteration in which neither side has the devices, measured by the learner.
@@ -24,12 +25,12 @@ EXAMPLE = ROOT / "examples" / "running_total"
 TARGET = {"colocated_vs_separate": 1.0}
 WARM_UP = 3  # iterations
 DEADLINE = 900
-THREADS = {"separate": 1, "colocated": 2}
+PLACEMENTS = ("separate", "colocated")
 
 
 def iterations(placement: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the records of a run's measured iterations, preceded by the record of the iteration before them."""
-    threads = THREADS[placement]
+    threads = options.threads if placement == "colocated" else 1
     command = [
         *(sys.executable, "-m", "polyreme", "up", str(EXAMPLE / "run.yaml"), f"output_dir={folder}", f"name={folder.name}"),
         *(f"placement={placement}", f"iterations={options.iterations}", "trainer.sft=[]", "trainer.parallel.tensor=1"),
@@ -53,13 +54,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=108)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each placement")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads of each side on shared devices")
     options = parser.parse_args()
     subprocess.run([sys.executable, EXAMPLE / "prepare.py"], check=True, timeout=120)
-    times: dict[str, list[float]] = {placement: [] for placement in THREADS}
+    times: dict[str, list[float]] = {placement: [] for placement in PLACEMENTS}
     handovers: list[float] = []
     with tempfile.TemporaryDirectory() as root:
         for place in range(options.rounds):
-            for placement in THREADS:
+            for placement in PLACEMENTS:
                 (folder := Path(root) / f"{placement}-{place}").mkdir()
                 records = iterations(placement, folder, options)
                 times[placement] += seconds(records)
