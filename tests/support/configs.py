@@ -32,7 +32,7 @@ GLM4_MOE = LLAMA | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 6,
 }
-"""The config.json of a small model with a dense layer, expert biases in the three others, and one layer for drafts."""
+"""The config.json of a small model with a dense layer, expert biases in the three others, and one MTP layer."""
 
 
 def run_config(folder: Path, **changes: Any) -> RunConfig:

@@ -30,7 +30,7 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 def read(path: Path, arch: Architecture) -> Iterator[Mapping[str, Tensor]]:
     """A directory's tensors, opened. Raises ConfigError unless they are the model's.
 
-    A critic may have the language model's head, which it never uses. Layers for multi-token prediction, which no model reads, are left out.
+    A critic may have the language model's head, which it never uses. MTP layers, which no model reads, are left out.
     """
     shapes, aliases = hf_mapping.hf_shapes(arch), hf_mapping.hf_aliases(arch)
     unused = {LM_HEAD} if arch.head == "value" else aliases.keys()

@@ -20,10 +20,7 @@ WRAPPERS = ("state", "state_dict", "model_state_dict", "model", "module", "polic
 
 
 def read(file: Path, arch: Architecture) -> dict[str, Tensor]:
-    """The model's tensors by Hugging Face's names, without wrappers' prefixes, aliases and layers for multi-token prediction.
-
-    Raises ConfigError.
-    """
+    """The model's tensors by Hugging Face's names, without wrappers' prefixes, aliases and MTP layers. Raises ConfigError."""
     tensors = _safetensors(file) if file.suffix == ".safetensors" else _unwrapped(pickles.load(file), file)
     named = _without_prefixes(tensors)
     for alias, name in hf_mapping.hf_aliases(arch).items():

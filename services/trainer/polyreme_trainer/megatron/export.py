@@ -21,8 +21,8 @@ CRITIC = "critic"
 """The critic's directory within the policy's."""
 EMA = "ema"
 """The moving average's directory within the policy's."""
-DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""The fields of config.json with the number of layers for multi-token prediction."""
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""The fields of config.json with the number of layers for multi-token prediction (MTP)."""
 ADAPTER = "adapter"
 """The directory of the adapters in PEFT's format. In the policy's directory itself, transformers would add them to the merged weights."""
 
@@ -84,9 +84,9 @@ def classifier_config(config: bytes) -> bytes:
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """config.json with the dtype of the exported weights, under the key that it already uses, and without layers for multi-token
-    prediction, which are not exported."""
+    """config.json with the dtype of the exported weights, under the key that it already uses, and without MTP layers, which are not
+    exported."""
     fields = json.loads(config)
-    fields |= dict.fromkeys(fields.keys() & DRAFT_LAYERS, 0)
+    fields |= dict.fromkeys(fields.keys() & MTP_LAYERS, 0)
     fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype
     return json.dumps(fields, indent=2).encode()

@@ -203,11 +203,11 @@ def test_a_file_has_an_entry_for_each_virtual_stage(tmp_path: Path) -> None:
     }
 
 
-def test_layers_for_drafts_are_not_converted_and_config_json_says_so(tmp_path: Path) -> None:
+def test_mtp_layers_are_not_converted_and_config_json_says_so(tmp_path: Path) -> None:
     model = model_of("glm4_moe", tmp_path / "model", num_nextn_predict_layers=1)
     expected = weights(model)
-    drafts = {name.replace("layers.3.", "layers.4."): each.clone() for name, each in expected.items() if ".layers.3." in name}
-    save_file(expected | drafts, model / "model.safetensors", metadata={"format": "pt"})
+    extra = {name.replace("layers.3.", "layers.4."): each.clone() for name, each in expected.items() if ".layers.3." in name}
+    save_file(expected | extra, model / "model.safetensors", metadata={"format": "pt"})
     convert(model, tmp_path / "megatron", pipeline=2)
     state = rank_file(tmp_path / "megatron", "mp_rank_00_001")["model"]
     assert state["decoder.layers.1.mlp.router.expert_bias"].equal(expected["model.layers.3.mlp.gate.e_score_correction_bias"])

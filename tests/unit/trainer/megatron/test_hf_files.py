@@ -61,11 +61,11 @@ def test_a_bias_in_the_choice_of_experts_is_not_ignored(tmp_path: Path) -> None:
 
 
 def test_the_biases_of_the_model_and_of_layers_that_no_model_reads_are_no_error(tmp_path: Path) -> None:
-    first, second, drafts = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (0, 1, 2))
-    save(tmp_path, **dict.fromkeys((first, second, drafts), torch.ones(4)))
+    first, second, third = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (0, 1, 2))
+    save(tmp_path, **dict.fromkeys((first, second, third), torch.ones(4)))
     with open_tensors(tmp_path) as opened:
         opened.check({first: (4,), second: (4,)}, {}, ("model.layers.2.",))
-        for shapes, unread, named in (({first: (4,)}, ("model.layers.2.",), second), ({first: (4,), second: (4,)}, (), drafts)):
+        for shapes, unread, named in (({first: (4,)}, ("model.layers.2.",), second), ({first: (4,), second: (4,)}, (), third)):
             with pytest.raises(ConfigError) as caught:
                 opened.check(shapes, {}, unread)
             assert named in caught.value.found

@@ -71,7 +71,7 @@ class Architecture:
         renormalizes: whether the weights of a token's experts are scaled to sum to 1.
         routed_scale: the factor of these weights, after that.
         aux_loss_coef: the coefficient of the load-balancing loss with which transformers trains the model.
-        draft_layers: the number of layers for multi-token prediction, which files have after the model's own layers. No model of this package
+        mtp_layers: the number of layers for multi-token prediction, which files have after the model's own layers. No model of this package
             has them, and neither have those of transformers and vLLM that sample.
         adapter: whether the table has only the tensors of a model's adapters, see `lora_mapping`. They include a value head, because all
             of it is trained.
@@ -102,7 +102,7 @@ class Architecture:
     renormalizes: bool = False
     routed_scale: float = 1.0
     aux_loss_coef: float = 0.0
-    draft_layers: int = 0
+    mtp_layers: int = 0
     adapter: bool = False
 
     @property
@@ -127,7 +127,7 @@ class Architecture:
     @property
     def unread(self) -> tuple[str, ...]:
         """The starts of the names of tensors that files may have and that no model reads."""
-        return tuple(f"model.layers.{self.layers + number}." for number in range(self.draft_layers))
+        return tuple(f"model.layers.{self.layers + number}." for number in range(self.mtp_layers))
 
     def with_value_head(self) -> "Architecture":
         """The critic or reward model of the same sizes. Raises ConfigError where transformers has no classifier of the family to read it."""

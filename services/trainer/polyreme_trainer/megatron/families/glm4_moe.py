@@ -31,7 +31,7 @@ class _Glm4Moe(MoeFamily):
                 str(dense),
                 "Restore the file from the model's source.",
             )
-        field = "num_nextn_predict_layers" if "num_nextn_predict_layers" in config else "num_mtp_layers"
+        mtp = "num_nextn_predict_layers" if "num_nextn_predict_layers" in config else "num_mtp_layers"
         norms = config.flag("use_qk_norm")
         return replace(
             arch,
@@ -40,7 +40,7 @@ class _Glm4Moe(MoeFamily):
             shared_ffn=arch.expert_ffn * config.integer("n_shared_experts"),
             routed_scale=config.number("routed_scaling_factor"),
             aux_loss_coef=0.0,  # transformers' model has no such loss
-            draft_layers=config.integer(field, zero=True),
+            mtp_layers=config.integer(mtp, zero=True),
         )
 
 

@@ -143,7 +143,7 @@ def test_tensors_have_the_names_of_the_published_files() -> None:
     assert "model.layers.2.mlp.gate.weight" not in shapes and "model.layers.92.input_layernorm.weight" not in shapes
 
 
-def test_only_the_first_layers_are_dense_and_only_the_layers_for_drafts_are_unread() -> None:
+def test_only_the_first_layers_are_dense_and_only_mtp_layers_are_unread() -> None:
     arch = read_architecture(HfConfig(GLM_45))
     assert [layer for layer in range(92) if not arch.has_experts(layer)] == [0, 1, 2] and arch.expert_layers == 89
     assert arch.unread == ("model.layers.92.",)
