@@ -1,13 +1,15 @@
 """The cost of the rollout service: tokens per second through gRPC `Generate`, compared with a bare AsyncLLM in the same run.
 
-    python bench/rollout.py [--rounds 5] [--groups 32] [--samples 8] [--tokens 100] [--prefix-caching PROMPT_TOKENS]
+    python bench/rollout.py [--rounds 5] [--groups 32] [--samples 8] [--tokens 100]
+        [--prefix-caching PROMPT_TOKENS | --chunked-prefill PROMPT_TOKENS]
 
 Both sides have an engine with the same settings and the demo's architecture. They get the same prompts, settings and seeds at the same
 concurrency, and return tokens and log-probabilities as arrays, in chunks of at least 16. They take turns within one run; an idle engine
 does not spin. `throughput_vs_engine` (>= 0.97) is the ratio of the medians.
 
 With --prefix-caching PROMPT_TOKENS, the bench compares two bare engines instead, with and without `rollout.vllm.prefix_caching`, on prompts of
-that length: `prefix_caching_speedup` (>= 1) is the ratio of the median times for all samples of all groups.
+that length: `prefix_caching_speedup` (>= 1) is the ratio of the median times for all samples of all groups. With --chunked-prefill it does so
+with and without `rollout.vllm.chunked_prefill`, in chunks of at most 512 tokens; `chunked_prefill_speedup` has no target.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,9 +142,27 @@ async def measure(engine: Any, url: str, model: Path, folder: Path, config: RunC
     return 0 if met else 1
 
 
-async def compare_caching(engines: dict[str, Any], options: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class Option:
+    """An option of rollout.vllm that the bench compares. `least`: target of its speedup."""
+
+    name: str
+    on: dict[str, Any]
+    off: dict[str, Any]
+    least: float | None = None
+
+
+OPTIONS = (
+    Option("prefix_caching", {"prefix_caching": True}, {"prefix_caching": False}, least=1.0),
+    Option("chunked_prefill", {"chunked_prefill": True, "max_num_batched_tokens": 512}, {"chunked_prefill": False}),
+)
+
+
+async def compare(option: Option, prompt_tokens: int, engines: dict[str, Any], options: argparse.Namespace) -> int:
     rng = np.random.default_rng(0)
-    asked = [rng.integers(4, 45, size=options.prefix_caching).tolist() for _ in range(options.groups)]
+    asked = [rng.integers(4, 45, size=prompt_tokens).tolist() for _ in range(options.groups)]
+    for engine in engines.values():
+        await engine.open()
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(options.rounds + 1):
         for name in engines if turn % 2 else reversed(engines):
@@ -152,28 +173,28 @@ async def compare_caching(engines: dict[str, Any], options: argparse.Namespace) 
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     speedup = round(medians["without"] / medians["with"], 3)
     measured = {
-        "prefix_caching_speedup": speedup,
-        "prompt_tokens": options.prefix_caching,
+        f"{option.name}_speedup": speedup,
+        "prompt_tokens": prompt_tokens,
         "tokens": options.tokens,
         "samples": options.samples,
     }
-    print(
-        json.dumps({"bench": "rollout", "measured": measured, "target": {"prefix_caching_speedup": 1.0}, "met": speedup >= 1.0})
-    )
-    return 0 if speedup >= 1.0 else 1
+    target = {} if option.least is None else {f"{option.name}_speedup": option.least}
+    met = option.least is None or speedup >= option.least
+    print(json.dumps({"bench": "rollout", "measured": measured, "target": target, "met": met}))
+    return 0 if met else 1
 
 
-def bench_caching(folder: Path, options: argparse.Namespace) -> int:
+def bench_option(option: Option, prompt_tokens: int, folder: Path, options: argparse.Namespace) -> int:
     """Compares two engines, which start one after the other since each start forks."""
-    context = options.prefix_caching + options.tokens
+    context = prompt_tokens + options.tokens
     model = demo_model(folder / "model", context)
     engines: dict[str, Any] = {}
     try:
-        for name in ("with", "without"):
-            vllm = {"kv_cache_mib": 512, "prefix_caching": name == "with"}
+        for name, chosen in (("with", option.on), ("without", option.off)):
+            vllm = {"kv_cache_mib": 512, **chosen}
             config = rollout_config(model, max_model_len=context, max_num_seqs=256, vllm=vllm)
             engines[name] = start(config, with_tokenizer(model, folder / name))
-        return asyncio.run(compare_caching(engines, options))
+        return asyncio.run(compare(option, prompt_tokens, engines, options))
     finally:
         for engine in engines.values():
             engine.close()
@@ -185,13 +206,15 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument(
-        "--prefix-caching", type=int, metavar="PROMPT_TOKENS", help="compare prefix caching on prompts of this length"
-    )
+    compared = parser.add_mutually_exclusive_group()
+    for option in OPTIONS:
+        flag, text = f"--{option.name.replace('_', '-')}", f"compare {option.name} on prompts of this length"
+        compared.add_argument(flag, type=int, metavar="PROMPT_TOKENS", help=text)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if options.prefix_caching:
-            return bench_caching(Path(folder), options)
+        for option in OPTIONS:
+            if prompt_tokens := getattr(options, option.name):
+                return bench_option(option, prompt_tokens, Path(folder), options)
         model = demo_model(Path(folder) / "model")
         config = rollout_config(model, max_model_len=160, max_num_seqs=256, vllm={"kv_cache_mib": 256})
         engine = start(config, with_tokenizer(model, Path(folder) / "files"))

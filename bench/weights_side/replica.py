@@ -19,7 +19,7 @@ async def serve(host: str, tensors: int, run: str) -> None:
     receiver = Receiver(run, names(tensors))
 
     async def load(_: Sequence[ArenaSource]) -> LoadResult:
-        return LoadResult(0.0, {})
+        return LoadResult(0.0, 0.0, {})
 
     receiver.engine.load = load  # type: ignore[method-assign, assignment]  # only the way to it is measured
     async with rpc.serve(host, 0, receiver.add_to, [SERVICE]) as server:

@@ -37,7 +37,7 @@ from polyreme_trainer.weight_sync.publisher import Publisher
 from polyreme_trainer.weight_sync.replica_state import Commit
 
 TASK = Path(__file__).parents[2] / "examples" / "running_total"
-SWAPS = 20
+SWAPS = 40
 CALLS, SLOTS, NEW_TOKENS = 16, 8, 100
 BATCH_ROUNDS = 5
 SWAP_INTERVAL_SECONDS = 0.25

@@ -39,8 +39,13 @@ class VllmConfig(Section):
     )
     chunked_prefill: Operational[bool | None] = Field(
         None,
-        description="Whether a long prompt is computed in several steps, between the tokens of other samples. null: only on accelerators, where"
-        " it works with seeds.",
+        description="Whether a long prompt is computed in several steps, between the tokens of other samples. null: only on accelerators.",
+    )
+    max_num_batched_tokens: Operational[int | None] = Field(
+        None,
+        ge=1,
+        description="Maximum number of tokens of a step, prompts included; with chunked_prefill, also of a prompt's chunk. null: 8192, or"
+        " max_model_len if that is larger.",
     )
     speculative: NgramConfig | None = Field(
         None,

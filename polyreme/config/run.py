@@ -126,6 +126,7 @@ class RunConfig(BaseConfig):
         for key, optimizer in (("trainer.optimizer", self.trainer.optimizer), ("trainer.critic.optimizer", critic.optimizer)):
             if optimizer is not None and optimizer.min_lr > optimizer.lr:
                 raise ValueError(f"{key}.min_lr must not exceed {key}.lr")
+        self._check_step_tokens()
         if self.device == "cpu":
             self._check_vllm_on_cpu()
         elif self.rollout.cpu_sleep == "end":
@@ -135,13 +136,23 @@ class RunConfig(BaseConfig):
         return self
 
     def _check_vllm_on_cpu(self) -> None:
-        if self.rollout.vllm.chunked_prefill:
-            raise ValueError(
-                "rollout.vllm.chunked_prefill = true needs device: cuda or npu; on CPU, vLLM cannot undo the seeded draw for an incomplete prompt, and its engine would crash; use null"
-            )
         if self.rollout.vllm.speculative is not None:
             raise ValueError(
                 "rollout.vllm.speculative needs device: cuda or npu; on CPU, vLLM then reports wrong log-probabilities, and samples other tokens for the same seed; use null"
+            )
+
+    def _check_step_tokens(self) -> None:
+        """Raises ValueError unless a step can hold what it must."""
+        tokens = self.rollout.vllm.max_num_batched_tokens
+        if tokens is None:
+            return
+        key, least = (
+            ("max_num_seqs", self.rollout.max_num_seqs) if self.chunks_prompts else ("max_model_len", self.rollout.max_model_len)
+        )
+        if tokens < least:
+            raise ValueError(
+                f"rollout.vllm.max_num_batched_tokens = {tokens} must be at least rollout.{key} = {least}"
+                + ("" if self.chunks_prompts else ", since rollout.vllm.chunked_prefill is off")
             )
 
     def _check_asynchrony(self) -> None:
@@ -221,6 +232,12 @@ class RunConfig(BaseConfig):
         """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""
         scheduled = version == self.iterations or (self.eval_interval > 0 and version % self.eval_interval == 0)
         return bool(self.evaluation_sets) and scheduled
+
+    @property
+    def chunks_prompts(self) -> bool:
+        """Whether vLLM computes a long prompt in several steps."""
+        chosen = self.rollout.vllm.chunked_prefill
+        return self.device != "cpu" if chosen is None else chosen
 
     @property
     def ends_engines(self) -> bool:

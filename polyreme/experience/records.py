@@ -56,7 +56,7 @@ class SampleRecord:
         parts: the score is the sum of their weighted values without sub-parts.
         text: the response without special tokens, for display.
         routes: uint8 [t, r], the experts that the replica chose for the position before each token, layer by layer, in r bytes: each a
-            uint8, or a uint16 (little-endian) where a layer has more than 256. None: not reported.
+            uint8, or a uint16 (little-endian) where a layer has more than 256. Layers without experts have none. None: not reported.
         replicas: ids of the replicas that sampled its tokens, in order.
         calls: the newest calls of reward servers for it.
     """

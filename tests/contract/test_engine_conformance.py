@@ -19,7 +19,10 @@ from support.tiny_tokenizer import model_files as tokenizer_files
 TESTS = Path(__file__).resolve().parents[1]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"vllm-no-prefix-caching": {"prefix_caching": False}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "vllm-no-prefix-caching": {"prefix_caching": False},
+    "vllm-chunked-prefill": {"chunked_prefill": True, "max_num_batched_tokens": 16},  # half of a check's prompt, or less
+}
 """Options of rollout.vllm, none of which affects conformance."""
 
 

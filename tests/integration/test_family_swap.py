@@ -3,6 +3,7 @@ transformers."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -11,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
+from polyreme.weights.delta import diff
+from polyreme.weights.manifest import Manifest
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
 from support.engine_digests import PROMPT
 from support.models import tiny_family_model
-from support.replicas import Learner, hf_weights, is_tied, model_files
+from support.replicas import Learner, generate, hf_weights, is_tied, model_files, replica, request, rollout_config
 from support.worker_weights import digest, rank_weights
 
 pytestmark = pytest.mark.real
@@ -80,6 +85,40 @@ def test_the_workers_hold_and_use_the_pushed_tensors(model_type: str, tmp_path: 
         ids, logprobs = greedy(directory, len(answer["ids"]))
         assert answer["ids"] == ids
         assert answer["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.slow
+async def test_a_delta_of_nothing_but_expert_biases_sends_tokens_to_other_experts(redis_url: str, tmp_path: Path) -> None:
+    run_id = f"test-{uuid.uuid4().hex[:12]}"
+    model = tiny_family_model("glm4_moe", tmp_path / "model", **WIDE | WIDE_EXPERTS["glm4_moe"])
+    shutil.copytree(model, tmp_path / "updated")
+    weights = hf_weights(model)
+    biases = {name: -bias for name, bias in weights.items() if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 3
+    save_file(weights | biases, tmp_path / "updated" / "model.safetensors", metadata={"format": "pt"})
+    async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model)) as there:
+        learner = Learner.of(run_id, model)
+        link = ReplicaClient(there.lease, learner.arena)
+        try:
+            first, second = (learner.write(version, each) for version, each in enumerate((weights, weights | biases)))
+            versions = [Version(each.manifest, each.slot, each.generation) for each in (first, second)]
+            old, new = (Manifest.from_proto(each.manifest) for each in (first, second))
+            delta = diff(old, learner.arena.slot_view(first.slot), new, learner.arena.slot_view(second.slot))
+            assert delta is not None
+            await link.stream(versions[0])
+            for directory in (model, tmp_path / "updated"):
+                await link.commit(versions.pop(0))
+                answer = (await generate(there.rollout, request(run_id, PROMPT, [(0, [], 32, 0)])))[0]
+                ids, logprobs = greedy(directory, 32)
+                assert answer.ids == ids
+                assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
+                if versions:
+                    assert (await link.stream_delta(delta, versions[0])).nbytes < 4096
+                    before = logprobs
+            assert logprobs != pytest.approx(before, abs=1e-2)
+        finally:
+            await link.close()
+            learner.arena.close()
 
 
 def greedy(model: Path, tokens: int) -> tuple[list[int], list[float]]:

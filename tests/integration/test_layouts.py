@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from polyreme.config.trainer import ParallelConfig
 from polyreme_trainer.megatron.families import known_families
@@ -123,9 +124,8 @@ def test_expert_biases_are_those_of_one_rank_and_are_resumed_on_any_layout(
     def run(layout: dict[str, int], *runs: dict[str, Any]) -> dict[str, Any]:
         return train(layout, *(each | kind for each in runs), model=model)
 
-    first = a_run(5, step_1=tmp_path / "at-1", step_3=tmp_path / "at-3", step_0=tmp_path / "at-0")
-    expected = run(ONE, first)["runs"][0]
-    before, after = (layout_checks.saved_state(model, tmp_path / name)["weights"] for name in ("at-0", "at-3"))
+    expected = run(ONE, a_run(5, step_1=tmp_path / "at-1", step_3=tmp_path / "at-3"))["runs"][0]
+    before, after = load_file(model / "model.safetensors"), layout_checks.saved_state(model, tmp_path / "at-3")["weights"]
     for name in (name for name in before if name.endswith("e_score_correction_bias")):
         steps = (after[name] - before[name]) / RATE  # each step moves a number by one rate, or not at all
         assert steps.abs().max() <= 3 + 1e-3 and (steps - steps.round()).abs().max() < 1e-3 and steps.any()

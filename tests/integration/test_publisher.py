@@ -35,7 +35,8 @@ async def test_every_replica_serves_what_was_written(world: World) -> None:
         assert list(a.calls) == ["Probe"] + ["StageArena", "Commit"] * 5
     commits = [record for _, record in await world.log.commits("0", 0)]
     assert sorted((c["replica"], c["version"]) for c in commits) == [*itertools.product("ab", range(5))]
-    assert {(c["term"], c["reload_seconds"]) for c in commits} == {(world.term, 0.001)}
+    assert {c["term"] for c in commits} == {world.term}
+    assert all(0 < c["reload_seconds"] <= c["stall_seconds"] for c in commits)
     records = [record for _, record in await world.run.records("0", 0) if record["kind"] == "commit"]
     assert len(records) == 10
     assert records[0].keys() == {"kind", "replica", "version", "stall_seconds", "reload_seconds", "path", "bytes"}

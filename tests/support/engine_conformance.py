@@ -115,6 +115,15 @@ async def a_seed_repeats_a_sample_and_seeds_differ(subject: Subject) -> None:
     assert one.ids != other.ids
 
 
+async def a_seed_repeats_a_sample_among_others_with_long_prompts(subject: Subject) -> None:
+    prefixes = [tuple((seed + place) % 40 + 3 for place in range(60)) for seed in range(MAX_NUM_SEQS)]
+    alone = [await subject.answer(subject.request(32, RANDOM, 5, prefix)) for prefix in prefixes]
+    await subject.swap(1.0)  # the engine has cached nothing
+    together = await asyncio.gather(*(subject.answer(subject.request(32, RANDOM, 5, prefix)) for prefix in prefixes))
+    assert [answer.ids for answer in together] == [answer.ids for answer in alone]
+    assert np.allclose([answer.logprobs for answer in together], [answer.logprobs for answer in alone], atol=1e-4)
+
+
 async def closing_the_iterator_frees_its_place(subject: Subject) -> None:
     async def begin_and_close() -> None:
         stream = subject.engine.generate(subject.request(100, RANDOM))
@@ -142,16 +151,14 @@ async def counts_stay_after(subject: Subject, *, pauses: bool) -> None:
         received = len((await anext(stream)).token_ids)
         if pauses:
             await subject.engine.pause()
-        first, second = [
-            (await subject.engine.load([subject.write(factor)])).sampled.get(request.request_id) for factor in (1.0, 1.0)
-        ]
+        first, second = [(await subject.engine.load([subject.write(1.0)])).sampled.get(request.request_id) for _ in range(2)]
         subject.loads += 2
         await subject.engine.resume()
         total = received + sum([len(delta.token_ids) async for delta in stream])
         assert total == request.max_new
-        if first is not None:  # it was still running
+        if second is not None:  # it was still running
             assert first == second
-            assert received <= first <= total
+            assert received <= second <= total
             return
     raise AssertionError("every request had ended before the pause")
 
@@ -289,6 +296,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
         a_prefix_is_continued,
         a_stop_id_ends_a_request_and_is_its_last_token,
         a_seed_repeats_a_sample_and_seeds_differ,
+        a_seed_repeats_a_sample_among_others_with_long_prompts,
         closing_the_iterator_frees_its_place,
         nothing_is_sampled_while_paused,
         a_load_pauses,

@@ -1,6 +1,7 @@
 """A replica's receive side on an engine of plain memory: the real weights service, weight swapper, lease and gRPC server."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -66,7 +67,7 @@ class MemoryEngine:
         self.paused = True
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
-        self.paused = True
+        started, self.paused = time.perf_counter(), True
         await self.may_load.wait()
         for source in sources:
             arena = Arena.open(source.path)
@@ -76,7 +77,7 @@ class MemoryEngine:
                 raise LoadError(str(error)) from None
             finally:
                 arena.close()
-        return LoadResult(seconds=0.001, sampled={})
+        return LoadResult(started, time.perf_counter() - started, sampled={})
 
     def _load(self, source: ArenaSource, arena: Arena) -> None:
         arena.check(source.slot, source.generation)

@@ -38,7 +38,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Committed:
-    """`stall_seconds`: how long generation was paused; `reload_seconds`: the load of the slowest worker.
+    """`stall_seconds`: from the end of sampling to the engine's answer that it continues; `reload_seconds`: the load of the slowest worker.
 
     `canary_difference`: see `Canary.check`; None without a canary, or without a free slot in the engine for it.
     """
@@ -189,7 +189,6 @@ class WeightSwapper:
 
     async def _swap(self, new: Served, canary: Canary | None) -> Committed:
         """Pauses, loads, resumes, and checks the canary. Raises Refusal(INTERNAL), EngineDeadError."""
-        started = time.perf_counter()
         try:
             self._intact = False
             loaded = await self._engine.load(new.sources)
@@ -198,7 +197,7 @@ class WeightSwapper:
         self._check_devices()  # the grant may have ended by now; `go_on` then loads the served version again
         self.staging.drop()
         await self._resume(new, loaded)
-        stall = time.perf_counter() - started
+        stall = time.perf_counter() - loaded.stopped
         try:
             difference = await self._ask_canary(canary) if canary else None
         except CanaryError as error:

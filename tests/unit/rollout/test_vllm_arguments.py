@@ -36,6 +36,12 @@ def test_prefix_caching_reaches_the_engine_on_cpu(tmp_path: Path) -> None:
     assert arguments(tmp_path, "cpu", prefix_caching=False)["enable_prefix_caching"] is False
 
 
+def test_prompts_are_chunked_on_cpu_if_asked(tmp_path: Path) -> None:
+    found = arguments(tmp_path, "cpu", chunked_prefill=True, max_num_batched_tokens=512)
+    assert (found["enable_chunked_prefill"], found["max_num_batched_tokens"]) == (True, 512)
+    assert arguments(tmp_path, "cpu")["max_num_batched_tokens"] == 8192
+
+
 @pytest.mark.parametrize("device", ["cuda", "npu"])
 def test_options_reach_the_engine(tmp_path: Path, device: str) -> None:
     ngram = {"tokens": 5, "shortest": 1, "longest": 3}
@@ -52,7 +58,8 @@ def test_options_reach_the_engine(tmp_path: Path, device: str) -> None:
 @pytest.mark.parametrize(
     ("vllm", "name"),
     [
-        ({"chunked_prefill": True}, "rollout.vllm.chunked_prefill"),
+        ({"chunked_prefill": True, "max_num_batched_tokens": 8}, "rollout.max_num_seqs"),
+        ({"chunked_prefill": False, "max_num_batched_tokens": 15}, "rollout.max_model_len"),
         ({"speculative": {}}, "rollout.vllm.speculative"),
         ({"speculative": {"method": "eagle"}}, "rollout.vllm.speculative.method"),
         ({"speculative": {"shortest": 5, "longest": 4}}, "rollout.vllm.speculative"),

@@ -30,7 +30,7 @@ def effective_weights(model: Any) -> dict[str, torch.Tensor]:
         rows = getattr(getattr(layer, "shard_indices", None), "num_org_elements", None)
         name = f"{path}.weight"
         if rows is None or path.endswith("lm_head"):
-            identity = torch.eye(width, dtype=model_dtype(model))
+            identity = torch.eye(width, dtype=layer.weight.dtype)
             found[name] = method.apply(layer, identity, None).t()[:rows]
         else:
             found[name] = found[name][:rows]

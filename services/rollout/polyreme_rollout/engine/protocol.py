@@ -1,8 +1,8 @@
 """The inference engine as the rollout service uses it: token ids in, token ids and log-probabilities out.
 
 Invariant, for every engine: the tokens of a request arrive in order, each with the log-probability under the distribution it was
-sampled from; nothing is sampled between `pause` and `resume`; `load` reports how many tokens each request had when its policy
-changed; `sleep` loses no request. tests/contract/test_engine_conformance.py checks every engine.
+sampled from; nothing is sampled between `pause` or `load` and `resume`; `load` reports how many tokens each request had when its
+policy changed; `sleep` loses no request. tests/contract/test_engine_conformance.py checks every engine.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -80,9 +80,13 @@ class ArenaSource:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """`sampled`: tokens of each unfinished request at the change, by request id. A request that never ran, or that has ended, may be
-    missing."""
+    """
+    `stopped`: when sampling stopped, or was asked to stop if the engine cannot tell, as time.perf_counter() (one clock per host).
+    `seconds`: of the slowest worker's load.
+    `sampled`: tokens of each unfinished request at the change, by request id. A request that never ran, or that has ended, may be missing.
+    """
 
+    stopped: float
     seconds: float
     sampled: Mapping[str, int]
 

@@ -95,6 +95,7 @@ class VllmEngine:
 
     async def open(self) -> None:
         _unname_shared_memory(self._processes)
+        await self._call(self.llm.collective_rpc("polyreme_prepare"))
         names = await self._call(self.llm.collective_rpc("polyreme_weight_names"))
         self.weight_names = frozenset(name for worker in names for name in worker)
 
@@ -177,6 +178,7 @@ class VllmEngine:
             (source.path, source.nonce, source.slot, source.generation, source.manifest.to_proto().SerializeToString())
             for source in sources
         ]
+        asked = time.perf_counter()
         pausing = asyncio.ensure_future(self.pause())
         if not self._steps_end_first:
             await pausing
@@ -193,7 +195,8 @@ class VllmEngine:
             raise LoadError("; ".join(errors))
         # The core appends a random suffix to our ids since vLLM 0.14.
         sampled = {id.partition("-")[0]: count for id, count in answers[0]["sampled"].items()}
-        return LoadResult(max(answer["seconds"] for answer in answers), sampled)
+        stopped = min(answer["started"] for answer in answers) if self._steps_end_first else asked
+        return LoadResult(stopped, max(answer["seconds"] for answer in answers), sampled)
 
     @property
     def dead(self) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 from polyreme.config.rollout import NgramConfig
 from polyreme.config.run import RunConfig
 
-BATCHED_TOKENS = 8192  # tokens of one step, including prompts
+BATCHED_TOKENS = 8192
+"""Default of rollout.vllm.max_num_batched_tokens."""
 CPU_BLOCK_TOKENS = 32
 """Tokens per block of the key-value cache on CPU: the least for which vLLM has its fast attention. A group shares whole blocks of its prompt
 only, so vLLM's default of 128 would share nothing of a shorter prompt."""
@@ -25,10 +26,11 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
         "dtype": config.model.dtype,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(BATCHED_TOKENS, rollout.max_model_len),
+        "max_num_batched_tokens": options.max_num_batched_tokens or max(BATCHED_TOKENS, rollout.max_model_len),
         "tensor_parallel_size": rollout.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": options.prefix_caching,
+        "enable_chunked_prefill": config.chunks_prompts,
         "generation_config": "vllm",
         "seed": config.seed,
         "scheduling_policy": "priority",  # all requests have equal priority, except `logprobs`, which precedes waiting requests
@@ -41,7 +43,6 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
         return arguments | {
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "enable_sleep_mode": config.placement == "colocated",
-            "enable_chunked_prefill": options.chunked_prefill is not False,
         }
     if rollout.tensor_parallel == 1:
         # The worker runs in the core's process: no shared-memory hop per step, and no process that spins on it.
@@ -50,8 +51,6 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
         "enforce_eager": True,
         "block_size": CPU_BLOCK_TOKENS,
         "kv_cache_memory_bytes": options.kv_cache_mib << 20,
-        # Chunked prompts discard a draw of the sampler; on CPU a seeded sampler cannot rewind, and the engine crashes.
-        "enable_chunked_prefill": False,
     }
 
 

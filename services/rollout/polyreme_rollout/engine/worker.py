@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arena_cache import ArenaCache
+from polyreme_rollout.engine.discarded_draws import spare_generators
 from polyreme_rollout.engine.inspection import digests, expert_layers, hf_names
 from polyreme_rollout.engine.learned_copies import CopyRecorder, LearnedCopies, Tensors, fingerprint, learn, may_learn, same
 
@@ -51,6 +52,11 @@ class PolicyWorker:
     polyreme_copies: LearnedCopies | None = None
     polyreme_has_learned: bool = False
 
+    def polyreme_prepare(self) -> None:
+        """Makes the worker ready for requests. Called once, before the first one."""
+        if self.device.type == "cpu" and self.vllm_config.scheduler_config.enable_chunked_prefill:
+            spare_generators(self.model_runner)
+
     def polyreme_weight_names(self) -> list[str]:
         """Hugging Face names of the tensors of this worker's model, without aliases."""
         return sorted(hf_names(self.model_runner.model))
@@ -71,7 +77,7 @@ class PolicyWorker:
         """Loads a version from its parts, each as (path, nonce, slot, generation, serialized manifest).
 
         Returns:
-            {"seconds", "sampled": number of sampled tokens of each request} or {"error", "traceback"}.
+            {"started": as time.perf_counter(), "seconds", "sampled": number of sampled tokens of each request} or {"error", "traceback"}.
         """
         started = time.perf_counter()
         try:
@@ -84,7 +90,7 @@ class PolicyWorker:
         except Exception as error:  # noqa: BLE001 - the answer carries it
             return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         sampled = {id: len(state.output_token_ids) for id, state in self.model_runner.requests.items()}
-        return {"seconds": time.perf_counter() - started, "sampled": sampled}
+        return {"started": started, "seconds": time.perf_counter() - started, "sampled": sampled}
 
     def _polyreme_reload(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> None:
         if self.polyreme_arenas is None:

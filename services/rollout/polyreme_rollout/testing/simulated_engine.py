@@ -198,7 +198,7 @@ class SimulatedInferenceEngine:
             raise LoadError(str(error)) from None
         self.policy = policy.intdigest()
         self._digests = digests
-        return LoadResult(time.perf_counter() - started, dict(self._sampled))
+        return LoadResult(started, time.perf_counter() - started, dict(self._sampled))
 
     async def resume(self) -> None:
         self._check_alive()

@@ -70,8 +70,14 @@ GEMMA3: Names = (
         f"{LAYER}.mlp.linear_fc2.post_layernorm.weight": (f"{HF}.post_feedforward_layernorm.weight",),
     }
 )
+GLM4: Names = {
+    f"{LAYER}.mlp.router.expert_bias": (f"{HF}.mlp.gate.e_score_correction_bias",),
+    f"{LAYER}.mlp.shared_experts.linear_fc1.weight": named(f"{HF}.mlp.shared_experts", "gate_proj.weight", "up_proj.weight"),
+    f"{LAYER}.mlp.shared_experts.linear_fc2.weight": (f"{HF}.mlp.shared_experts.down_proj.weight",),
+}
 BRIDGE: dict[str, Names] = {
     "gemma3_text": GEMMA3,
+    "glm4_moe": ENDS | ATTENTION | QKV_BIAS | QK_NORMS | EXPERTS | GLM4,
     "llama": ENDS | ATTENTION | MLP,
     "mistral": ENDS | ATTENTION | MLP,
     "mixtral": ENDS | ATTENTION | experts("block_sparse_moe", "w1", "w3", "w2"),
@@ -81,6 +87,8 @@ BRIDGE: dict[str, Names] = {
     "qwen3": ENDS | ATTENTION | QK_NORMS | MLP,
     "qwen3_moe": ENDS | ATTENTION | QK_NORMS | EXPERTS,
 }
+DENSE: dict[str, Names] = {"glm4_moe": ATTENTION | QKV_BIAS | QK_NORMS | MLP}
+"""The first layer, in families where it has no experts."""
 COUNT = 3
 FIELDS = {
     "hidden_size": 32,
@@ -96,17 +104,18 @@ FIELDS = {
     "num_hidden_layers": COUNT,
     "num_experts": COUNT,
     "num_local_experts": COUNT,
+    "n_routed_experts": COUNT,
     "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
     "sliding_window": None,
 }
 
 
-def numbered(names: Names) -> Names:
-    """The rows of every layer and every expert."""
+def numbered(names: Names, layers: range) -> Names:
+    """The rows of these layers, each with every expert."""
     rows: Names = {}
     for name, tensors in names.items():
-        for layer in range(COUNT if "*" in name else 1):
+        for layer in layers if "*" in name else range(1):
             for expert in range(COUNT if "#" in name else 1):
                 key, *values = (each.replace("*", str(layer)).replace("#", str(expert)) for each in (name, *tensors))
                 rows[key] = tuple(values)
@@ -115,17 +124,21 @@ def numbered(names: Names) -> Names:
 
 @pytest.mark.parametrize("family", sorted(BRIDGE))
 def test_parameters_have_the_names_of_megatron_bridge(family: str) -> None:
-    changes = {"gemma3_text": {"sliding_window": 8, "hidden_activation": "gelu_pytorch_tanh"}}
-    changes |= {"qwen2_moe": {"shared_expert_intermediate_size": 40}}
+    changes: dict[str, dict[str, object]] = {
+        "gemma3_text": {"sliding_window": 8, "hidden_activation": "gelu_pytorch_tanh"},
+        "glm4_moe": {"attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
+        "qwen2_moe": {"shared_expert_intermediate_size": 40},
+    }
     fields = FIELDS | {"model_type": family, "hidden_act": "silu"} | changes.get(family, {})
     arch = read_architecture(HfConfig(fields, "config.json"))
     rows = {row.param: tuple(row.tensors) for row, _ in hf_mapping.stage_rows(arch, hf_mapping.Rank())}
-    bridge = numbered(BRIDGE[family])
-    assert rows == {local_name(name): tensors for name, tensors in bridge.items()}
+    dense = numbered(DENSE.get(family, {}), range(1))
+    bridge = numbered(BRIDGE[family], range(bool(dense), COUNT))
+    assert rows == {local_name(name): tensors for name, tensors in (dense | bridge).items()}
     written = experts_engine_name if arch.experts else engine_name
     assert all(written(local_name(name)) == name for name in bridge if ".experts." not in name)
+    assert all(engine_name(local_name(name)) == name for name in dense)
 
 
 def test_every_family_is_compared() -> None:
-    others = {"glm4_moe"}  # its first layers have no experts, so its rows are not the same in every layer
-    assert set(known_families()) - others == set(BRIDGE)
+    assert set(known_families()) == set(BRIDGE)
