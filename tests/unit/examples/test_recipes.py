@@ -14,7 +14,7 @@ from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme_trainer.megatron.memory.estimate import GIB
 from polyreme_trainer.memory_estimate import learner_memory
-from polyreme_trainer.placement import devices_needed
+from polyreme_trainer.placement import advice, devices_needed
 from support.published import PARAMETERS, published_model
 
 RECIPES = Path(__file__).resolve().parents[3] / "examples" / "recipes"
@@ -110,3 +110,11 @@ def test_longer_answers_of_7b_need_offload(tmp_path: Path) -> None:
     for number, overrides in enumerate(([], ["trainer.offload.optimizer=true"])):
         needed = learner_memory(load("math_7b.yaml", tmp_path / str(number), *longer, *overrides)).rank.nbytes / GIB
         assert f"{needed:.2f} GiB" in page
+
+
+def test_the_recipe_for_one_card_runs_on_one_card(tmp_path: Path) -> None:
+    """In turn: while an engine starts, vLLM counts what a learner beside it allocates as its own."""
+    config = load("gsm8k_0.5b.yaml", tmp_path)
+    assert devices_needed(config, config.placement) == 1 and not list(advice(config, 1))
+    [host] = hosts(config)
+    assert all(f"{host:.1f}" in path.read_text() for path in (RECIPES / "gsm8k_0.5b.yaml", RECIPES / "README.md"))
