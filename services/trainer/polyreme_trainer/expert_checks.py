@@ -38,3 +38,9 @@ def check_experts(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
             f"rollout.engine: {config.rollout.engine}, which does not",
             "Remove trainer.moe.replay_routes, or use an engine that reports its routes.",
         )
+    if isinstance(config, RunConfig) and arch.experts and (config.device, config.placement) == ("npu", "colocated"):
+        yield ConfigError(
+            "placement: separate for a model with experts on npu",
+            "placement: colocated",
+            "Use separate devices: a wake in vllm-ascend transposes the experts, and a load would not fit them.",
+        )

@@ -19,7 +19,7 @@ from polyreme_trainer.megatron.memory.estimate import GIB, RankEstimate, arena_t
 from polyreme_trainer.megatron.memory.machines import written_parameters
 from polyreme_trainer.megatron.memory.state import Addend, Model
 from polyreme_trainer.placement import devices_needed
-from polyreme_trainer.replica_memory import refuse_replica, replica_line
+from polyreme_trainer.replica_memory import refuse_replica, replica_line, sleeping_weights
 from polyreme_trainer.stages.table import TABLE
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class MachineMemory:
         arena: shared memory of its part of the policy's versions; None if it has no part. A stage publishes no versions.
         checkpoint: host memory while a checkpoint is written.
         shares_device: whether all models are in the host's memory while replicas have the devices.
+        asleep: the weights of replicas, which are in the host's memory while the learner has the devices; None if they are dropped.
     """
 
     rank: RankEstimate
@@ -47,11 +48,12 @@ class MachineMemory:
     arena: Addend | None
     checkpoint: Addend
     shares_device: bool = False
+    asleep: Addend | None = None
 
     @property
     def shared(self) -> list[Addend]:
         """The terms in the host's memory that the ranks share."""
-        return [self.checkpoint] if self.arena is None else [self.arena, self.checkpoint]
+        return [term for term in (self.arena, self.asleep, self.checkpoint) if term is not None]
 
     @property
     def nbytes(self) -> int:
@@ -113,11 +115,12 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
     machines, colocated = [], isinstance(config, RunConfig) and config.placement == "colocated"
+    asleep = sleeping_weights(config) if isinstance(config, RunConfig) else None
     for node, (arena, checkpoint) in enumerate(zip(arenas, checkpoints, strict=True)):
         each = parallel.pipeline // parallel.nodes  # stages on a machine; without stages, all machines have the same
         mine = stages[node * each : (node + 1) * each] if each else stages
         rank = max(mine, key=lambda stage: stage.all_bytes if on_cpu else stage.nbytes)
-        machines.append(MachineMemory(rank, parallel.ranks_per_node, arena, checkpoint, colocated))
+        machines.append(MachineMemory(rank, parallel.ranks_per_node, arena, checkpoint, colocated, asleep))
     return LearnerMemory(machines, on_cpu)
 
 
@@ -195,6 +198,8 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
         place = "the learner's machine" + (f" {number} of {parallel.nodes}" if parallel.nodes > 1 else "")
         if machine.arena is not None:
             yield f"memory         in /dev/shm of {place}: {machine.arena.nbytes / GIB:,.3f} GiB, {machine.arena.arithmetic}"
+        if machine.asleep is not None:
+            yield f"memory         in the host of {place} while the learner has the devices: {machine.asleep.nbytes / GIB:,.3f} GiB, {machine.asleep.arithmetic}"
         nbytes, arithmetic = machine.checkpoint.nbytes, machine.checkpoint.arithmetic
         yield f"memory         in the host of {place} while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
     if not isinstance(config, StageConfig):
@@ -240,7 +245,7 @@ def refuse(
         yield ConfigError(
             f"a learner that keeps at most the {host / GIB:,.1f} GiB of this machine's memory",
             _machine_sum(node, each, node.host),
-            "Disable a part of trainer.offload, set placement: separate, spread the ranks over more machines, or use a machine with more memory.",
+            "Disable a part of trainer.offload, set rollout.vllm.sleep_level: 2 or placement: separate, spread the ranks over more machines, or use a machine with more memory.",
         )
 
 

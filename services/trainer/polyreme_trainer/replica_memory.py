@@ -9,6 +9,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.memory.estimate import GIB, cache_bytes_per_token, replica_weights
+from polyreme_trainer.megatron.memory.state import WIDTHS, Addend
 
 
 def replica_line(config: RunConfig) -> str:
@@ -24,6 +25,21 @@ def replica_line(config: RunConfig) -> str:
     return (
         f"{weights / GIB:,.3f} GiB of weights, {cache} at {each:,} bytes each"
         f" ({rollout.max_num_seqs} samples of {rollout.max_model_len} tokens need {wanted * each / GIB:,.3f} GiB)"
+    )
+
+
+def sleeping_weights(config: RunConfig) -> Addend | None:
+    """The host memory of a machine's colocated replicas while they sleep; None where they keep or drop their weights.
+
+    Replicas of a learner on several machines count as evenly spread over these.
+    """
+    rollout = config.rollout
+    if (config.placement, rollout.engine, rollout.vllm.sleep_level) != ("colocated", "vllm", 1) or config.device == "cpu":
+        return None
+    count = -(-rollout.replicas // config.trainer.parallel.nodes)
+    each = load_architecture(config.model.path).parameters * WIDTHS[config.model.dtype]
+    return Addend(
+        "weights of sleeping replicas", count * each, f"{count} replica(s) x {each:,} bytes (rollout.vllm.sleep_level: 1)"
     )
 
 

@@ -99,6 +99,13 @@ def test_mindspeed_ppo() -> None:
     assert run.placement == "colocated"
 
 
+def test_mindspeed_saves_of_actor_and_critic_in_one_path_are_reported() -> None:
+    """Its example has the same path for both."""
+    _, found = import_file(next(path for path in FILES if path.stem == "mindspeed_ppo"))
+    [note] = [entry.note for entry in found.missing if entry.key == "critic_config.save"]
+    assert "mixes the files" in note and "polyreme convert" in note
+
+
 def test_mindspeed_multiplies_its_mini_batches_by_the_samples_of_a_prompt() -> None:
     run = imported("mindspeed_grpo")
     assert run.algorithm.minibatches == 4  # 64 prompts in mini-batches of 16 prompts: the factor of 16 samples is on both sides

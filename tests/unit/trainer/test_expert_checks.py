@@ -55,6 +55,22 @@ def test_adapters_freeze_the_expert_biases(tmp_path: Path) -> None:
     assert isinstance(error, ConfigError) and "trainer.lora" in error.expected
 
 
+@pytest.mark.parametrize(
+    ("device", "placement", "fields", "errors"),
+    [
+        ("npu", "colocated", MIXTRAL, 1),
+        ("npu", "colocated", LLAMA, 0),
+        ("npu", "separate", MIXTRAL, 0),
+        ("cuda", "colocated", MIXTRAL, 0),
+    ],
+)
+def test_experts_do_not_share_an_npu_with_the_learner(
+    device: str, placement: str, fields: dict[str, Any], errors: int, tmp_path: Path
+) -> None:
+    changed = config(tmp_path, fields).model_copy(update={"device": device, "placement": placement})
+    assert ["npu" in str(error) for error in check_experts(changed)] == [True] * errors
+
+
 def test_a_replica_whose_engine_reports_no_routes_does_not_start_in_a_run_that_replays_them(tmp_path: Path) -> None:
     silent, reporting = (SimulatedInferenceEngine(frozenset("w"), 8, 8, route_bytes=each) for each in (0, 4))
     replaying = config(tmp_path, MIXTRAL, "mine", replay_routes=True)

@@ -250,6 +250,30 @@ def test_a_host_must_hold_what_rests_there_and_the_arena(placement: str, tmp_pat
     assert machine.host == machine.rank.host_bytes + sum(term.nbytes for term in machine.shared)
 
 
+def test_sleeping_replicas_keep_their_weights_in_the_host_s_memory(tmp_path: Path) -> None:
+    """With sleep level 2 they drop them."""
+    rollout = {"max_new_tokens": 768, "max_model_len": 1024, "replicas": 3, "tensor_parallel": 1}
+    levels = {level: {**rollout, "vllm": {"sleep_level": level}} for level in (1, 2)}
+    kept, dropped = (run(tmp_path, device="cuda", placement="colocated", rollout=levels[level]) for level in (1, 2))
+    first, second = (learner_memory(config).machines[0] for config in (kept, dropped))
+    assert first.host - second.host == 3 * 2 * PARAMETERS[NAME] and second.asleep is None
+    assert "3 replica(s)" in "\n".join(memory_lines(kept)) and "3 replica(s)" not in "\n".join(memory_lines(dropped))
+    (error,) = refuse(kept, None, first.host - 1)
+    assert isinstance(error, ConfigError) and "weights of sleeping replicas" in error.found
+    apart, on_cpu = run(tmp_path, device="cuda", rollout=levels[1]), run(tmp_path, placement="colocated", rollout=levels[1])
+    assert [learner_memory(config).machines[0].asleep for config in (apart, on_cpu)] == [None, None]
+    spread = run(
+        tmp_path,
+        device="cuda",
+        placement="colocated",
+        rollout=levels[1],
+        trainer={"optimizer": {"lr": 1e-6}, "parallel": {"data": 2, "nodes": 2}},
+    )
+    assert [machine.asleep and machine.asleep.nbytes for machine in learner_memory(spread).machines] == [
+        2 * 2 * PARAMETERS[NAME]
+    ] * 2
+
+
 def test_on_cpu_both_are_the_same_memory(tmp_path: Path) -> None:
     config, plain = (run(tmp_path, algorithm={"preset": "ppo"}, **part) for part in ({"trainer": OFFLOAD}, {}))
     gradients = 4 * (PARAMETERS[NAME] + 896)

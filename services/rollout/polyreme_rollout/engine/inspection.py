@@ -82,3 +82,27 @@ def input_width(layer: Any) -> int | None:
         if isinstance(size := getattr(layer, attribute, None), int):
             return size
     return None
+
+
+def hf_names(model: Any) -> set[str]:
+    """Hugging Face names of the tensors of a vLLM model, without aliases."""
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    parts = {
+        f".{fused}.": [f".{part}." for part in packed] for fused, packed in getattr(model, "packed_modules_mapping", {}).items()
+    }
+    names = {name for path, layer in expert_layers(model).items() for name in _expert_names(path, layer, model)}
+    for name, _ in model.named_parameters():
+        if name.endswith(EXPERT_WEIGHTS):
+            continue
+        if tied and name.startswith("lm_head."):
+            continue
+        fused = next((fused for fused in parts if fused in name), None)
+        names.update(name.replace(fused, part) for part in parts[fused]) if fused else names.add(name)
+    return names
+
+
+def _expert_names(path: str, layer: Any, model: Any) -> set[str]:
+    """Hugging Face names of the experts' matrices, of which vLLM's mapping holds `experts.NUMBER.MATRIX.`"""
+    mapped = layer if hasattr(layer, "get_expert_mapping") else model  # in older releases the model has the mapping of all layers
+    block = path[: path.rindex(".experts") + 1]
+    return {f"{block}{part}weight" for _, part, _, _ in mapped.get_expert_mapping()}

@@ -25,7 +25,7 @@ from polyreme.api.v1 import weights_pb2
 from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.discarded_draws import spare_generators
-from polyreme_rollout.engine.inspection import EXPERT_WEIGHTS, digests, expert_layers
+from polyreme_rollout.engine.inspection import digests, expert_layers, hf_names
 from polyreme_rollout.engine.learned_copies import CopyRecorder, LearnedCopies, Tensors, fingerprint, learn, may_learn, same
 
 # At every swap it warns about layers without separate weights (rotary tables, a tied head). We check coverage by names.
@@ -59,7 +59,7 @@ class PolicyWorker:
 
     def polyreme_weight_names(self) -> list[str]:
         """Hugging Face names of the tensors of this worker's model, without aliases."""
-        return sorted(_hf_names(self.model_runner.model))
+        return sorted(hf_names(self.model_runner.model))
 
     def polyreme_digests(self) -> dict[str, Any]:
         """Returns {"weights": {vLLM's name: (shape, xxh3_64) of this rank's weights}} or {"error"}."""
@@ -125,7 +125,8 @@ class PolicyWorker:
         model.load_weights(iter(tensors.items()))
         self._polyreme_finalize()
         _pack_tied_head(model)
-        _check_expert_kernels(model)
+        if self.device.type != "npu":  # vllm-ascend computes experts without vLLM's kernel
+            _check_expert_kernels(model)
 
     def _polyreme_learn(self, tensors: Tensors) -> None:
         """Runs vLLM's own reload, and records it for later loads if possible: on CPU, on one rank."""
@@ -194,25 +195,3 @@ def _pack_tied_head(model: Any) -> None:
     head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
-
-
-def _hf_names(model: Any) -> set[str]:
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    parts = {
-        f".{fused}.": [f".{part}." for part in packed] for fused, packed in getattr(model, "packed_modules_mapping", {}).items()
-    }
-    names = {name for path, layer in expert_layers(model).items() for name in _expert_names(path, layer)}
-    for name, _ in model.named_parameters():
-        if name.endswith(EXPERT_WEIGHTS):
-            continue
-        if tied and name.startswith("lm_head."):
-            continue
-        fused = next((fused for fused in parts if fused in name), None)
-        names.update(name.replace(fused, part) for part in parts[fused]) if fused else names.add(name)
-    return names
-
-
-def _expert_names(path: str, layer: Any) -> set[str]:
-    """Hugging Face names of the experts' matrices, of which vLLM's mapping holds `experts.NUMBER.MATRIX.`"""
-    block = path[: path.rindex(".experts") + 1]
-    return {f"{block}{part}weight" for _, part, _, _ in layer.get_expert_mapping()}
