@@ -3,6 +3,8 @@
 Invariant: reading changes nothing.
 """
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -22,7 +24,9 @@ def limit_of(total: int, cgroup_limits: list[str]) -> int:
     return min([total, *(int(text) for text in cgroup_limits if text.isdigit())])
 
 
-def device_count(kind: str, folder: Path = Path("/dev")) -> int:
-    """Accelerators of a kind ("cuda" or "npu") whose device files are in `folder`."""
-    name = {"cuda": "nvidia", "npu": "davinci"}[kind]
-    return sum(path.name.removeprefix(name).isdigit() for path in folder.glob(f"{name}*"))
+def device_count(kind: str, folder: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> int:
+    """Accelerators of a kind ("cuda" or "npu") whose device files are in `folder` and which this process may use."""
+    name, variable = {"cuda": ("nvidia", "CUDA_VISIBLE_DEVICES"), "npu": ("davinci", "ASCEND_RT_VISIBLE_DEVICES")}[kind]
+    present = sum(path.name.removeprefix(name).isdigit() for path in folder.glob(f"{name}*"))
+    visible = environ.get(variable)
+    return present if visible is None else min(present, sum(bool(device.strip()) for device in visible.split(",")))

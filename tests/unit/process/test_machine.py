@@ -21,4 +21,13 @@ def test_this_machine_has_memory() -> None:
 def test_devices_are_counted_and_their_managers_are_not(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "davinci7", "davinci_manager"):
         (tmp_path / name).touch()
-    assert (device_count("cuda", tmp_path), device_count("npu", tmp_path)) == (2, 1)
+    assert (device_count("cuda", tmp_path, {}), device_count("npu", tmp_path, {})) == (2, 1)
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("1", 1), ("0,1", 2), ("0, 1,2,3", 2), ("", 0)])
+def test_only_visible_devices_count(tmp_path: Path, visible: str, expected: int) -> None:
+    for name in ("nvidia0", "nvidia1", "davinci0"):
+        (tmp_path / name).touch()
+    assert device_count("cuda", tmp_path, {"CUDA_VISIBLE_DEVICES": visible}) == expected
+    assert device_count("npu", tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 1
+    assert device_count("npu", tmp_path, {"ASCEND_RT_VISIBLE_DEVICES": ""}) == 0
