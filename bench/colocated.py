@@ -1,10 +1,10 @@
 """The time of an iteration on shared devices, relative to that on separate ones, on the same two cores.
 
-    python bench/colocated.py [--groups 32] [--samples 8] [--tokens 108] [--iterations 12] [--rounds 2] [--threads 2]
+    python bench/colocated.py [--groups 32] [--samples 8] [--tokens 108] [--iterations 12] [--rounds 2] [--work runs/bench-colocated]
 
-Each run is a whole `polyreme up` of the demo's model without its warm start, on-policy. A core stands for a device. On separate devices,
-learner and replica have one compute thread each; on shared ones they take turns, and each uses `--threads` cores in its turn. The runs
-alternate. With --threads 1, the ratio shows the cost of the turns alone.
+Each run is a whole `polyreme up` of the demo from its warm policy, on-policy. A core stands for a device. On separate devices, the learner has
+one rank and there is one replica. On shared ones the learner has two data ranks and there are two replicas, and the two sides take turns. Every
+process has one compute thread. The runs alternate.
 
 `colocated_vs_separate` (<= 1.0) is the ratio of the median times from one iteration's record to the next, after the first few.
 `handover_seconds` is the median time per iteration in which neither side has the devices, measured by the learner.
@@ -20,21 +20,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = ROOT / "examples" / "running_total"
+from peer_side.tasks import ROOT, Task, demo_task
+
 TARGET = {"colocated_vs_separate": 1.0}
 WARM_UP = 3  # iterations
 DEADLINE = 900
-PLACEMENTS = ("separate", "colocated")
+DEVICES = {"separate": 1, "colocated": 2}
+"""The devices of each side."""
 
 
-def iterations(placement: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def iterations(task: Task, placement: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the records of a run's measured iterations, preceded by the record of the iteration before them."""
-    threads = options.threads if placement == "colocated" else 1
+    devices = DEVICES[placement]
     command = [
-        *(sys.executable, "-m", "polyreme", "up", str(EXAMPLE / "run.yaml"), f"output_dir={folder}", f"name={folder.name}"),
+        *(sys.executable, "-m", "polyreme", "up", str(task.config), f"model.path={task.model}"),
+        *(f"output_dir={folder}", f"name={folder.name}"),
         *(f"placement={placement}", f"iterations={options.iterations}", "trainer.sft=[]", "trainer.parallel.tensor=1"),
-        *(f"trainer.parallel.threads={threads}", f"rollout.vllm.threads={threads}", f"rollout.max_new_tokens={options.tokens}"),
+        *(f"trainer.parallel.data={devices}", f"rollout.replicas={devices}", f"rollout.max_new_tokens={options.tokens}"),
         *(f"groups_per_iteration={options.groups}", f"group_size={options.samples}", "eval_interval=0", "eval_samples=1"),
     ]
     subprocess.run(command, check=True, timeout=DEADLINE, stdout=subprocess.DEVNULL)
@@ -54,16 +56,16 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=108)
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each placement")
-    parser.add_argument("--threads", type=int, default=2, help="compute threads of each side on shared devices")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench-colocated", help="keeps the warm policy")
     options = parser.parse_args()
-    subprocess.run([sys.executable, EXAMPLE / "prepare.py"], check=True, timeout=120)
-    times: dict[str, list[float]] = {placement: [] for placement in PLACEMENTS}
+    task = demo_task(options.work.resolve())
+    times: dict[str, list[float]] = {placement: [] for placement in DEVICES}
     handovers: list[float] = []
     with tempfile.TemporaryDirectory() as root:
         for place in range(options.rounds):
-            for placement in PLACEMENTS:
+            for placement in DEVICES:
                 (folder := Path(root) / f"{placement}-{place}").mkdir()
-                records = iterations(placement, folder, options)
+                records = iterations(task, placement, folder, options)
                 times[placement] += seconds(records)
                 if placement == "colocated":
                     handovers += [record["time/device_leave"] + record["time/device_wait"] for record in records[1:]]
