@@ -84,10 +84,11 @@ def replay(events: list[dict[str, Any]], mapped: Collection[int]) -> dict[str, i
     alive: dict[int, tuple[str, int]] = {}
     totals, peaks = {"device": 0, "host": 0}, {"device": 0, "host": 0, "both": 0}
     for _, kind, event in sorted(marks, key=lambda mark: mark[:2]):
-        if kind == 0:
-            open_names.append(event["name"])
-        elif kind == 2:
+        if kind == 2:
             open_names.remove(event["name"])
+            continue
+        if kind == 0:  # a phase that allocates nothing has a peak too
+            open_names.append(event["name"])
         else:
             address, change = event["args"]["Addr"], event["args"]["Bytes"]
             place, nbytes = alive.pop(address, ("device", 0))
@@ -96,9 +97,9 @@ def replay(events: list[dict[str, Any]], mapped: Collection[int]) -> dict[str, i
                 place = "host" if TO_HOST in open_names else "device"
                 alive[address] = place, change
                 totals[place] += change
-            now = {**totals, "both": sum(totals.values())}
-            if phase := next((name.removeprefix("phase ") for name in open_names if name.startswith("phase ")), ""):
-                now[f"{phase} {STEP}" if STEP in open_names else phase] = totals["device"]
-            for name, nbytes in now.items():
-                peaks[name] = max(peaks.get(name, 0), nbytes)
+        now = {**totals, "both": sum(totals.values())}
+        if phase := next((name.removeprefix("phase ") for name in open_names if name.startswith("phase ")), ""):
+            now[f"{phase} {STEP}" if STEP in open_names else phase] = totals["device"]
+        for name, nbytes in now.items():
+            peaks[name] = max(peaks.get(name, 0), nbytes)
     return peaks
