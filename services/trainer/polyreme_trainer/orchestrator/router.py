@@ -82,7 +82,7 @@ def fair_share(targets: Iterable[Target], *, min_version: int, term: int, now: f
     """
     available = [target for target in targets if target.available_at() <= now]
     serving = [t for t in available if t.version is not None and t.version >= min_version and t.term >= term]
-    coming = [t for t in available if t not in serving and (-1 if t.version is None else t.version) == min_version - 1]
+    coming = [t for t in available if (-1 if t.version is None else t.version) == min_version - 1]
     if not coming or not serving:
         return math.inf
     return math.ceil((waiting + sum(target.sequences for target in serving)) / (len(serving) + len(coming)))
