@@ -90,13 +90,13 @@ class WeightsServiceServicer(object):
 
     def StageStream(self, request_iterator, context):
         """Stages one part from a stream, in the replica's own memory: first the manifest, then the part's bytes in order, from the offset in
-        // the first response. The second response follows when all bytes are complete and verified. A broken stream stages nothing, but its
-        // bytes are kept, and the next stream of the same bytes continues after them. A newer stream of the same part ends this one with
-        // CANCELLED.
-        // INVALID_ARGUMENT: bytes out of order, or beyond the part. DATA_LOSS: a digest does not match. RESOURCE_EXHAUSTED: no memory.
-        // DEADLINE_EXCEEDED: no message arrived for too long.
-        // A stream may carry a delta instead: first the delta's manifest, then its payload. The replica copies the base, which it has
-        // received by stream before, applies the changes to the copy and verifies the result.
+        the first response. The second response follows when all bytes are complete and verified. A broken stream stages nothing, but its
+        bytes are kept, and the next stream of the same bytes continues after them. A newer stream of the same part ends this one with
+        CANCELLED.
+        INVALID_ARGUMENT: bytes out of order, or beyond the part. DATA_LOSS: a digest does not match. RESOURCE_EXHAUSTED: no memory.
+        DEADLINE_EXCEEDED: no message arrived for too long.
+        A stream may carry a delta instead: first the delta's manifest, then its payload. The replica copies the base, which it has
+        received by stream before, applies the changes to the copy and verifies the result.
         FAILED_PRECONDITION: the replica does not have the base; send the whole part.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -105,8 +105,8 @@ class WeightsServiceServicer(object):
 
     def StageRelay(self, request, context):
         """Stages one part from another replica, through its Fetch. The replica verifies the bytes against the manifest in the request, like
-        // those of a stream. A failed source is reported in the response, not as a status, since the replica itself works. It keeps the
-        // verified bytes.
+        those of a stream. A failed source is reported in the response, not as a status, since the replica itself works. It keeps the
+        verified bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,9 +114,9 @@ class WeightsServiceServicer(object):
 
     def Fetch(self, request, context):
         """Sends the verified bytes of a part, or of a delta's payload, to another replica, even while the part is still arriving here. The
-        // messages are those of StageStream with bytes, in order from `offset` on.
-        // NOT_FOUND: the part is missing, or other bytes have replaced it. RESOURCE_EXHAUSTED: too many replicas already fetch from this one.
-        // UNAVAILABLE: the part's own stream has ended and was not continued.
+        messages are those of StageStream with bytes, in order from `offset` on.
+        NOT_FOUND: the part is missing, or other bytes have replaced it. RESOURCE_EXHAUSTED: too many replicas already fetch from this one.
+        UNAVAILABLE: the part's own stream has ended and was not continued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +126,7 @@ class WeightsServiceServicer(object):
         """Swaps the staged version in. When it fails, the previous version is restored before the reply.
         FAILED_PRECONDITION: not all parts are staged, or the names do not cover the model. INTERNAL: the swap failed; the
         message states whether the previous version serves again. Committing the served version is OK.
-        // With a canary, the replica takes requests only after its difference is within the limit; otherwise it serves nothing (INTERNAL).
+        With a canary, the replica takes requests only after its difference is within the limit; otherwise it serves nothing (INTERNAL).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
