@@ -54,7 +54,7 @@ class RolloutServiceServicer(object):
     def Generate(self, request, context):
         """Generates the requested sequences of one group and streams their tokens. Cancelling the call cancels the work.
         FAILED_PRECONDITION: the replica has no version yet, or its version is below min_version or is not exact_version; also during a call
-        // with exact_version, when the policy changes.
+        with exact_version, when the policy changes.
         INVALID_ARGUMENT: prompt plus response do not fit the context, an unknown stop id, an empty request.
         RESOURCE_EXHAUSTED: the replica's queue is full. UNAVAILABLE: the replica drains.
         """
