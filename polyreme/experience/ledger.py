@@ -246,11 +246,17 @@ class ExperienceLog:
         """
         return int(await self._change("release", iteration))
 
+    async def ack_stage(self, replica_id: str, version: int, term: int) -> None:
+        """Records that a replica has staged `version` and is about to commit it under the learner's `term`."""
+        await self._record_replica(replica_id, version, term, {})
+
     async def ack_commit(self, replica_id: str, version: int, term: int, stall_s: float, reload_s: float) -> None:
         """Records that a replica serves `version`, committed under the learner's `term`."""
-        text = json.dumps(
-            {"replica": replica_id, "version": version, "term": term, "stall_seconds": stall_s, "reload_seconds": reload_s}
-        )
+        await self._record_replica(replica_id, version, term, {"stall_seconds": stall_s, "reload_seconds": reload_s})
+
+    async def _record_replica(self, replica_id: str, version: int, term: int, swap: dict[str, float]) -> None:
+        state = "served" if swap else "staged"
+        text = json.dumps({"replica": replica_id, "version": version, "term": term, "state": state, **swap})
         keys = [self.run.key("commits"), self.run.once()]
         await self._change("commit", COMMITS_BOUND, replica_id, text, keys=keys)
 
@@ -345,9 +351,9 @@ class ExperienceLog:
         return found
 
     async def commits(self, after_id: str, block_ms: int) -> list[tuple[str, dict[str, Any]]]:
-        """Commits after `after_id` ("0": from the first retained one), waiting up to `block_ms` for one.
+        """Staged and served versions after `after_id` ("0": from the first retained one), waiting up to `block_ms` for one.
 
-        Fields: replica, version, term, stall_seconds, reload_seconds.
+        Fields: replica, version, term, state ("staged" or "served"); of a served one also stall_seconds, reload_seconds.
         """
         return await self.run.read_json("commits", after_id, block_ms)
 

@@ -24,6 +24,7 @@ from polyreme.experience.records import GroupRecord, decode_group
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena
+from polyreme.weights.canary import Canary
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
 from polyreme_rollout.metrics import ReplicaMetrics
@@ -162,15 +163,30 @@ class IdleLearner:
         stamped = _LAYOUT.stamped(self.run.run_id, self.log.term.counter, version)
         self._manifest = seal(stamped, self._arena.slot_view(version % 3)).to_proto()
 
-    async def push(self, replica: Replica) -> None:
+    async def stage(self, replica: Replica) -> None:
+        """Sends the newest version to a replica and announces its commit."""
+        async with self._link(replica) as link:
+            await link.stage(self._version(None))
+        await self.log.ack_stage(replica.id, self._manifest.id.version, self._manifest.id.term)
+
+    async def push(self, replica: Replica, canary: Canary | None = None) -> None:
         """Pushes the newest version to a replica."""
-        identity = self._manifest.id
+        await self.stage(replica)
+        async with self._link(replica) as link:
+            await link.commit(self._version(canary))
+        await self.log.ack_commit(replica.id, self._manifest.id.version, self._manifest.id.term, 0.0, 0.0)
+
+    def _version(self, canary: Canary | None) -> Version:
+        number = self._manifest.id.version
+        return Version(self._manifest, number % 3, self._generation, canary.to_proto() if canary else None)
+
+    @asynccontextmanager
+    async def _link(self, replica: Replica) -> AsyncIterator[ReplicaClient]:
         link = ReplicaClient(replica.lease, self._arena)
-        version = Version(self._manifest, identity.version % 3, self._generation)
-        await link.stage(version)
-        await link.commit(version)
-        await link.close()
-        await self.log.ack_commit(replica.id, identity.version, identity.term, 0.0, 0.0)
+        try:
+            yield link
+        finally:
+            await link.close()
 
     async def train(self, iterations: Sequence[int], replicas: Sequence[Replica]) -> None:
         """Plans and "trains" each iteration, and pushes the new version."""

@@ -126,7 +126,7 @@ class WeightsServiceServicer(object):
         """Swaps the staged version in. When it fails, the previous version is restored before the reply.
         FAILED_PRECONDITION: not all parts are staged, or the names do not cover the model. INTERNAL: the swap failed; the
         message states whether the previous version serves again. Committing the served version is OK.
-        With a canary, the replica takes requests only after its difference is within the limit; otherwise it serves nothing (INTERNAL).
+        With a canary, the replica delivers tokens only after its difference is within the limit; otherwise it serves nothing (INTERNAL).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

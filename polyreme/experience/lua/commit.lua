@@ -1,5 +1,5 @@
 #!lua
--- commit: records that a replica serves a version. Adds one entry to the commits stream, once per nonce.
+-- commit: records that a replica has staged or serves a version. Adds one entry to the commits stream, once per nonce.
 -- KEYS: common, then commits (stream), once (string that expires). Writes commits, once, events.
 -- ARGV: learner's term, bound of the stream, replica, entry.
 local stale = refused('learner', ARGV[1])

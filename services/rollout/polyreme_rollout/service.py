@@ -191,10 +191,9 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         )
 
     async def _refuse_unserved(self, request: pb.GenerateRequest, context: Any) -> None:
-        await self._swapper.steady.wait()
+        version = await self._swapper.reach(request.min_version)
         if self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this replica is draining: use another one")
-        version = self._swapper.version
         if self._swapper.quarantined or version is None or version < request.min_version:
             found = "a quarantined replica" if self._swapper.quarantined else "none" if version is None else f"version {version}"
             await context.abort(
@@ -206,9 +205,10 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             )
 
     def _start(self, request: SequenceRequest, sampling: Sampling, call: _Call) -> "asyncio.Task[None]":
-        assert self._swapper.version is not None
+        policy = self._swapper.policy
+        assert policy is not None
         number = next(self._numbers)
-        sequence = _Sequence(SequenceProgress(request.index, request.max_new, self._swapper.version), call)
+        sequence = _Sequence(SequenceProgress(request.index, request.max_new, policy), call)
         self._running[number] = sequence
         self._idle.clear()
         call.open_sequences += 1
@@ -226,7 +226,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     async def _sample(self, number: int, request: SequenceRequest, sampling: Sampling, sequence: "_Sequence") -> None:
         try:
             for attempt in itertools.count():
-                salt = await self._swapper.steady_salt()
+                salt = await self._swapper.open_salt()
                 sequence.request_id = f"polyreme.{number}.{attempt}"
                 asked = EngineRequest(sequence.request_id, request.prompt_ids, request.max_new, request.seed, salt, sampling)
                 sequence.sampling = asyncio.ensure_future(self._take_tokens(asked, sequence))

@@ -56,6 +56,12 @@ class StagedParts:
             self._id, self._parts = id, {}
         self._parts[manifest.part] = source
 
+    @property
+    def complete_version(self) -> int:
+        """The version of which all parts are stored; -1: none."""
+        complete = any(len(self._parts) == source.manifest.parts for source in self._parts.values())
+        return self._id.version if self._id and complete else -1
+
     def take(self, id: VersionId) -> tuple[ArenaSource, ...]:
         """All parts of the version, in order. Raises Refusal(FAILED_PRECONDITION) when they are incomplete or do not fit the model."""
         if id != self._id:

@@ -120,6 +120,11 @@ class Staging:
         except SupersededError as error:
             raise Refusal("CANCELLED", str(error)) from None
 
+    @property
+    def version(self) -> int:
+        """The version of which all parts are staged; -1: none."""
+        return self._staged.complete_version
+
     def take(self, id: VersionId) -> tuple[ArenaSource, ...]:
         """The parts of a version that is staged completely. Raises Refusal(FAILED_PRECONDITION)."""
         return self._staged.take(id)

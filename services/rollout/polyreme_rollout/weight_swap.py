@@ -6,15 +6,15 @@ Invariant:
 - Nothing is sampled while the policy changes, and each running request records the token at which it changed.
 - Between `at_rest` and the next commit or `go_on`, nothing is sampled and no request is accepted. Neither of them continues sampling while
 the replica may not use the devices.
-- A version takes requests, and the tokens that it samples are delivered, only after its canary has passed. A replica whose canary fails
-  serves nothing until a later swap passes.
+- The tokens that a version samples are delivered only after its canary has passed. Requests may wait in the engine for it meanwhile. A
+  replica whose canary fails serves nothing until a later swap passes.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from polyreme.weights.canary import Canary, CanaryError
@@ -24,6 +24,8 @@ from polyreme_rollout.staging import Staging
 
 FAILURES_TO_QUARANTINE = 3
 CANARY_TIMEOUT = 10.0  # a saturated engine answers when its first request ends
+COMMIT_WAIT = 2.0
+"""Seconds that a request for a staged version waits for the version's commit."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,24 +81,53 @@ class WeightSwapper:
         self.may_use_devices: Callable[[], bool] = lambda: True
         """Whether the engine may sample. A colocated replica sets it: see `device_turns`."""
         self.served: Served | None = None
+        self._next: Served | None = None
+        """The version in the engine while its canary is asked."""
         self.steady = asyncio.Event()
-        """Set while no swap is running: a request that is submitted then samples from `version` under `salt`."""
+        """Set while no swap is running: tokens that are sampled then may be delivered."""
         self.steady.set()
+        self._open = asyncio.Event()
+        """Set while the engine has a policy: a request that is submitted then samples from `policy` under `salt`."""
+        self._open.set()
+        self._opened = asyncio.Event()
+        """Set and replaced when `_open` is set."""
 
     @property
     def version(self) -> int | None:
         return self.served.id.version if self.served else None
 
     @property
+    def policy(self) -> int | None:
+        """The version that the engine samples from: `version`, or its successor while the canary is asked."""
+        return self._next.id.version if self._next else self.version
+
+    @property
     def salt(self) -> str:
         """Requests share cached prefixes only under the same salt, and each set of weights has its own."""
-        served = f"{self.served.id.term}.{self.served.id.version}" if self.served else "none"
-        return f"{served}.{self._swaps}"
+        policy = self._next or self.served
+        return f"{policy.id.term}.{policy.id.version}.{self._swaps}" if policy else f"none.{self._swaps}"
+
+    async def open_salt(self) -> str:
+        """The salt of a request that is submitted now, whose tokens wait for `steady`. Waits for the load of a running swap."""
+        await self._open.wait()
+        return self.salt
 
     async def steady_salt(self) -> str:
         """The salt of a request that is submitted now. Waits for the end of a swap."""
         await self.steady.wait()
         return self.salt
+
+    async def reach(self, version: int) -> int | None:
+        """The engine's policy, once a request for `version` or newer may be submitted; None or an older one if this is not to be expected.
+
+        Waits for the load of a running swap. Waits up to COMMIT_WAIT for that of `version`, if it is staged.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(COMMIT_WAIT):
+                while self._open.is_set() and (-1 if self.policy is None else self.policy) < version <= self.staging.version:
+                    await self._opened.wait()
+        await self._open.wait()
+        return self.policy
 
     async def steady_version(self) -> int | None:
         """The served version, or None. Waits for the end of a swap."""
@@ -139,7 +170,7 @@ class WeightSwapper:
             self._check_devices()
             sources = self.staging.take(id)
             self._loading = (*sources, *(self.served.sources if self.served else ()))
-            self.steady.clear()
+            self._close()
             try:
                 committed = await self._swap(Served(id, sources), canary)
             except EngineDeadError:
@@ -157,7 +188,7 @@ class WeightSwapper:
         Raises EngineDeadError.
         """
         async with self._lock:
-            self.steady.clear()
+            self._close()
             await self._engine.pause()
             yield
 
@@ -175,14 +206,14 @@ class WeightSwapper:
                 return
             if (weights and self._intact) or self.served is None:
                 await self._engine.resume()
-                self.steady.set()
+                self._settle()
                 return
             try:
                 self._intact = False
                 loaded = await self._engine.load(self.served.sources)
                 if self.may_use_devices():
                     await self._resume(self.served, loaded)
-                    self.steady.set()
+                    self._settle()
             except LoadError as error:
                 logger.error("version %d could not be loaded again; nothing is served: %s", self.served.id.version, error)
                 self._lose()
@@ -253,7 +284,9 @@ class WeightSwapper:
     async def _resume(self, served: Served, loaded: LoadResult) -> None:
         self._intact = True
         self._swaps += 1
+        self._next = served
         self._on_swap(served.id.version, loaded.sampled)
+        self._admit()
         await self._engine.resume()
 
     def _check_devices(self) -> None:
@@ -263,9 +296,23 @@ class WeightSwapper:
 
     def _begin(self, served: Served) -> None:
         self.served = served
-        self.steady.set()
+        self._settle()
 
     def _lose(self) -> None:
         self.served = None
         self._on_lost()
-        self.steady.set()  # waiting calls then find that nothing is served
+        self._settle()  # waiting calls then find that nothing is served
+
+    def _close(self) -> None:
+        self._open.clear()
+        self.steady.clear()
+
+    def _admit(self) -> None:
+        self._open.set()
+        self._opened.set()
+        self._opened = asyncio.Event()
+
+    def _settle(self) -> None:
+        self._next = None
+        self._admit()
+        self.steady.set()

@@ -219,6 +219,7 @@ async def test_a_replaced_process_changes_nothing(opened: Opener) -> None:
         learner.set_version(1),
         learner.release(0),
         learner.ack_commit("replica", 0, 1, 0.0, 0.0),
+        learner.ack_stage("replica", 0, 1),
     ):
         with pytest.raises(StaleTermError, match="is held by 2"):
             await act
@@ -235,7 +236,11 @@ async def test_a_term_can_be_shared_inside_a_process(opened: Opener) -> None:
     publisher = ExperienceLog(learner.run, learner.term)
     await publisher.ack_commit("replica-1", 0, 1, 0.5, 0.25)
     [(_, commit)] = await publisher.commits("0", 0)
-    assert commit == {"replica": "replica-1", "version": 0, "term": 1, "stall_seconds": 0.5, "reload_seconds": 0.25}
+    served = {"replica": "replica-1", "version": 0, "term": 1, "state": "served"}
+    assert commit == {**served, "stall_seconds": 0.5, "reload_seconds": 0.25}
+    await publisher.ack_stage("replica-1", 1, 1)
+    [_, (_, staged)] = await publisher.commits("0", 0)
+    assert staged == {"replica": "replica-1", "version": 1, "term": 1, "state": "staged"}
 
 
 async def test_drops_and_failures_do_not_block_and_keep_their_reasons(opened: Opener) -> None:

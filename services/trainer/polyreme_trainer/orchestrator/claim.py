@@ -83,6 +83,7 @@ class Claim:
     def failed(self) -> None:
         """Counts a failed call. The replica gets no calls during the backoff."""
         self.target.failures += 1
+        self.target.staged = None  # its commit may have failed
         seconds = FAILURE_BACKOFF.draw(self.target.failures)
         self.target.backoff_until = time.monotonic() + seconds
         call_after(seconds, self.on_capacity)

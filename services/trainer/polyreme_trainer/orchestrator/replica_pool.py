@@ -3,7 +3,7 @@
 Invariant: the targets are the live leases with our API version, and every claim returns its promised tokens when it ends. Work waits here,
 not in a replica: it goes to a replica with capacity, the oldest policy version first, then in order of arrival. Therefore long
 answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its running samples. For a short time after
-the first commit of a version, the replicas that have yet to commit it keep their share.
+the first replica has staged a version, those that have yet to stage it keep their share.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 STRAGGLER_CHECK_INTERVAL = 0.5
 SHARE_SECONDS = 10.0
-"""Seconds after a version's first commit in which samples are kept for replicas that have yet to commit it."""
+"""Seconds after a version is first staged in which samples are kept for replicas that have yet to stage it."""
 CHECKS_PER_TIMEOUT = 10
 """Availability checks per timeout while a claim waits."""
 
@@ -105,24 +106,37 @@ class ReplicaPool:
         await self.take_commits()
 
     async def take_commits(self) -> None:
-        """Updates the targets' versions from the commits. A new version ends the backoff of its replica."""
+        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica."""
         while commits := await self._experience.commits(self._last_commit, 0):
             for entry, commit in commits:
                 self._last_commit = entry
-                self._served[commit["replica"]] = (commit["version"], commit["term"])
-                self._term = max(self._term, commit["term"])
-                self._stalls[commit["replica"]] = commit["stall_seconds"]
+                self._take_commit(commit)
         for target in self._targets.values():
             self._paces[target.id].stall = self._stalls.get(target.id, 0.0)
             served = self._served.get(target.id, (target.version, target.term))
             if served != (target.version, target.term):
                 target.version, target.term = served
                 target.backoff_until, target.failures = 0.0, 0
-            if target.version is not None and (target.term, target.version) > self._newest:
-                self._newest = target.term, target.version
+            newest = target.version if target.staged is None else target.staged
+            if newest is not None and (target.term, newest) > self._newest:
+                self._newest = target.term, newest
                 self._shared_until = time.monotonic() + SHARE_SECONDS
                 call_after(SHARE_SECONDS, self._grant_claims)
         self._grant_claims()
+
+    def _take_commit(self, commit: dict[str, Any]) -> None:
+        replica, version, term = commit["replica"], commit["version"], commit["term"]
+        target = self._targets.get(replica)
+        if commit["state"] == "staged":
+            served, served_term = self._served.get(replica, (-1, None))
+            if target is not None and served_term == term and served < version:
+                target.staged = version
+            return
+        self._served[replica] = (version, term)
+        self._term = max(self._term, term)
+        self._stalls[replica] = commit["stall_seconds"]
+        if target is not None:
+            target.staged = None
 
     @asynccontextmanager
     async def claim(self, tokens: int, sequences: int, min_version: int, avoid: Set[str] = frozenset()) -> AsyncIterator[Claim]:

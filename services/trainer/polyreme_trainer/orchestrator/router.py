@@ -26,6 +26,7 @@ class Target:
     Attributes:
         version: the policy version of its newest commit; None: none yet.
         term: the learner's term of that commit.
+        staged: a newer version that it is about to commit in the same term, as far as known; calls for it wait at the replica. None: none.
         outstanding, sequences: tokens that its running calls may still return, and the number of their samples.
         failures: consecutive failed calls; an arriving token resets the count.
         backoff_until: monotonic seconds before which it gets no call, after a failure.
@@ -36,12 +37,18 @@ class Target:
     id: str
     version: int | None = None
     term: int = 0
+    staged: int | None = None
     outstanding: int = 0
     sequences: int = 0
     failures: int = 0
     backoff_until: float = 0.0
     suspensions: int = 0
     suspended_until: float = 0.0
+
+    def reaches(self, version: int, term: int) -> bool:
+        """Whether a call for `version` or newer, of a learner of `term` or newer, may be sent now."""
+        newest = self.version if self.staged is None else self.staged
+        return newest is not None and newest >= version and self.term >= term
 
     def available_at(self) -> float:
         """Monotonic seconds from which on it may get a call."""
@@ -63,11 +70,7 @@ def choose(
     usable = [
         target
         for target in targets
-        if target.sequences < capacity
-        and target.version is not None
-        and target.version >= min_version
-        and target.term >= term
-        and target.available_at() <= now
+        if target.sequences < capacity and target.reaches(min_version, term) and target.available_at() <= now
     ]
     return min(usable, key=lambda target: (target.id in avoid, target.outstanding, target.id), default=None)
 
@@ -81,8 +84,8 @@ def fair_share(targets: Iterable[Target], *, min_version: int, term: int, now: f
         waiting: samples that wait for `min_version`. `choose` documents the other arguments.
     """
     available = [target for target in targets if target.available_at() <= now]
-    serving = [t for t in available if t.version is not None and t.version >= min_version and t.term >= term]
-    coming = [t for t in available if (-1 if t.version is None else t.version) == min_version - 1]
+    serving = [t for t in available if t.reaches(min_version, term)]
+    coming = [t for t in available if (-1 if t.version is None else t.version) == min_version - 1 and t.staged is None]
     if not coming or not serving:
         return math.inf
     return math.ceil((waiting + sum(target.sequences for target in serving)) / (len(serving) + len(coming)))

@@ -99,7 +99,7 @@ class ReplicaPush:
             await replica.interruptibly(client.stage(version))
         if not client.unmapped:
             self._check_devices()
-            answer = await replica.interruptibly(client.commit(version))
+            answer = await replica.interruptibly(self._commit(replica, version))
             self._slots.serving(name, version.slot)
             return version, answer, Transfer("arena")
         if not replica.streams:
@@ -107,9 +107,14 @@ class ReplicaPush:
             await self._notice(f"replica {name} cannot map the weights and receives them by stream: {client.unmapped}")
         version, transfer = await self._streams.bring(replica, version)
         self._check_devices()
-        answer = await client.commit(version)
+        answer = await self._commit(replica, version)
         replica.streamed = version
         return version, answer, transfer
+
+    async def _commit(self, replica: ReplicaState, version: Version) -> pb.CommitResponse:
+        """Makes the replica serve the staged version. The orchestrator's calls may arrive there meanwhile, and wait for it."""
+        await self._experience.ack_stage(replica.lease.id, version.number, self._term)
+        return await replica.client.commit(version)
 
     def _check_devices(self) -> None:
         """Raises InterruptedPushError when the learner has taken the devices since the push began."""

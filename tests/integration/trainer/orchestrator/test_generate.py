@@ -11,11 +11,14 @@ import pytest
 from polyreme.api.v1 import experience_pb2
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog, Writer
+from polyreme.weights.canary import Canary
+from polyreme_rollout import weight_swap
 from polyreme_rollout.engine.protocol import Sampling
-from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
+from polyreme_rollout.testing.simulated_engine import Failures, Lengths, SimulatedInferenceEngine, sample
 from polyreme_trainer.orchestrator.claim import Claim
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
+from polyreme_trainer.weight_sync.replica_client import SwapError
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 from support.waiting import until
 
@@ -352,6 +355,74 @@ async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
     await world.pool.refresh()
     samples = await world.generate(min_version=5)
     assert all(one.finished for one in samples) and len(behind.calls) == 1 and len(other.calls) == 1
+
+
+async def test_a_call_for_a_staged_version_waits_at_the_replica_for_its_commit(world, monkeypatch):
+    monkeypatch.setattr(weight_swap, "COMMIT_WAIT", 300.0)
+    (replica,) = await world.start({})
+    await world.learner.write(1)
+    await world.learner.stage(replica)
+    await world.pool.refresh()
+    generating = asyncio.create_task(world.generate(min_version=1))
+    await replica.asked.wait()
+    await world.learner.push(replica)
+    for one in await asyncio.wait_for(generating, 300):
+        assert one.finished and one.spans == [(1, 0, one.length)]
+    assert len(replica.calls) == 1
+
+
+async def test_a_staged_version_that_is_never_committed_costs_one_refused_call(world, monkeypatch):
+    monkeypatch.setattr(weight_swap, "COMMIT_WAIT", 0.05)
+    behind, other = await world.start({}, {})
+    await world.learner.write(1)
+    await world.learner.push(other)
+    await world.learner.stage(behind)
+    await world.pool.refresh()
+    samples = await world.generate(min_version=1)
+    assert all(one.finished for one in samples)
+    assert len(behind.calls) == 1 and len(other.calls) == 1
+    assert world.pool._targets["r0"].staged is None
+
+
+class SlowCanary(SimulatedInferenceEngine):
+    """Answers a canary only when it may. `requests` lists what it was asked to sample."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.requests, self.asked, self.may_answer = [], asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request):
+        self.requests.append(request)
+        async for new in super().generate(request):
+            yield new
+
+    async def logprobs(self, ids, salt):
+        self.asked.set()
+        await self.may_answer.wait()
+        return await super().logprobs(ids, salt)
+
+
+@pytest.mark.parametrize("passes", [True, False])
+async def test_samples_wait_in_the_engine_for_the_canary_of_their_version(world, passes):
+    slow, other = await world.start({"engine_type": SlowCanary}, {})
+    await world.learner.write(1)
+    canary = Canary((3, 4, 5), (-1.0, -1.0), 1e9 if passes else -1.0)
+    pushing = asyncio.create_task(world.learner.push(slow, canary))
+    await slow.engine.asked.wait()
+    await world.pool.refresh()
+    generating = asyncio.create_task(world.generate(min_version=1))
+    await until(lambda: len(slow.engine.requests) == len(slow.service._running) > 0)
+    assert not any(sequence.progress.sampled for sequence in slow.service._running.values())
+    slow.engine.may_answer.set()
+    if not passes:
+        with pytest.raises(SwapError, match="version 1 failed its canary"):
+            await pushing
+        await world.learner.push(other)
+        await world.pool.refresh()
+    for one in await asyncio.wait_for(generating, 300):
+        assert one.finished and one.spans == [(1, 0, one.length)]
+    await asyncio.gather(pushing, return_exceptions=True)
+    assert len(slow.calls) == 1 and len(other.calls) == (0 if passes else 1)
 
 
 async def test_no_replica_says_what_is_there(world):

@@ -13,6 +13,7 @@ targets = st.lists(
         Target,
         id=st.text("abc", min_size=1, max_size=4),
         version=st.none() | st.integers(0, 5),
+        staged=st.none() | st.integers(6, 7),
         term=st.integers(1, 3),
         outstanding=st.integers(0, 50),
         sequences=st.integers(0, 6),
@@ -23,15 +24,15 @@ targets = st.lists(
 
 
 @given(
-    *(targets, st.integers(0, 5), st.integers(1, 3), st.floats(0, 20), st.integers(1, 7) | st.just(math.inf)),
+    *(targets, st.integers(0, 7), st.integers(1, 3), st.floats(0, 20), st.integers(1, 7) | st.just(math.inf)),
     st.sets(st.text("abc", min_size=1, max_size=4)),
 )
 def test_choice(there: list[Target], min_version: int, term: int, now: float, capacity: float, avoid: set[str]) -> None:
     usable = [
         t
         for t in there
-        if t.version is not None
-        and t.version >= min_version
+        if (t.version is not None or t.staged is not None)
+        and max(t.version or 0, t.staged or 0) >= min_version
         and t.term >= term
         and t.backoff_until <= now
         and t.sequences < capacity
@@ -71,8 +72,9 @@ def test_the_first_replica_with_a_version_gets_its_share_only() -> None:
         Target("b", version=2, term=1, backoff_until=1.0),
         Target("b", version=2, term=1, suspended_until=1.0),
         Target("b", version=3, term=1),
+        Target("b", version=2, term=1, staged=3),
     ],
-    ids=["far behind", "just joined", "failing", "suspended", "serving"],
+    ids=["far behind", "just joined", "failing", "suspended", "serving", "staged"],
 )
 def test_nothing_is_kept_for_a_replica_that_may_not_come(other: Target) -> None:
     first = Target("a", version=3, term=1)
@@ -88,7 +90,8 @@ def test_before_the_first_version_every_replica_is_about_to_serve_it() -> None:
 def test_shares_hold_all_samples(there: list[Target], min_version: int, term: int, now: float, waiting: int) -> None:
     """What waits fits into the shares of those that serve the version and those that are about to."""
     share = fair_share(there, min_version=min_version, term=term, now=now, waiting=waiting)
-    able = [t for t in there if t.available_at() <= now and (-1 if t.version is None else t.version) >= min_version - 1]
+    newest = {t.id: max(-1 if t.version is None else t.version, -1 if t.staged is None else t.staged) for t in there}
+    able = [t for t in there if t.available_at() <= now and newest[t.id] >= min_version - 1]
     if share != math.inf:
         assert 1 <= share <= waiting + sum(target.sequences for target in there)
         assert share * len(able) >= waiting
