@@ -253,7 +253,7 @@ async def given_tokens_wait_for_no_sample(subject: Subject) -> None:
     alone = await subject.engine.logprobs(PROMPT, f"{subject.salt}-scored")
     for _ in range(20):
         streams = [subject.engine.generate(subject.request(length, RANDOM, seed)) for seed in seeds]
-        first = [asyncio.ensure_future(anext(stream)) for stream in streams]  # type: ignore[arg-type, var-annotated]
+        first = [asyncio.ensure_future(anext(stream)) for stream in streams]
         await asyncio.gather(*first[:MAX_NUM_SEQS])
         rest = [asyncio.create_task(_rest(head, stream)) for head, stream in zip(first, streams, strict=True)]
         found = await subject.engine.logprobs(PROMPT, f"{subject.salt}-scored")
