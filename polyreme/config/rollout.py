@@ -45,7 +45,7 @@ class VllmConfig(Section):
         None,
         ge=1,
         description="Maximum number of tokens of a step, prompts included; with chunked_prefill, also of a prompt's chunk. null: 8192, or"
-        " max_model_len if that is larger.",
+        " max_model_len or max_num_seqs + 1 if that is larger.",
     )
     speculative: NgramConfig | None = Field(
         None,

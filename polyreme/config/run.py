@@ -146,13 +146,13 @@ class RunConfig(BaseConfig):
         tokens = self.rollout.vllm.max_num_batched_tokens
         if tokens is None:
             return
-        key, least = (
-            ("max_num_seqs", self.rollout.max_num_seqs) if self.chunks_prompts else ("max_model_len", self.rollout.max_model_len)
-        )
-        if tokens < least:
+        if not self.chunks_prompts and tokens < self.rollout.max_model_len:
             raise ValueError(
-                f"rollout.vllm.max_num_batched_tokens = {tokens} must be at least rollout.{key} = {least}"
-                + ("" if self.chunks_prompts else ", since rollout.vllm.chunked_prefill is off")
+                f"rollout.vllm.max_num_batched_tokens = {tokens} must be at least rollout.max_model_len = {self.rollout.max_model_len}, since rollout.vllm.chunked_prefill is off"
+            )
+        if tokens <= self.rollout.max_num_seqs:
+            raise ValueError(
+                f"rollout.vllm.max_num_batched_tokens = {tokens} must be more than rollout.max_num_seqs = {self.rollout.max_num_seqs}: a step has a token of each sample, and of the canary"
             )
 
     def _check_asynchrony(self) -> None:

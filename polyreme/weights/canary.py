@@ -21,7 +21,7 @@ def limit_of(dtype: str, chosen: float | None = None) -> float:
 
 
 class CanaryError(ValueError):
-    """A replica's log-probabilities differ from those of the version."""
+    """A replica's log-probabilities differ from those of the version, or are missing."""
 
 
 @dataclass(frozen=True)

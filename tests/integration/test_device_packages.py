@@ -275,6 +275,10 @@ def check_replica(vllm: PackageSource) -> None:
     assert [(name, keyword) for name, keyword in found if keyword not in llm.get(name, set())] == []
     assert {node.func.attr for node in called if isinstance(node.func, ast.Attribute)} <= llm.keys()
 
+    check_scheduler(vllm)
+    [ours] = calls(ENGINE / "vllm_openai.py", {"generate"})
+    assert "priority" in ours.keywords and "priority" in llm["generate"]
+
     sampling = vllm.find("vllm.sampling_params", "SamplingParams")
     assert isinstance(sampling, tuple) and isinstance(sampling[1], ast.ClassDef)
     fields = {
@@ -299,6 +303,41 @@ def check_replica(vllm: PackageSource) -> None:
     models = [vllm.root / f"vllm/model_executor/models/{name}.py" for name in MODELS_WITH_EXPERTS]
     mapped = [path for path in ([layer] if layer.exists() else models) if "def get_expert_mapping(" not in path.read_text()]
     assert mapped == [], "a replica asks the layer, or else the model, for the names of its experts"
+
+
+LIMITS = {"max_num_running_reqs", "max_num_active_reqs"}
+"""The limits of running requests that `reserved_slot` sets."""
+
+
+def check_scheduler(vllm: PackageSource) -> None:
+    """The scheduler has what a reserved slot changes, and is made by keywords."""
+    methods = _methods(vllm, "vllm.v1.core.sched.scheduler", "Scheduler")
+    assert {"request", "timestamp"} <= methods["_preempt_request"]
+    text = (vllm.root / "vllm/v1/core/sched/scheduler.py").read_text()
+    assert {"max_num_running_reqs"} <= limits_of_running(text) <= LIMITS
+    assert "self.running: list[Request] = []" in text and "self.waiting = create_request_queue(self.policy)" in text
+    assert vllm.find("vllm.v1.core.sched.output", "SchedulerOutput") and "total_num_scheduled_tokens=" in text
+    assert _methods(vllm, "vllm.v1.core.sched.request_queue", "PriorityRequestQueue").keys() >= {"peek_request", "__bool__"}
+    assert "get_scheduler_cls" in _methods(vllm, "vllm.config.scheduler", "SchedulerConfig")
+    core = ast.parse((vllm.root / "vllm/v1/engine/core.py").read_text())
+    made = [node for node in ast.walk(core) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Scheduler"]
+    assert len(made) == 1 and not made[0].args
+
+
+def limits_of_running(text: str) -> set[str]:
+    """The attributes with which `schedule` compares the number of running requests."""
+    plans = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == "schedule"]
+    compares = [node for plan in plans for node in ast.walk(plan) if isinstance(node, ast.Compare)]
+    running = [node for node in compares if ast.unparse(node.left) in ("len(self.running)", "num_running")]
+    sides = [side for node in running for side in node.comparators]
+    return {each.attr for side in sides for each in ast.walk(side) if isinstance(each, ast.Attribute)}
+
+
+@pytest.mark.slow
+def test_the_schedulers_of_vllm_ascend_have_the_limit_that_a_reserved_slot_sets(package: Get) -> None:
+    folder = package("vllm-ascend").root / "vllm_ascend"
+    found = [limits_of_running(path.read_text()) for path in folder.rglob("*schedule*.py") if "def schedule(" in path.read_text()]
+    assert found and all(limits == {"max_num_running_reqs"} for limits in found)
 
 
 MODELS_WITH_EXPERTS = tuple(name for name in known_families() if find_family(name).expert)

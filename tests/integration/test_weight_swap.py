@@ -1,5 +1,6 @@
 """Pushed weights in real vLLM: the replica uses exactly the pushed weights, name by name and token by token."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError, Version
 from support.models import Kind, tiny_model
 from support.policies import Reference, versions
-from support.replicas import Learner, generate, model_files, replica, request, rollout_config
+from support.replicas import CALL_SECONDS, Learner, generate, model_files, replica, request, rollout_config
 from support.worker_weights import digest, rank_weights
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -135,6 +136,41 @@ async def broken_version_is_rolled_back(learner: Learner, there: Any, weights: d
     assert "version 2 is served again" in refused.value.details()
     answer = await there.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)
     assert (answer.has_version, answer.version, answer.quarantined) == (True, 2, False)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("parallel", [1, 2])
+async def test_a_canary_is_answered_while_samples_take_all_slots(parallel: int, redis_url: str, tmp_path: Path) -> None:
+    """The same weights are pushed during the samples, so these have the same tokens with and without the canary."""
+    run_id, places, length = f"test-{uuid.uuid4().hex[:12]}", 2, 1000
+    model = tiny_model("tied", tmp_path / "model", hidden_size=128, context=1024)
+    weights, reference = next(versions(model, 1)), Reference(model)
+    reference.load(weights)
+    canary = reference.canary([*PROMPT, 3, 2, 1])
+    config = rollout_config(model, tensor_parallel=parallel, max_model_len=1024, max_new_tokens=length, max_num_seqs=places)
+    async with replica(redis_url, run_id, model, tmp_path / "replica.log", config) as there:
+        learner = Learner.of(run_id, model)
+        link = ReplicaClient(there.lease, learner.arena)
+        try:
+            await learner.push(there.weights, 0, weights)
+            ask = request(run_id, PROMPT, [(place, [], length, place) for place in range(2 * places)], temperature=1.0)
+            alone = await generate(there.rollout, ask)
+            for version in range(1, 20):
+                samples = asyncio.ensure_future(generate(there.rollout, ask))
+                await asyncio.sleep(0.2)  # to be in the middle of the first samples; another turn follows if it is not
+                staged = learner.write(version, weights)
+                await there.weights.StageArena(staged, timeout=CALL_SECONDS)
+                sent = Version(staged.manifest, staged.slot, staged.generation, canary.to_proto())
+                assert (await link.commit(sent)).canary_difference < 1e-4
+                answers = await samples
+                assert [answers[place].ids for place in answers] == [alone[place].ids for place in alone]
+                if [len(answers[place].spans) for place in range(places)] == [2] * places:
+                    break  # the first samples ran before and after the canary
+            else:
+                raise AssertionError("no version was swapped while samples took all slots")
+        finally:
+            await link.close()
+            learner.arena.close()
 
 
 @pytest.mark.real

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,15 @@ import psutil  # type: ignore[import-untyped]
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
 from polyreme_rollout.engine.load import load_engine
-from polyreme_rollout.engine.protocol import CHUNK_TOKENS, ArenaSource, EngineRequest, InferenceEngine, LoadError, Sampling
+from polyreme_rollout.engine.protocol import (
+    CHUNK_TOKENS,
+    ArenaSource,
+    EngineRequest,
+    InferenceEngine,
+    LoadError,
+    NewTokens,
+    Sampling,
+)
 from support.replicas import Learner, hf_weights, rollout_config
 
 PROMPT = (5, 6, 7, 8, 9)
@@ -238,6 +246,30 @@ async def given_tokens_have_the_log_probabilities_of_the_version(subject: Subjec
     assert not np.allclose(found[0][0], found[1][0], atol=1e-3)
 
 
+async def given_tokens_wait_for_no_sample(subject: Subject) -> None:
+    """With all slots taken and more requests waiting, the answer comes before the first request ends, and changes no token of any."""
+    length, seeds = CONTEXT - len(PROMPT), range(2 * MAX_NUM_SEQS)
+    expected = [(await subject.answer(subject.request(length, RANDOM, seed))).ids for seed in seeds]
+    alone = await subject.engine.logprobs(PROMPT, f"{subject.salt}-scored")
+    for _ in range(20):
+        streams = [subject.engine.generate(subject.request(length, RANDOM, seed)) for seed in seeds]
+        first = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.gather(*first[:MAX_NUM_SEQS])
+        rest = [asyncio.create_task(_rest(head, stream)) for head, stream in zip(first, streams, strict=True)]
+        found = await subject.engine.logprobs(PROMPT, f"{subject.salt}-scored")
+        ended = sum(task.done() for task in rest)
+        assert [await task for task in rest] == expected
+        assert np.allclose(found, alone, atol=1e-4)
+        if not ended:
+            return
+    raise AssertionError("each time, a request ended before the answer")
+
+
+async def _rest(head: "asyncio.Future[NewTokens]", stream: AsyncIterator[NewTokens]) -> list[int]:
+    """All tokens of a request whose first ones arrive with `head`."""
+    return [*(await head).token_ids, *[id async for delta in stream for id in delta.token_ids]]
+
+
 async def sampled_tokens_have_the_log_probabilities_of_the_model(subject: Subject) -> None:
     """This holds for any way of finding the tokens. The simulated engine has no model."""
     if subject.engine.name == "simulated":
@@ -304,6 +336,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
         a_sleeping_engine_computes_nothing,
         a_version_decides_the_answers,
         given_tokens_have_the_log_probabilities_of_the_version,
+        given_tokens_wait_for_no_sample,
         sampled_tokens_have_the_log_probabilities_of_the_model,
         a_failed_load_is_an_error_and_the_next_one_works,
         v1_serves_the_model_under_the_salt,

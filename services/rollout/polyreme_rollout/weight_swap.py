@@ -23,7 +23,7 @@ from polyreme_rollout.staged_parts import Refusal, VersionId
 from polyreme_rollout.staging import Staging
 
 FAILURES_TO_QUARANTINE = 3
-CANARY_TIMEOUT = 10.0  # a saturated engine answers when its first request ends
+CANARY_TIMEOUT = 30.0  # the engine answers within a few steps
 COMMIT_WAIT = 2.0
 """Seconds that a request for a staged version waits for the version's commit."""
 
@@ -42,7 +42,7 @@ class Served:
 class Committed:
     """`stall_seconds`: from the end of sampling to the engine's answer that it continues; `reload_seconds`: the load of the slowest worker.
 
-    `canary_difference`: see `Canary.check`; None without a canary, or without a free slot in the engine for it.
+    `canary_difference`: see `Canary.check`; None without a canary.
     """
 
     version: int
@@ -241,17 +241,13 @@ class WeightSwapper:
         self._begin(new)
         return Committed(new.id.version, stall, loaded.seconds, difference)
 
-    async def _ask_canary(self, canary: Canary) -> float | None:
-        """Checks the canary and returns its difference. None: every slot of the engine stayed occupied by running requests. Raises
-        CanaryError."""
+    async def _ask_canary(self, canary: Canary) -> float:
+        """Checks the canary and returns its difference. Raises CanaryError, also when the engine does not answer in time."""
         try:
             async with asyncio.timeout(CANARY_TIMEOUT):
                 return canary.check(await self._engine.logprobs(canary.ids, f"canary.{self.salt}"))
         except TimeoutError:
-            logger.warning(
-                "the engine had no free slot for the canary within %g s; the version is served without it", CANARY_TIMEOUT
-            )
-            return None
+            raise CanaryError(f"expected the engine's answer within {CANARY_TIMEOUT:g} s; found none") from None
 
     async def _fall_back(self, id: VersionId, error: LoadError) -> str:
         """Restores the previous version after a failed load, or serves nothing. Returns the message for the learner."""

@@ -42,6 +42,14 @@ def test_prompts_are_chunked_on_cpu_if_asked(tmp_path: Path) -> None:
     assert arguments(tmp_path, "cpu")["max_num_batched_tokens"] == 8192
 
 
+def test_the_engine_has_a_slot_and_a_token_of_each_step_for_the_canary(tmp_path: Path) -> None:
+    tree = yaml.safe_load(run_config(tmp_path).to_yaml())
+    for samples, tokens in ((4, 8192), (9000, 9001)):
+        changed = tree | {"rollout": {**tree["rollout"], "max_num_seqs": samples}}
+        found = engine_arguments(parse_config(changed, "the test"), tmp_path, random_weights=True)
+        assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (samples + 1, tokens)
+
+
 @pytest.mark.parametrize("device", ["cuda", "npu"])
 def test_options_reach_the_engine(tmp_path: Path, device: str) -> None:
     ngram = {"tokens": 5, "shortest": 1, "longest": 3}
@@ -59,6 +67,7 @@ def test_options_reach_the_engine(tmp_path: Path, device: str) -> None:
     ("vllm", "name"),
     [
         ({"chunked_prefill": True, "max_num_batched_tokens": 8}, "rollout.max_num_seqs"),
+        ({"chunked_prefill": True, "max_num_batched_tokens": 256}, "rollout.max_num_seqs = 256"),
         ({"chunked_prefill": False, "max_num_batched_tokens": 15}, "rollout.max_model_len"),
         ({"speculative": {}}, "rollout.vllm.speculative"),
         ({"speculative": {"method": "eagle"}}, "rollout.vllm.speculative.method"),

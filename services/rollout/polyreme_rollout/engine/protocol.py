@@ -149,7 +149,7 @@ class InferenceEngine(Protocol):
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
         """The log-probability of each of ids[1:] given the tokens before it, at temperature 1, in nats.
 
-        It may wait until a running request ends, but not until the consumer of that request reads its tokens.
+        It waits for a few steps of the engine, never for the end of another request, however many run and wait.
 
         Raises:
             EngineDeadError: the engine has died.

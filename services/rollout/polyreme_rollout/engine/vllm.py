@@ -2,7 +2,7 @@
 
 Invariant: the child processes have their own process group and die with this process, however it ends; each token comes with
 its log-probability under the distribution it was sampled from; only `load` changes weights; no request, of Generate or of /v1,
-shares cached prefixes with requests of other weights.
+shares cached prefixes with requests of other weights; `logprobs` waits for no other request.
 
 Supports vLLM 0.23 to 0.32, so it does not use the weight versions and weight transfer of newer releases.
 """
@@ -36,6 +36,7 @@ from polyreme_rollout.engine.protocol import (
     Slept,
     TensorDigest,
 )
+from polyreme_rollout.engine.reserved_slot import reserve_slot
 from polyreme_rollout.engine.sleep import check_sleep
 from polyreme_rollout.engine.vllm_arguments import engine_arguments
 from polyreme_rollout.engine.vllm_openai import make_openai_app
@@ -63,6 +64,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     on_cpu = config.device == "cpu"
     arguments = engine_arguments(config, model_dir, random_weights) | (register_norms() if on_cpu else {})
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+    reserve_slot(vllm_config.scheduler_config)
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would spend seconds on imports
         torch.set_num_threads(config.rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before

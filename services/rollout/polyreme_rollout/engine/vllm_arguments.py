@@ -20,20 +20,21 @@ only, so vLLM's default of 128 would share nothing of a shorter prompt."""
 def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs."""
     rollout, options = config.rollout, config.rollout.vllm
+    slots = rollout.max_num_seqs + 1  # see `reserved_slot`
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "load_format": "dummy" if random_weights else "safetensors",
         "dtype": config.model.dtype,
         "max_model_len": rollout.max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens or max(BATCHED_TOKENS, rollout.max_model_len),
+        "max_num_seqs": slots,
+        "max_num_batched_tokens": options.max_num_batched_tokens or max(BATCHED_TOKENS, rollout.max_model_len, slots),
         "tensor_parallel_size": rollout.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": options.prefix_caching,
         "enable_chunked_prefill": config.chunks_prompts,
         "generation_config": "vllm",
         "seed": config.seed,
-        "scheduling_policy": "priority",  # all requests have equal priority, except `logprobs`, which precedes waiting requests
+        "scheduling_policy": "priority",  # only `logprobs` is urgent, see `reserved_slot`
         "disable_log_stats": True,
         "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",
     }

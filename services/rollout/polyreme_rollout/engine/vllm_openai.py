@@ -1,6 +1,6 @@
 """The OpenAI-compatible /v1 of the vLLM engine: vLLM's own HTTP application on the engine of this process.
 
-Invariant: every request carries the salt of the served weights. A request that cannot be answered gets an error of its own (400), and is
+Invariant: every request carries the salt of the served weights, and none is urgent (see `reserved_slot`): a negative priority counts as 0. A request that cannot be answered gets an error of its own (400), and is
 never a failure of the server (500).
 """
 
@@ -28,14 +28,16 @@ class _Client:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
-    async def generate(self, prompt: Any, sampling_params: Any, *arguments: Any, **keywords: Any) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, sampling_params: Any, *arguments: Any, priority: int = 0, **keywords: Any
+    ) -> AsyncIterator[Any]:
         """Raises ValueError, which vLLM answers with 400: no token of the vocabulary fits the requested format."""
         salt = await self._salt()
         if isinstance(prompt, dict):
             prompt = {**prompt, "cache_salt": f"{salt} {prompt.get('cache_salt') or ''}"}
         else:  # older releases pass a finished request
             prompt.cache_salt = f"{salt} {prompt.cache_salt or ''}"
-        outputs = self._llm.generate(prompt, sampling_params, *arguments, **keywords)
+        outputs = self._llm.generate(prompt, sampling_params, *arguments, priority=max(0, priority), **keywords)
         try:
             async for output in outputs:
                 if sampling_params.structured_outputs and any(choice.finish_reason == "error" for choice in output.outputs):

@@ -31,7 +31,7 @@ from polyreme.weights.wire import (
 
 PROBE_TIMEOUT = 10.0
 STAGE_TIMEOUT = 30.0
-COMMIT_TIMEOUT = 80.0  # the running engine step ends first; the canary may wait for a place
+COMMIT_TIMEOUT = 100.0  # the running engine step ends first, and the replica waits up to 30 s for its canary
 SLOWEST_BYTES_PER_SECOND = 100e6  # extends the deadlines of staging and committing by a version's size
 STREAM_IDLE_TIMEOUT = 20.0  # without progress of a stream
 

@@ -1,0 +1,60 @@
+"""One decode slot of vLLM's engine is for urgent requests only: those of negative priority, as `VllmEngine.logprobs` asks for a canary.
+
+Invariant: at most `max_num_seqs - 1` ordinary requests run, whatever their number. An urgent request waits for no ordinary one: it has a
+slot, and while it lacks blocks of the key-value cache or tokens of the step, each step preempts the latest ordinary request, as vLLM
+does for a running request that lacks blocks. Without such a lack no ordinary request notices it.
+
+vLLM plans each step anew, and a step admits waiting requests in the order of priority up to a limit. Only that limit is changed here.
+"""
+
+import time
+from functools import partial
+from typing import Any
+
+
+def reserve_slot(scheduler_config: Any) -> None:
+    """Mixes `ReservedSlot` into the scheduler that vLLM, or its plugin for the device, has chosen. `scheduler_config` is vLLM's."""
+    # A partial, since a class that is made here would not reach a spawned process.
+    scheduler_config.scheduler_cls = partial(_start, scheduler_config.get_scheduler_cls())
+
+
+def _start(base: type, **arguments: Any) -> Any:
+    return type(base.__name__, (ReservedSlot, base), {})(**arguments)
+
+
+class ReservedSlot:
+    """Mixed into vLLM's Scheduler. Its policy must be "priority"."""
+
+    running: list[Any]
+    waiting: Any
+    max_num_running_reqs: int
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.polyreme_slots = self.max_num_running_reqs - 1
+        self.polyreme_passed_over = False
+
+    def schedule(self, *arguments: Any, **options: Any) -> Any:
+        runs = any(request.priority < 0 for request in self.running)
+        waits = self._polyreme_waits()
+        limit = self.polyreme_slots + (runs or waits)
+        if waits and self.polyreme_passed_over:
+            self._polyreme_preempt()
+            limit = len(self.running) + 1  # the preempted request must not return in this step
+        # vLLM admits up to the second if it has it (newer releases), else up to the first.
+        self.max_num_running_reqs = self.max_num_active_reqs = limit
+        output = super().schedule(*arguments, **options)  # type: ignore[misc]
+        # A paused engine schedules nothing, and passes nobody over.
+        self.polyreme_passed_over = not runs and self._polyreme_waits() and output.total_num_scheduled_tokens > 0
+        return output
+
+    def _polyreme_waits(self) -> bool:
+        return bool(self.waiting) and self.waiting.peek_request().priority < 0
+
+    def _polyreme_preempt(self) -> None:
+        """Preempts the ordinary request that vLLM would choose: of the lowest priority, the latest."""
+        ordinary = [request for request in self.running if request.priority >= 0]
+        if ordinary:
+            victim = max(ordinary, key=lambda request: (request.priority, request.arrival_time))
+            self.running.remove(victim)
+            self._preempt_request(victim, time.monotonic())  # type: ignore[attr-defined]
