@@ -16,7 +16,7 @@ STAGE_STREAM = "/polyreme.api.v1.WeightsService/StageStream"
 FETCH = "/polyreme.api.v1.WeightsService/Fetch"
 CHUNK_BYTES = 1 << 20  # larger chunks leave the processor's cache before they are hashed
 LONGEST_CHUNK_BYTES = 8 << 20
-MAX_FETCHES = 2  # maximum number of concurrent fetches from one replica, which also generates
+MAX_FETCHES = 2  # maximum number of concurrent fetches of a part from one replica, which also generates
 SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # a slower stream is ended even if it progresses
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants of glibc's mallopt

@@ -17,6 +17,7 @@ from polyreme_rollout.weight_receiver import BaseError
 from polyreme_trainer.weight_sync import replica_client, replica_push
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.publisher import Publisher
+from polyreme_trainer.weight_sync.version import Version
 from support.proxy import bad_network
 from support.publishing import SPARSE, SPARSE_LAYOUT, World, far_publishing, same
 from support.receiver import lease, serving
@@ -63,7 +64,7 @@ async def test_versions_without_changes_are_committed(world: World) -> None:
             assert same(far.weights, weights)
         assert far.versions == [0, 1, 2]
     assert await paths(world) == ["stream", "delta", "delta"]
-    assert not [text for text in await world.notices() if "refused" in text]
+    assert not [text for text in await world.notices() if "cannot use" in text]
 
 
 async def test_the_same_delta_under_a_new_term_is_committed(world: World, redis_url: str) -> None:
@@ -143,7 +144,7 @@ async def test_a_restarted_replica_refuses_the_delta_and_receives_the_whole_vers
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)
     assert await paths(world) == ["stream", "stream"]
-    await world.notice("replica far refused a delta", "FAILED_PRECONDITION", "as the base")
+    await world.notice("replica far cannot use a delta", "FAILED_PRECONDITION", "as the base")
 
 
 async def test_a_damaged_delta_is_refused_and_the_whole_version_follows(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +161,7 @@ async def test_a_damaged_delta_is_refused_and_the_whole_version_follows(world: W
         assert same(far.weights, weights)
         assert far.versions == [0, 1]
     assert await paths(world) == ["stream", "stream"]
-    await world.notice("replica far refused a delta", "DATA_LOSS")
+    await world.notice("replica far cannot use a delta", "DATA_LOSS")
 
 
 async def test_a_delta_from_other_bytes_of_the_same_version_is_refused(world: World) -> None:
@@ -193,7 +194,7 @@ async def test_a_base_that_was_damaged_in_memory_is_found_out_and_the_whole_vers
         await world.publisher.wait_committed(1, 1, 300)
         assert same(far.weights, weights)
     assert await paths(world) == ["stream", "stream"]
-    await world.notice("replica far refused a delta", "DATA_LOSS")
+    await world.notice("replica far cannot use a delta", "DATA_LOSS")
 
 
 async def test_a_failed_swap_of_a_delta_rolls_back_and_is_repeated(world: World) -> None:
@@ -240,7 +241,7 @@ async def test_a_broken_connection_in_a_delta_is_retried(world: World, monkeypat
 async def test_a_lost_delta_is_a_whole_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Deltas._diff
 
-    def lost(deltas: Deltas, before: replica_client.Version, after: replica_client.Version) -> Any:
+    def lost(deltas: Deltas, before: Version, after: Version) -> Any:
         if after.number == 2:
             raise ArenaError("overwritten")
         return real(deltas, before, after)

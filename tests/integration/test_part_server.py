@@ -11,7 +11,7 @@ from polyreme.errors import ConfigError, UnavailableError
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.wire import decode_chunk
-from polyreme_trainer.megatron.part_server import PartServer, check_part_server
+from polyreme_trainer.weight_sync.part_server import PartServer, check_part_server
 
 PART, TERM, OLD, NEW = 1, 4, 7, 8
 """The part served; the versions in slots 0 and 1."""

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.weights.wire import encode_chunk
-from polyreme_trainer.weight_sync import replica_client, replica_push, replica_sync, streams
+from polyreme_trainer.weight_sync import part_streams, replica_client, replica_push, replica_sync
+from polyreme_trainer.weight_sync.version import Version
 from support.proxy import bad_network
 from support.publishing import World, publishing, push_soon, same
 from support.receiver import lease, serving
@@ -107,13 +109,13 @@ async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_th
     begun: list[tuple[str, int]] = []
     stream, relay = replica_client.ReplicaClient.stream, replica_client.ReplicaClient.relay
 
-    async def noted(link: replica_client.ReplicaClient, version: replica_client.Version) -> replica_client.Sent:
+    async def noted(link: replica_client.ReplicaClient, version: Version) -> replica_client.Sent:
         begun.append((link._address, version.number))
         return await stream(link, version)
 
-    async def noted_relay(link: replica_client.ReplicaClient, version: replica_client.Version, *rest: Any) -> replica_client.Sent:
-        begun.append((link._address, version.number))
-        return await relay(link, version, *rest)
+    async def noted_relay(link: replica_client.ReplicaClient, manifest: pb.Manifest, *rest: Any) -> replica_client.Sent:
+        begun.append((link._address, manifest.id.version))
+        return await relay(link, manifest, *rest)
 
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", noted)
     monkeypatch.setattr(replica_client.ReplicaClient, "relay", noted_relay)  # from the other replica
@@ -163,11 +165,11 @@ async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: py
     full = threading.Event()
     real = replica_client.ReplicaClient.stream
 
-    async def counted(link: replica_client.ReplicaClient, version: replica_client.Version) -> replica_client.Sent:
+    async def counted(link: replica_client.ReplicaClient, version: Version) -> replica_client.Sent:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        if running == streams.MAX_STREAMS:
+        if running == part_streams.MAX_STREAMS:
             full.set()
         await until(full.is_set)
         await asyncio.sleep(0.01)
@@ -178,8 +180,8 @@ async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: py
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", counted)
     world.arena.unlink()
     async with AsyncExitStack() as stack:
-        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(streams.MAX_STREAMS + 4)]
+        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(part_streams.MAX_STREAMS + 4)]
         weights = await world.step()
         await world.publisher.wait_committed(0, len(receivers), 300)
         assert all(same(receiver.weights, weights) for receiver in receivers)
-    assert most == streams.MAX_STREAMS
+    assert most == part_streams.MAX_STREAMS

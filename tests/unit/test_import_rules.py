@@ -193,7 +193,7 @@ TRAINER_ARROWS = {
     "orchestrator": {"algorithms", "data"},
     "observe": set(),
     "stages": {"algorithms", "learner", "data", "observe"},
-    "megatron": {"algorithms", "learner", "data"},
+    "megatron": {"algorithms", "learner", "data", "weight_sync"},
     "algorithms": set(),
     "data": set(),
 }

@@ -162,6 +162,24 @@ class FetchRequest(_message.Message):
     offset: int
     def __init__(self, id: _Optional[_Union[VersionId, _Mapping]] = ..., part: _Optional[int] = ..., base: _Optional[_Union[VersionId, _Mapping]] = ..., offset: _Optional[int] = ...) -> None: ...
 
+class FindDeltaRequest(_message.Message):
+    __slots__ = ("id", "part", "base")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    id: VersionId
+    part: int
+    base: VersionId
+    def __init__(self, id: _Optional[_Union[VersionId, _Mapping]] = ..., part: _Optional[int] = ..., base: _Optional[_Union[VersionId, _Mapping]] = ...) -> None: ...
+
+class FindDeltaResponse(_message.Message):
+    __slots__ = ("delta", "encode_seconds")
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    delta: DeltaManifest
+    encode_seconds: float
+    def __init__(self, delta: _Optional[_Union[DeltaManifest, _Mapping]] = ..., encode_seconds: _Optional[float] = ...) -> None: ...
+
 class StageResponse(_message.Message):
     __slots__ = ("verify_seconds", "apply_seconds")
     VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]

@@ -339,3 +339,83 @@ class WeightsService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PartServiceStub(object):
+    """Finds what has changed in one part of a version. Served by every machine of the learner but the first that holds a part, together with
+    Fetch of WeightsService, which sends the part or a delta's payload from there.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.FindDelta = channel.unary_unary(
+                '/polyreme.api.v1.PartService/FindDelta',
+                request_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.FindDeltaRequest.SerializeToString,
+                response_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.FindDeltaResponse.FromString,
+                _registered_method=True)
+
+
+class PartServiceServicer(object):
+    """Finds what has changed in one part of a version. Served by every machine of the learner but the first that holds a part, together with
+    Fetch of WeightsService, which sends the part or a delta's payload from there.
+    """
+
+    def FindDelta(self, request, context):
+        """The delta between two versions of the part. Waits while it is computed.
+        NOT_FOUND: there is none; fetch the whole part.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PartServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'FindDelta': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindDelta,
+                    request_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.FindDeltaRequest.FromString,
+                    response_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.FindDeltaResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'polyreme.api.v1.PartService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('polyreme.api.v1.PartService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PartService(object):
+    """Finds what has changed in one part of a version. Served by every machine of the learner but the first that holds a part, together with
+    Fetch of WeightsService, which sends the part or a delta's payload from there.
+    """
+
+    @staticmethod
+    def FindDelta(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/polyreme.api.v1.PartService/FindDelta',
+            polyreme_dot_api_dot_v1_dot_weights__pb2.FindDeltaRequest.SerializeToString,
+            polyreme_dot_api_dot_v1_dot_weights__pb2.FindDeltaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

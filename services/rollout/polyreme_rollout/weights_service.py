@@ -6,6 +6,7 @@ status.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn, TypeVar
@@ -42,7 +43,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
         security: SecurityConfig | None = None,
     ) -> None:
         self._swapper, self._metrics, self._on_change, self._security = swapper, metrics, on_change, security
-        self._fetches = 0
+        self._fetches = Counter[int]()  # by part
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the calls. The messages with bytes are not decoded, or encoded: see polyreme.weights.wire."""
@@ -116,9 +117,11 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
         async with _statuses(context):
             self._swapper.staging.check(request.id.run_id, request.id.term)
-            if self._fetches == MAX_FETCHES:
-                raise Refusal("RESOURCE_EXHAUSTED", f"expected at most {MAX_FETCHES} replicas that fetch at once; found another")
-            self._fetches += 1
+            if self._fetches[request.part] == MAX_FETCHES:
+                raise Refusal(
+                    "RESOURCE_EXHAUSTED", f"expected at most {MAX_FETCHES} replicas that fetch a part at once; found another"
+                )
+            self._fetches[request.part] += 1
 
             async def write(message: bytes) -> None:
                 await context.write(message)
@@ -128,7 +131,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 await context.send_initial_metadata(())
                 await send(self._swapper.staging.outgoing, request, write)
             finally:
-                self._fetches -= 1
+                self._fetches[request.part] -= 1
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         async with _statuses(context):

@@ -89,7 +89,9 @@ class MegatronEngine:
         """The algorithm's state between iterations."""
         self.trained_samples: TrainedSamples | None = None
         """How the last iteration used its samples."""
-        self.writer = VersionWriter(policy, ranks, run_id, policy.writes, config.trainer.parallel.nodes, config.security)
+        self.writer = VersionWriter(
+            policy, ranks, run_id, policy.writes, config.trainer.parallel.nodes, config.security, config.weights.anchor_interval
+        )
         self.saves = Saves(config, ranks)
         self.facts: Mapping[str, Any] = {}
         self.rows: Sequences | None = None

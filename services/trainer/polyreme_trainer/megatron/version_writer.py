@@ -28,8 +28,8 @@ from polyreme_trainer.learner.engine import Written
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.hf_mapping import hf_aliases
 from polyreme_trainer.megatron.model import ShardedModel, tensor_specs
-from polyreme_trainer.megatron.part_server import PartServer, check_part_server
 from polyreme_trainer.megatron.version_parts import gather_parts, machine_of
+from polyreme_trainer.weight_sync.part_server import PartServer, check_part_server
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class VersionWriter:
         writes: whether this rank writes its slices: it is one of the first data ranks that together have all experts.
         nodes: the number of machines, which share the ranks evenly.
         security: of the ports at which replicas fetch the parts of other machines.
+        anchor_interval: of the deltas that other machines compute: see `Deltas`.
 
     Raises:
         ConfigError: shared memory is too small, ranks of several machines write slices of one tensor, or their tokens differ.
@@ -60,9 +61,11 @@ class VersionWriter:
         writes: bool,
         nodes: int = 1,
         security: SecurityConfig | None = None,
+        anchor_interval: int = 1,
     ) -> None:
         self._policy, self._ranks, self._run_id, self._writes = policy, ranks, run_id, writes
         specs, aliases = tensor_specs(policy.arch, policy.dtype), hf_aliases(policy.arch)
+        self._nodes, self._interval = nodes, anchor_interval
         part, self.parts, self._owns = 0, 1, ranks.leads
         self._server: PartServer | None = None
         if nodes > 1:
@@ -93,8 +96,9 @@ class VersionWriter:
         address = ""
         if self._owns and not self._ranks.leads:
             self.arena = Arena.create(self._run_id, self._plan.nbytes, part=part)
+            threads = dist.get_world_size() // self._nodes  # one for each rank of this machine
             host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            self._server = PartServer(self.arena, part, self._run_id, host, security)
+            self._server = PartServer(self.arena, part, self._run_id, host, security, self._interval, threads)
             path, address = str(self.arena.path), self._server.address
             logger.info("serving part %d of the weights at %s", part, address)
         owned: list[Any] = [None] * dist.get_world_size()
@@ -125,6 +129,8 @@ class VersionWriter:
             return Written(None, slot, 0)
         sealed = seal(self._plan.stamped(self._run_id, term, version), self.arena.slot_view(slot))
         generation = self.arena.complete(slot, version, term)
+        if self._server is not None:
+            self._server.publish(sealed, slot, generation)
         others = self._gather(sealed)
         return Written(sealed, slot, generation, parts=others) if self._ranks.leads else Written(None, slot, 0)
 

@@ -23,7 +23,7 @@ class ArenaSlots:
     count: int
     newest: int | None = None
     pinned: int | None = None
-    compared: frozenset[int] = frozenset()
+    _compared: dict[int, frozenset[int]] = field(default_factory=dict)
     _readers: dict[str, _Reader] = field(default_factory=dict)
     _streams: int = 0
 
@@ -31,9 +31,14 @@ class ArenaSlots:
         """The lowest slot that may be written now, if possible one that is not being compared."""
         return next((slot for slot in sorted(self._others(), key=self.compared.__contains__) if not self.readers(slot)), None)
 
-    def compare(self, slots: Collection[int]) -> None:
-        """Records the slots from which deltas are being computed."""
-        self.compared = frozenset(slots)
+    def compare(self, slots: Collection[int], part: int = 0) -> None:
+        """Records the slots from which deltas of a part are being computed."""
+        self._compared[part] = frozenset(slots)
+
+    @property
+    def compared(self) -> frozenset[int]:
+        """The slots from which deltas are being computed on any machine."""
+        return frozenset().union(*self._compared.values())
 
     def readers(self, slot: int) -> list[str]:
         """The replicas that may be reading the slot."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.delta import WHOLE_ABOVE, DeltaError, WeightDelta, compact, diff
 from polyreme.weights.manifest import Manifest, ManifestError
-from polyreme_trainer.weight_sync.replica_client import Version
+from polyreme_trainer.weight_sync.version import Version
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,9 @@ class Deltas:
         self._arena, self._interval, self._on_slots = arena, anchor_interval, on_slots
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta")
         self._links: dict[int, asyncio.Task[EncodedDelta | None]] = {}  # by the start version of a link
-        self._combined: dict[int, asyncio.Task[EncodedDelta | None]] = {}  # from older versions to the newest
+        self._combined: dict[tuple[int, int], asyncio.Task[EncodedDelta | None]] = {}  # by base and target
         self._newest: Version | None = None
+        self._targets: tuple[int, ...] = ()
         self._comparing: list[Version] = []
         self._turn = asyncio.Lock()
 
@@ -55,20 +56,25 @@ class Deltas:
             wanted: whether a replica receives streams.
         """
         before, self._newest = self._newest, version
-        self._combined.clear()
+        self._targets = (before.number, version.number) if before else (version.number,)
+        self._combined = {pair: task for pair, task in self._combined.items() if pair[1] in self._targets}
         if not wanted or before is None or version.number % self._interval == 0:
             self._links.clear()
             return
         self._links[before.number] = asyncio.create_task(self._encode(before, version))
         self._forget_oldest(WHOLE_ABOVE * version.manifest.nbytes)
 
-    async def between(self, base: Version, target: Version) -> EncodedDelta | None:
-        """The delta from one version to another; None when there is none, or it would be half of the version's bytes."""
-        if base.number not in self._links or target is not self._newest:
-            return None
-        if base.number not in self._combined:
-            self._combined[base.number] = asyncio.create_task(self._combine(base.number, target.number))
-        combining = self._combined[base.number]
+    async def between(self, base: int, target: int) -> EncodedDelta | None:
+        """The delta from one version to another, the newest one or the one before, which another machine may still send.
+
+        None when there is none, or it would be half of the version's bytes.
+        """
+        pair = base, target
+        if pair not in self._combined:
+            if base not in self._links or target not in self._targets:
+                return None
+            self._combined[pair] = asyncio.create_task(self._combine(base, target))
+        combining = self._combined[pair]
         await asyncio.wait({combining})  # other waiters keep it when this one is cancelled
         return combining.result()
 

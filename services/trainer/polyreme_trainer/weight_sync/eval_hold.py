@@ -6,7 +6,7 @@ evaluation has ended, and after `seconds` in any case.
 
 from collections.abc import Callable
 
-from polyreme_trainer.weight_sync.replica_client import Version
+from polyreme_trainer.weight_sync.version import Version
 
 
 class EvalHold:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from polyreme.errors import PolyremeError, RunFailedError
@@ -25,10 +26,12 @@ from polyreme.weights.manifest import Manifest, RemotePart
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
-from polyreme_trainer.weight_sync.relay_plan import RelayPlan
-from polyreme_trainer.weight_sync.replica_client import Version
+from polyreme_trainer.weight_sync.local_part import LocalPart
+from polyreme_trainer.weight_sync.machine_part import MachinePart
+from polyreme_trainer.weight_sync.part_source import PartSource
 from polyreme_trainer.weight_sync.replica_state import Commit
 from polyreme_trainer.weight_sync.replica_sync import ReplicaSync
+from polyreme_trainer.weight_sync.version import Version
 
 START_TIMEOUT = 75.0  # Redis may be unreachable for a minute
 ATTACH_TIMEOUT = 5.0  # the learner has attached to the run already
@@ -170,8 +173,13 @@ class Publisher:
         experience, wanted = ExperienceLog(run, self._term), config.rollout.replicas
         slots = ArenaSlots(self._arena.slots)
         threads = config.trainer.parallel.world_size // config.trainer.parallel.copies  # as many as ranks write a version
-        deltas = Deltas(self._arena, config.weights.anchor_interval, threads, slots.compare)
-        plan = RelayPlan(config.weights.relay_roots)
+
+        def part_source(number: int) -> PartSource:
+            compare = partial(slots.compare, part=number)
+            if number:
+                return MachinePart(number, compare, config.security)
+            return LocalPart(Deltas(self._arena, config.weights.anchor_interval, threads, compare))
+
         sync = ReplicaSync(
             *(
                 run,
@@ -179,8 +187,8 @@ class Publisher:
                 Registry(run),
                 self._arena,
                 slots,
-                deltas,
-                plan,
+                part_source,
+                config.weights.relay_roots,
                 self._term.counter,
                 wanted,
                 hold,

@@ -5,7 +5,7 @@ Invariant: no call raises a bare gRPC error. SwapError blames the replica, Unrea
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -17,8 +17,7 @@ from polyreme.errors import StaleTermError
 from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
-from polyreme.weights.delta import WeightDelta
-from polyreme.weights.manifest import RemotePart
+from polyreme.weights.delta import DeltaManifest, WeightDelta
 from polyreme.weights.wire import (
     CHUNK_BYTES,
     SLOWEST_STREAM_BYTES_PER_SECOND,
@@ -28,6 +27,7 @@ from polyreme.weights.wire import (
     encode_manifest,
     keep_memory,
 )
+from polyreme_trainer.weight_sync.version import Version
 
 PROBE_TIMEOUT = 10.0
 STAGE_TIMEOUT = 30.0
@@ -60,21 +60,6 @@ class RelayError(Exception):
     def __init__(self, text: str, outcome: str) -> None:
         super().__init__(text)
         self.outcome = outcome
-
-
-@dataclass(frozen=True)
-class Version:
-    """A complete version in an arena slot, and its canary, if it has one. `parts`: those on other machines, if `manifest` is not all of it."""
-
-    manifest: pb.Manifest
-    slot: int
-    generation: int
-    canary: pb.Canary | None = None
-    parts: tuple[RemotePart, ...] = ()
-
-    @property
-    def number(self) -> int:
-        return int(self.manifest.id.version)
 
 
 @dataclass(frozen=True)
@@ -129,51 +114,48 @@ class ReplicaClient:
             manifest=version.manifest, arena_path=str(self._arena.path), slot=version.slot, generation=version.generation
         )
         try:
-            await self._call(lambda stub: stub.StageArena(request, timeout=STAGE_TIMEOUT + mapped_seconds(version)))
+            await self._call(lambda stub: stub.StageArena(request, timeout=STAGE_TIMEOUT + mapped_seconds(version.nbytes)))
         except _CannotMapError as error:
             self.unmapped = str(error)
 
     async def stream(self, version: Version) -> Sent:
-        """Sends the version's bytes to the replica."""
+        """Sends the arena's part of the version to the replica."""
         try:
             self._arena.check(version.slot, version.generation)
         except ArenaError as error:
             raise SwapError(str(error)) from None
         data = self._arena.slot_view(version.slot)[: version.manifest.nbytes]
-        return await self._stream(encode_manifest(version.manifest), data, version)
+        return await self._stream(encode_manifest(version.manifest), data, version.manifest.nbytes)
 
-    async def stream_delta(self, delta: WeightDelta, version: Version) -> Sent:
-        """Sends the delta that leads to the version. SwapError: also when the replica lacks its base."""
-        return await self._stream(encode_delta(delta.manifest.to_proto()), memoryview(delta.payload), version)
+    async def stream_delta(self, delta: WeightDelta) -> Sent:
+        """Sends a delta. SwapError: also when the replica lacks its base."""
+        message = encode_delta(delta.manifest.to_proto())
+        return await self._stream(message, memoryview(delta.payload), delta.manifest.manifest.nbytes)
 
-    async def relay(self, version: Version, delta: WeightDelta | None, source: str) -> Sent:
-        """Makes the replica fetch the version, or the delta that leads to it, from the replica at `source`. Raises RelayError too."""
-        local_seconds = STAGE_TIMEOUT + mapped_seconds(version)
-        nbytes = delta.manifest.nbytes if delta else version.manifest.nbytes
+    async def relay(self, manifest: pb.Manifest, delta: DeltaManifest | None, source: str) -> Sent:
+        """Makes the replica fetch a part, or the delta that leads to it, from `source`: another replica, or the part's machine.
+
+        Raises RelayError too.
+        """
+        local_seconds = STAGE_TIMEOUT + mapped_seconds(manifest.nbytes)
+        nbytes = delta.nbytes if delta else manifest.nbytes
         request = pb.StageRelayRequest(source=source, timeout=local_seconds + nbytes / SLOWEST_STREAM_BYTES_PER_SECOND)
         if delta:
-            request.delta.CopyFrom(delta.manifest.to_proto())
+            request.delta.CopyFrom(delta.to_proto())
         else:
-            request.manifest.CopyFrom(version.manifest)
+            request.manifest.CopyFrom(manifest)
         response = await self._call(lambda stub: stub.StageRelay(request, timeout=request.timeout + local_seconds))
         outcome = response.WhichOneof("outcome") or "failed"
         if outcome != "staged":
             raise RelayError(getattr(response, outcome), outcome)
         return Sent(response.nbytes, response.staged.apply_seconds)
 
-    async def fetch_part(self, version: Version, part: RemotePart) -> Sent:
-        """Makes the replica fetch a part of the version from the machine of the learner that holds it."""
-        try:
-            return await self.relay(replace(version, manifest=part.manifest.to_proto()), None, part.address)
-        except RelayError as error:
-            raise UnreachableError(f"part {part.manifest.part} of version {version.number}: {error}") from None
-
     async def commit(self, version: Version) -> pb.CommitResponse:
         """Makes the replica serve the staged version."""
         identity = version.manifest.id
         request = pb.CommitRequest(id=identity, canary=version.canary)
         committed: pb.CommitResponse = await self._call(
-            lambda stub: stub.Commit(request, timeout=COMMIT_TIMEOUT + mapped_seconds(version))
+            lambda stub: stub.Commit(request, timeout=COMMIT_TIMEOUT + mapped_seconds(version.nbytes))
         )
         if committed.version != identity.version:
             raise SwapError(f"expected a commit of version {identity.version}; found {committed.version}")
@@ -197,10 +179,12 @@ class ReplicaClient:
             await self.close()  # a new channel starts without this one's reconnect backoff
         raise translated
 
-    async def _stream(self, manifest: bytes, data: memoryview, version: Version) -> Sent:
+    async def _stream(self, manifest: bytes, data: memoryview, part_nbytes: int) -> Sent:
+        """Sends a manifest and its bytes; `part_nbytes`: of the whole part."""
         keep_memory()
-        seconds = STAGE_TIMEOUT + mapped_seconds(version) + len(data) / SLOWEST_STREAM_BYTES_PER_SECOND
-        return await self._call(lambda stub: self._send(manifest, data, mapped_seconds(version), seconds))
+        local_seconds = mapped_seconds(part_nbytes)
+        seconds = STAGE_TIMEOUT + local_seconds + len(data) / SLOWEST_STREAM_BYTES_PER_SECOND
+        return await self._call(lambda stub: self._send(manifest, data, local_seconds, seconds))
 
     async def _send(self, manifest: bytes, data: memoryview, local_seconds: float, seconds: float) -> Sent:
         """Sends a manifest and its bytes; `local_seconds`: the longest time of allocating or applying. Raises AioRpcError, UnreachableError."""
@@ -255,9 +239,9 @@ async def _with_idle_timeout(act: Awaitable[T]) -> T:
         return await act
 
 
-def mapped_seconds(version: Version) -> float:
-    """The longest time that reading the version from the arena may take."""
-    return float(version.manifest.nbytes / SLOWEST_BYTES_PER_SECOND)
+def mapped_seconds(nbytes: int) -> float:
+    """The longest time that reading so many bytes of a version from memory may take."""
+    return nbytes / SLOWEST_BYTES_PER_SECOND
 
 
 def _translated(error: grpc.aio.AioRpcError) -> Exception:

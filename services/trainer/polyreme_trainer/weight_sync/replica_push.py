@@ -17,9 +17,10 @@ from polyreme.experience.ledger import ExperienceLog
 from polyreme.process.backoff import Backoff
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.change_signal import ChangeSignal
-from polyreme_trainer.weight_sync.replica_client import SwapError, UnreachableError, Version
+from polyreme_trainer.weight_sync.replica_client import SwapError, UnreachableError
 from polyreme_trainer.weight_sync.replica_state import Commit, InterruptedPushError, ReplicaState, Transfer
 from polyreme_trainer.weight_sync.streams import Streams
+from polyreme_trainer.weight_sync.version import Version
 
 SWAP_ATTEMPTS = 3
 REACH_ATTEMPTS = 10  # about half a minute; a dead replica loses its lease earlier
@@ -108,7 +109,7 @@ class ReplicaPush:
         version, transfer = await self._streams.bring(replica, version)
         self._check_devices()
         answer = await self._commit(replica, version)
-        replica.streamed = version
+        replica.bases = dict.fromkeys(range(version.manifest.parts), version)
         return version, answer, transfer
 
     async def _commit(self, replica: ReplicaState, version: Version) -> pb.CommitResponse:

@@ -4,12 +4,13 @@ Invariant: at most one call of a replica can be interrupted, the one that traini
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from polyreme.experience.leases import Lease
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient
+from polyreme_trainer.weight_sync.version import Version
 
 T = TypeVar("T")
 
@@ -20,6 +21,7 @@ class Transfer:
 
     `bytes`: sent by the trainer. `relayed_bytes`: sent by the replica `source`. `hops`: transfers from the trainer to this replica.
     `density`: fraction of the elements in a delta. `encode_seconds`: on the trainer. `apply_seconds`: on the replica, verification included.
+    Of a version of several parts: see `total`.
     """
 
     path: str
@@ -30,6 +32,27 @@ class Transfer:
     density: float | None = None
     encode_seconds: float | None = None
     apply_seconds: float | None = None
+
+
+def total(parts: Sequence[Transfer], sizes: Sequence[int]) -> Transfer:
+    """The transfer of a version from those of its parts, none of them mapped. Bytes and seconds are added.
+
+    It is a `delta` if one part is. `density` is the mean over the parts by `sizes`, their bytes; a whole part has density 1. `hops` is
+    the largest, and `source` has all names, separated by commas.
+    """
+    deltas = [part for part in parts if part.path == "delta"]
+    relayed = [part.relayed_bytes for part in parts if part.relayed_bytes is not None]
+    shares = [size * (1.0 if part.density is None else part.density) for part, size in zip(parts, sizes, strict=True)]
+    return Transfer(
+        "delta" if deltas else "stream",
+        bytes=sum(part.bytes for part in parts),
+        relayed_bytes=sum(relayed) if relayed else None,
+        hops=max(part.hops or 0 for part in parts),
+        source=", ".join(sorted({part.source for part in parts if part.source})) or None,
+        density=sum(shares) / max(1, sum(sizes)) if deltas else None,
+        encode_seconds=sum(part.encode_seconds or 0.0 for part in deltas) if deltas else None,
+        apply_seconds=sum(part.apply_seconds or 0.0 for part in deltas) if deltas else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -58,8 +81,8 @@ class ReplicaState:
     def __init__(self, lease: Lease, client: ReplicaClient) -> None:
         self.lease, self.client = lease, client
         self.served: Version | None = None
-        self.streamed: Version | None = None
-        """The served version if it came by stream, so that a delta may start from it."""
+        self.bases: dict[int, Version] = {}
+        """By part: the served version if it came by stream, so that a delta may start from it."""
         self.commit: Commit | None = None
         self.swap_failures = self.reach_failures = 0
         self.last_error = "no push has completed yet"

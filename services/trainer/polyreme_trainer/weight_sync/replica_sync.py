@@ -11,6 +11,7 @@ Invariant:
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from polyreme import API_VERSION
 from polyreme.config.security import SecurityConfig
@@ -21,13 +22,13 @@ from polyreme.experience.run import Run
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.change_signal import ChangeSignal
-from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
-from polyreme_trainer.weight_sync.relay_plan import RelayPlan
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version, mapped_seconds
+from polyreme_trainer.weight_sync.part_source import PartSource
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, mapped_seconds
 from polyreme_trainer.weight_sync.replica_push import ReplicaPush
 from polyreme_trainer.weight_sync.replica_state import Commit, ReplicaState
 from polyreme_trainer.weight_sync.streams import Streams
+from polyreme_trainer.weight_sync.version import Version
 
 LEASE_CHECK_INTERVAL = 0.25
 CANCEL_RETRY_INTERVAL = 0.2
@@ -42,8 +43,8 @@ class ReplicaSync:
     Args:
         run, experience, registry: the run, by this loop's connection.
         arena: holds the versions.
-        slots, deltas: of the arena.
-        plan: who sends a version to whom.
+        slots: of the arena.
+        part_source, relay_roots: see `Streams`.
         term: the learner's term.
         wanted: number of replicas that the run waits for.
         hold: the version that replicas are held at.
@@ -59,8 +60,8 @@ class ReplicaSync:
         registry: Registry,
         arena: Arena,
         slots: ArenaSlots,
-        deltas: Deltas,
-        plan: RelayPlan,
+        part_source: Callable[[int], PartSource],
+        relay_roots: int,
         term: int,
         wanted: int,
         hold: EvalHold,
@@ -70,9 +71,9 @@ class ReplicaSync:
         self._security, self._announce = security, announce
         self._run, self._experience, self._registry, self._arena = run, experience, registry, arena
         self._wanted, self._hold = wanted, hold
-        self._slots, self._deltas = slots, deltas
+        self._slots = slots
         self._changes = ChangeSignal()
-        self._streams = Streams(deltas, slots, plan, self._target, self._address, self._notice, self._changes.notify)
+        self._streams = Streams(part_source, relay_roots, slots, self._target, self._address, self._notice, self._changes.notify)
         self._push = ReplicaPush(
             experience, slots, self._streams, term, self._target, lambda: self._devices_train, self._notice, self._changes
         )
@@ -99,9 +100,9 @@ class ReplicaSync:
                 await self._update_held_version()
                 await self._changes.wait_until(lambda: self._stopping or self._failed() or None, LEASE_CHECK_INTERVAL)
         finally:
-            self._deltas.close()
             for replica in self._replicas.values():
                 await self._stop(replica)
+            self._streams.close()
 
     def stop(self) -> None:
         """Makes `follow` return. Running pushes are cancelled."""
@@ -111,9 +112,7 @@ class ReplicaSync:
     def publish(self, version: Version) -> None:
         """Makes `version` the newest."""
         self._newest, self._slots.newest = version, version.slot
-        self._deltas.publish(
-            version, wanted=not version.parts and any(replica.client.unmapped for replica in self._replicas.values())
-        )
+        self._streams.publish(version, wanted=any(replica.client.unmapped for replica in self._replicas.values()))
         self._hold.published(version, time.monotonic())
         self._pin()
 
@@ -146,7 +145,7 @@ class ReplicaSync:
 
         The deadline is `seconds` plus the longest time of staging the newest version.
         """
-        seconds += mapped_seconds(self._newest) if self._newest else 0.0
+        seconds += mapped_seconds(self._newest.nbytes) if self._newest else 0.0
         slot = await self._changes.wait_until(self._slots.free, min(seconds, STREAM_INTERRUPT_TIMEOUT))
         if slot is None:
             for name in self._slots.interruptible():

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from polyreme.api.v1 import weights_pb2
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
-from polyreme_trainer.weight_sync.replica_client import Version
+from polyreme_trainer.weight_sync.version import Version
 
 
 def version(number: int) -> Version:

@@ -1,0 +1,310 @@
+"""Deltas and relays of versions of several parts, over real gRPC: after any fault, a replica ends with the bytes of a full push."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.weights.arena import ArenaError
+from polyreme.weights.wire import encode_chunk
+from polyreme_rollout import relay
+from polyreme_trainer.weight_sync import machine_part, part_server, replica_push
+from polyreme_trainer.weight_sync.deltas import Deltas, EncodedDelta
+from polyreme_trainer.weight_sync.part_server import PartServer
+from polyreme_trainer.weight_sync.version import Version
+from support.part_machines import INTERVAL, NAMES, PARTS, Machines
+from support.proxy import bad_network
+from support.publishing import SPARSE, publishing, push_soon, same
+from support.receiver import Receiver, lease, replica, serving
+from support.waiting import until
+
+NBYTES = sum(layout.nbytes for layout in PARTS)
+MACHINES = 3
+
+
+class Recording(Receiver):
+    """A receiver that notes the content of each call that brings it bytes from elsewhere, and of each that asks it for some."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(run_id, NAMES)
+        self.fetched: list[tuple[int, int, bool]] = []
+        """Version, part, and whether it was a delta."""
+        self.served: list[tuple[int, int, bool]] = []
+
+    async def StageRelay(self, request: pb.StageRelayRequest, context: Any) -> pb.StageRelayResponse:
+        delta = request.HasField("delta")
+        manifest = request.delta.manifest if delta else request.manifest
+        self.fetched.append((manifest.id.version, manifest.part, delta))
+        return await super().StageRelay(request, context)
+
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
+        self.served.append((request.id.version, request.part, request.HasField("base")))
+        await super().Fetch(request, context)
+
+
+@pytest.fixture
+async def machines(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machines]:
+    push_soon(monkeypatch)
+    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 10_000)
+    async with publishing(redis, redis_url, run_id, PARTS[0], weights={"anchor_interval": INTERVAL}) as world:
+        machines = Machines(world)
+        yield machines
+        machines.close()
+
+
+def recording(machines: Machines) -> Recording:
+    return Recording(machines.world.run.run_id)
+
+
+async def commits(machines: Machines) -> list[dict[str, Any]]:
+    return [record for _, record in await machines.world.run.records("0", 0) if record["kind"] == "commit"]
+
+
+async def step(machines: Machines, receivers: list[Recording], fraction: float = SPARSE, **options: Any) -> None:
+    """Publishes a version and waits until all replicas serve it."""
+    weights = await machines.step(fraction, **options)
+    await machines.world.publisher.wait_committed(machines.version, len(receivers), 300)
+    assert all(same(receiver.weights, weights) for receiver in receivers)
+
+
+async def test_between_anchors_every_part_arrives_as_a_delta(machines: Machines) -> None:
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        for _ in range(7):
+            await step(machines, [receiver])
+    records = await commits(machines)
+    assert [record["path"] for record in records] == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
+    assert {fetch for fetch in receiver.fetched if fetch[1]} == {
+        (version, part, version % INTERVAL > 0) for version in range(7) for part in (1, 2)
+    }
+    for record in records:
+        if record["path"] == "delta":
+            assert 0 < record["bytes"] < NBYTES / 10 and 0 < record["density"] < 2 * SPARSE
+            assert record["encode_seconds"] > 0 < record["apply_seconds"]
+        else:
+            assert record["bytes"] == NBYTES and "density" not in record
+
+
+async def test_the_machines_send_each_part_once_whole_and_as_a_delta(machines: Machines) -> None:
+    async with AsyncExitStack() as stack:
+        receivers = [recording(machines) for _ in range(5)]
+        for number, receiver in enumerate(receivers):
+            await stack.enter_async_context(replica(machines.world.registry, f"r{number}", receiver))
+        for version in range(3):
+            await step(machines, receivers)
+            records = [record for record in await commits(machines) if record["version"] == version]
+            assert {record["path"] for record in records} == {"delta" if version else "stream"}
+            sent = sum(record["bytes"] for record in records)
+            assert sum(record.get("relayed_bytes", 0) for record in records) == 4 * sent
+            for part in range(MACHINES):
+                served = [each for receiver in receivers for each in receiver.served if each[:2] == (version, part)]
+                assert len(served) >= 4 and {delta for *_, delta in served} == {version > 0}
+            if version == 0:
+                assert sent == NBYTES
+
+
+async def test_a_part_that_changed_too_much_goes_whole_while_the_others_are_deltas(machines: Machines) -> None:
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        await step(machines, [receiver])
+        await step(machines, [receiver], dense=(1,))
+        await step(machines, [receiver])
+    assert {fetch for fetch in receiver.fetched if fetch[0]} == {(1, 1, False), (1, 2, True), (2, 1, True), (2, 2, True)}
+    record = (await commits(machines))[1]
+    share = PARTS[1].nbytes / NBYTES
+    assert record["path"] == "delta" and PARTS[1].nbytes < record["bytes"] < PARTS[1].nbytes + NBYTES / 10
+    assert share < record["density"] < share + 2 * SPARSE
+
+
+async def test_a_replica_that_lags_receives_one_delta_of_every_part(machines: Machines) -> None:
+    world = machines.world
+    async with AsyncExitStack() as stack:
+        slow, quick = recording(machines), recording(machines)
+        for name, receiver in (("slow", slow), ("quick", quick)):
+            await stack.enter_async_context(replica(world.registry, name, receiver))
+        await step(machines, [slow, quick])
+        slow.engine.may_load.clear()
+        for version in (1, 2, 3):
+            weights = await machines.step(SPARSE)
+            await until(lambda version=version: quick.versions[-1] == version)
+            if version == 1:
+                await until(lambda: slow.calls.count("Commit") == 2)
+        slow.engine.may_load.set()
+        await world.publisher.wait_committed(3, 2, 300)
+        assert same(slow.weights, weights) and slow.versions == [0, 1, 3]
+        assert {fetch for fetch in slow.fetched if fetch[0] == 3 and fetch[1]} == {(3, 1, True), (3, 2, True)}
+
+
+async def test_a_late_joiner_fetches_every_part_from_a_replica_and_then_gets_deltas(machines: Machines) -> None:
+    async with AsyncExitStack() as stack:
+        one, two = recording(machines), recording(machines)
+        await stack.enter_async_context(replica(machines.world.registry, "one", one))
+        await step(machines, [one])
+        await step(machines, [one])
+        await stack.enter_async_context(replica(machines.world.registry, "two", two))
+        await machines.world.publisher.wait_committed(1, 2, 300)
+        assert same(two.weights, machines.weights)
+        assert sorted(one.served) == [(1, part, False) for part in range(MACHINES)]
+        await step(machines, [one, two])
+    record = next(record for record in await commits(machines) if (record["replica"], record["version"]) == ("two", 1))
+    assert (record["bytes"], record["relayed_bytes"], record["source"], record["hops"]) == (0, NBYTES, "one", 2)
+
+
+async def test_a_lost_delta_of_one_part_is_that_part_whole(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Deltas._diff
+
+    def lost(deltas: Deltas, before: Version, after: Version) -> Any:
+        if (after.number, after.manifest.part) == (2, 1):
+            raise ArenaError("overwritten")
+        return real(deltas, before, after)
+
+    monkeypatch.setattr(Deltas, "_diff", lost)
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        for _ in range(4):
+            await step(machines, [receiver])
+    assert [each for each in sorted(receiver.fetched) if not each[2]] == [(0, 1, False), (0, 2, False), (2, 1, False)]
+
+
+async def test_a_slot_that_is_overwritten_while_a_machine_compares_it_costs_the_delta(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Deltas._diff
+
+    def overwritten(deltas: Deltas, before: Version, after: Version) -> Any:
+        if (after.number, after.manifest.part) == (1, 1):
+            arena = machines.arenas[1]
+            arena.begin(before.slot)
+            arena.slot_view(before.slot)[:] = bytes(PARTS[1].nbytes)
+        return real(deltas, before, after)
+
+    monkeypatch.setattr(Deltas, "_diff", overwritten)
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        await step(machines, [receiver])
+        await step(machines, [receiver])
+    assert {each for each in receiver.fetched if each[0] == 1} == {(1, 1, False), (1, 2, True)}
+
+
+async def test_slots_count_as_compared_until_every_machine_has_answered(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_answer = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    real = PartServer._delta
+
+    async def held(server: PartServer, request: Any) -> EncodedDelta | None:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(may_answer.wait(), loop))
+        return await real(server, request)
+
+    monkeypatch.setattr(PartServer, "_delta", held)
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        await step(machines, [receiver])
+        await machines.step(SPARSE)
+        slots = machines.world.publisher._running.result(0).sync._slots
+        await until(lambda: len(slots._compared.get(1, ())) == 2)
+        assert slots.free() not in slots.compared
+        may_answer.set()
+        await machines.world.publisher.wait_committed(1, 1, 300)
+        assert same(receiver.weights, machines.weights)
+        await until(lambda: not slots.compared)
+
+
+async def test_a_machine_that_does_not_answer_sends_its_part_whole_and_is_not_asked_again(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    async def unanswered(server: PartServer, request: Any) -> None:
+        asked.append(request.part)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(PartServer, "_delta", unanswered)
+    monkeypatch.setattr(machine_part, "ANSWER_TIMEOUT", 0.2)
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        for _ in range(3):
+            await step(machines, [receiver])
+    assert sorted(asked) == [1, 2]
+    assert not [each for each in receiver.fetched if each[2]]
+
+
+async def test_a_delta_between_other_bytes_is_not_offered(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PartServer._delta
+
+    async def other(server: PartServer, request: Any) -> EncodedDelta | None:
+        found = await real(server, request)
+        assert found is not None
+        first, *rest = found.delta.manifest.tensors
+        changed = replace(found.delta.manifest, tensors=(replace(first, before=first.before ^ 1), *rest))
+        return replace(found, delta=replace(found.delta, manifest=changed))
+
+    monkeypatch.setattr(PartServer, "_delta", other)
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        await step(machines, [receiver])
+        await step(machines, [receiver])
+    assert not [each for each in receiver.fetched if each[2]]
+    assert not [text for text in await machines.world.notices() if "delta" in text]
+
+
+async def test_a_replica_that_lost_its_bytes_receives_every_part_whole(machines: Machines) -> None:
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        await step(machines, [receiver])
+        receiver._swapper.staging._receiver._buffers.clear()  # the memory of an ended process
+        await step(machines, [receiver])
+        assert {each for each in receiver.fetched if each[0] == 1 and not each[2]} == {(1, 1, False), (1, 2, False)}
+        await machines.world.notice("replica r cannot use a delta and receives part 1 of version 1 whole", "FAILED_PRECONDITION")
+        await step(machines, [receiver])
+    assert [record["path"] for record in await commits(machines)] == ["stream", "stream", "delta"]
+
+
+async def test_a_damaged_delta_from_a_machine_is_followed_by_the_whole_part(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        await step(machines, [receiver])
+
+        def damaged(offset: int, data: memoryview) -> bytes:
+            return encode_chunk(offset, data if len(data) > 10_000 else memoryview(bytes(len(data))))
+
+        monkeypatch.setattr(part_server, "encode_chunk", damaged)
+        await step(machines, [receiver])
+        for part in (1, 2):
+            await machines.world.notice(f"replica r cannot use a delta and receives part {part} of version 1 whole", "DATA_LOSS")
+
+
+async def test_a_failed_swap_rolls_back_and_is_repeated(machines: Machines) -> None:
+    async with replica(machines.world.registry, "r", receiver := recording(machines)):
+        await step(machines, [receiver])
+        receiver.engine.broken_loads = 1
+        await step(machines, [receiver])
+        await step(machines, [receiver])
+    assert [record["path"] for record in await commits(machines)] == ["stream", "delta", "delta"]
+
+
+async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "CHUNK_BYTES", 1000)
+    world = machines.world
+    async with AsyncExitStack() as stack:
+        first, second = recording(machines), recording(machines)
+        port = await stack.enter_async_context(serving(first))
+        proxy = await stack.enter_async_context(bad_network("127.0.0.1", port))
+        await stack.enter_async_context(await world.registry.register(lease("a", proxy.port)))
+        await step(machines, [first])
+        sent = 0
+
+        async def count(data: bytes) -> None:
+            nonlocal sent
+            sent += len(data)
+            if sent > NBYTES // 2:
+                proxy.refuse()
+
+        proxy.answer_listener = count
+        await stack.enter_async_context(replica(world.registry, "b", second))
+        await world.publisher.wait_committed(0, 2, 300)
+        assert same(second.weights, machines.weights)
+        await world.notice("replica b could not fetch weights from replica a", "UNAVAILABLE")
+        record = next(record for record in await commits(machines) if record["replica"] == "b")
+        assert 0 < record["bytes"] < NBYTES
+        assert not [text for text in await world.notices() if "quarantined" in text]
+        proxy.heal()
