@@ -27,7 +27,8 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
 from polyreme_trainer.weight_sync.publisher import Publisher
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient
+from polyreme_trainer.weight_sync.version import Version
 from support.machines import missing, network
 from support.receiver import lease
 

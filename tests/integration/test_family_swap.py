@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from polyreme.weights.delta import diff
 from polyreme.weights.manifest import Manifest
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient
+from polyreme_trainer.weight_sync.version import Version
 from support.engine_digests import PROMPT
 from support.models import tiny_family_model
 from support.replicas import Learner, generate, hf_weights, is_tied, model_files, replica, request, rollout_config

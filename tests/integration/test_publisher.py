@@ -17,7 +17,8 @@ from polyreme.experience.run import RunState
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync import replica_push
 from polyreme_trainer.weight_sync.publisher import Publisher
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient
+from polyreme_trainer.weight_sync.version import Version
 from support.publishing import CONFIG, LAYOUT, World, publishing, push_soon, same
 from support.receiver import lease, replica, serving
 from support.waiting import until

@@ -17,7 +17,8 @@ import pytest
 from polyreme.api.v1 import rollout_pb2
 from polyreme.weights.delta import diff
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError, Version
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError
+from polyreme_trainer.weight_sync.version import Version
 from support.models import Kind, tiny_model
 from support.policies import Reference, versions
 from support.replicas import CALL_SECONDS, Learner, generate, model_files, replica, request, rollout_config
