@@ -32,7 +32,8 @@ from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient
+from polyreme_trainer.weight_sync.version import Version
 from support.tiny_tokenizer import CHARS, SPECIAL, model_files
 
 VOCAB = len(SPECIAL) + len(CHARS)
