@@ -1,4 +1,8 @@
-"""Runs in the ranks of test_layouts: ranks that act as machines push versions of several parts to replicas, one of which joins late."""
+"""Runs in the ranks of test_layouts: ranks that act as machines push versions of several parts to replicas, one of which joins late.
+
+The first version, and one after a step that changes all weights, arrive whole; the later ones change few weights and arrive as deltas of all
+parts.
+"""
 
 import json
 from collections.abc import Mapping
@@ -24,13 +28,19 @@ from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.memory.machines import written_parameters
 from polyreme_trainer.megatron.memory.state import WIDTHS
+from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.version_writer import VersionWriter
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.layout_checks import make_role, step
 from support.publishing import CONFIG
 from support.receiver import Receiver, replica
 
-VERSIONS = 5  # more than an arena has slots
+INTERVAL = 20  # the default
+VERSIONS = 6  # more than an arena has slots
+STEPPED = 1
+"""The version that an optimizer step makes."""
+STRIDE = 97
+"""Of the later versions' changed weights, in every tensor."""
 LATE = 3
 """The version at which a replica joins."""
 
@@ -66,7 +76,7 @@ def check_push(model: str, layout: str, redis_url: str, run_id: str) -> None:
     parallel, device = ParallelConfig(**json.loads(layout)), Device("cpu")
     init_parallel(parallel, device)
     role, ranks = make_role(model, "float32", device), Ranks(torch.distributed.get_rank(), BroadcastChannel(device.torch))
-    writer = VersionWriter(role.model, ranks, run_id, role.model.writes, parallel.nodes)
+    writer = VersionWriter(role.model, ranks, run_id, role.model.writes, parallel.nodes, anchor_interval=INTERVAL)
     assert writer.parts == parallel.nodes
     if ranks.rank % parallel.ranks_per_node == 0:  # the owner of its machine's arena, which the estimate of memory has by machine
         estimated = WIDTHS["float32"] * written_parameters(role.model.arch, parallel)[ranks.rank // parallel.ranks_per_node]
@@ -76,8 +86,10 @@ def check_push(model: str, layout: str, redis_url: str, run_id: str) -> None:
     try:
         ranks.on_leader(push.begin)
         for version in range(VERSIONS):
-            if version:
+            if version == STEPPED:
                 step(role)
+            elif version:
+                change_few(role.model)
             slot, term = map(int, ranks.broadcast_from_leader(push.slot).split())
             written = writer.write(slot, version, term)
             full = role.model.full_tensors()
@@ -88,6 +100,13 @@ def check_push(model: str, layout: str, redis_url: str, run_id: str) -> None:
         ranks.close()
 
 
+@torch.no_grad()
+def change_few(model: Policy) -> None:
+    """Changes some weights of every tensor, on all ranks that hold it alike."""
+    for weights in model.module.parameters():
+        weights.view(-1)[::STRIDE] += 1.0
+
+
 async def serve(
     push: Push, version: int, written: Written, full: Mapping[str, Tensor] | None, files: Mapping[str, Tensor]
 ) -> None:
@@ -96,7 +115,17 @@ async def serve(
     if version == LATE:
         await push.join()
     push.publisher.publish(written.manifest, written.slot, written.generation, parts=written.parts)
-    await push.publisher.wait_committed(version, len(push.receivers), 300)
+    commits = await push.publisher.wait_committed(version, len(push.receivers), 300)
+    transfers = {commit.replica: commit.transfer for commit in commits}
+    assert sum((transfer.hops or 0) > 1 for transfer in transfers.values()) == (version >= LATE), (
+        "one replica fetches from the other"
+    )
+    for name, transfer in transfers.items():
+        joins = version == LATE and name == f"r{len(push.receivers) - 1}"
+        if version <= STEPPED or joins:
+            assert transfer.path == "stream" and transfer.density is None
+        else:  # of every part: one whole part would have density 1
+            assert transfer.path == "delta" and transfer.density is not None and transfer.density < 3 / STRIDE
     assert full.keys() == files.keys()
     for receiver in push.receivers:
         assert receiver.versions[-1] == version

@@ -172,7 +172,8 @@ class Publisher:
         hold = EvalHold(config.holds, config.eval_hold)
         experience, wanted = ExperienceLog(run, self._term), config.rollout.replicas
         slots = ArenaSlots(self._arena.slots)
-        threads = config.trainer.parallel.world_size // config.trainer.parallel.copies  # as many as ranks write a version
+        parallel = config.trainer.parallel
+        threads = min(parallel.world_size // parallel.copies, parallel.ranks_per_node)  # as many as ranks write a version here
 
         def part_source(number: int) -> PartSource:
             compare = partial(slots.compare, part=number)
