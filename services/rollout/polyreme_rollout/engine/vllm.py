@@ -92,7 +92,9 @@ class VllmEngine:
         # The core then handles calls in order and between two steps, so a load may follow a pause that has not been answered.
         self._steps_end_first = not llm.vllm_config.scheduler_config.async_scheduling and self._pauses_at_once
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
-        self._interval = {"stream_interval": CHUNK_TOKENS} if "stream_interval" in sampling_params.__struct_fields__ else {}
+        # Fewer outputs per request, and no deep copy of parameters that belong to one request: newer releases have both.
+        newer = {"stream_interval": CHUNK_TOKENS, "skip_clone": True}
+        self._newer = {name: value for name, value in newer.items() if name in sampling_params.__struct_fields__}
         self._processes = {child.pid: child for child in multiprocessing.active_children() if child.pid}
 
     async def open(self) -> None:
@@ -115,7 +117,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=self._delta,
-            **self._interval,
+            **self._newer,
         )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": request.salt}
         outputs = self.llm.generate(prompt, params, request.request_id)
