@@ -143,7 +143,7 @@ async def broken_version_is_rolled_back(learner: Learner, there: Any, weights: d
 @pytest.mark.parametrize("parallel", [1, 2])
 async def test_a_canary_is_answered_while_samples_take_all_slots(parallel: int, redis_url: str, tmp_path: Path) -> None:
     """The same weights are pushed during the samples, so these have the same tokens with and without the canary."""
-    run_id, places, length = f"test-{uuid.uuid4().hex[:12]}", 2, 1000
+    run_id, places, length = f"test-{uuid.uuid4().hex[:12]}", 2, 400
     model = tiny_model("tied", tmp_path / "model", hidden_size=128, context=1024)
     weights, reference = next(versions(model, 1)), Reference(model)
     reference.load(weights)
