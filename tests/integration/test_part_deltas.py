@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.weights.arena import ArenaError
-from polyreme.weights.wire import encode_chunk
+from polyreme.weights.wire import MAX_FETCHES, encode_chunk
 from polyreme_rollout import relay
 from polyreme_trainer.weight_sync import machine_part, part_server, replica_push
 from polyreme_trainer.weight_sync.deltas import Deltas, EncodedDelta
@@ -35,11 +35,14 @@ class Recording(Receiver):
         self.fetched: list[tuple[int, int, bool]] = []
         """Version, part, and whether it was a delta."""
         self.served: list[tuple[int, int, bool]] = []
+        self.may_fetch = asyncio.Event()
+        self.may_fetch.set()
 
     async def StageRelay(self, request: pb.StageRelayRequest, context: Any) -> pb.StageRelayResponse:
         delta = request.HasField("delta")
         manifest = request.delta.manifest if delta else request.manifest
         self.fetched.append((manifest.id.version, manifest.part, delta))
+        await self.may_fetch.wait()
         return await super().StageRelay(request, context)
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
@@ -308,3 +311,41 @@ async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(machines: Machines
         assert 0 < record["bytes"] < NBYTES
         assert not [text for text in await world.notices() if "quarantined" in text]
         proxy.heal()
+
+
+async def test_a_replica_serves_all_parts_at_once(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of fetches from one replica holds for each part: there are more parts than fetches of one part."""
+    assert MACHINES > MAX_FETCHES
+    one, two = recording(machines), recording(machines)
+    real = relay.send
+
+    async def together(parts: Any, request: Any, write: Any) -> None:
+        await until(lambda: len(one.served) == MACHINES)
+        await real(parts, request, write)
+
+    monkeypatch.setattr("polyreme_rollout.weights_service.send", together)
+    async with replica(machines.world.registry, "one", one):
+        await step(machines, [one])
+        async with replica(machines.world.registry, "two", two):
+            await machines.world.publisher.wait_committed(0, 2, 300)
+            assert same(two.weights, machines.weights)
+    record = next(record for record in await commits(machines) if record["replica"] == "two")
+    assert (record["bytes"], record["relayed_bytes"]) == (0, NBYTES)
+
+
+async def test_the_slot_of_a_whole_version_is_held_until_all_its_parts_have_arrived(machines: Machines) -> None:
+    receiver = recording(machines)
+    receiver.may_fetch.clear()
+    async with replica(machines.world.registry, "r", receiver):
+        first = await machines.step()
+        await until(lambda: len(receiver.fetched) == MACHINES - 1 and 0 in receiver._swapper.staging._staged._parts)
+        written = [arena.generation(0) for arena in machines.arenas]
+        await machines.step(SPARSE)
+        assert [arena.generation(0) for arena in machines.arenas] == written and machines.arenas[0].version(1)[1] == 1
+        slots = machines.world.publisher._running.result(0).sync._slots
+        await until(lambda: slots.newest == 1 and not slots.compared)
+        assert slots.free() == 2
+        receiver.may_fetch.set()
+        await machines.world.publisher.wait_committed(1, 1, 300)
+        assert receiver.versions == [0, 1] and same(receiver.weights, machines.weights) and not same(first, machines.weights)
+        assert not slots.readers(0)
