@@ -15,6 +15,7 @@ from polyreme.weights.wire import MAX_FETCHES, encode_chunk
 from polyreme_rollout import relay
 from polyreme_trainer.weight_sync import machine_part, part_server, replica_push
 from polyreme_trainer.weight_sync.deltas import Deltas, EncodedDelta
+from polyreme_trainer.weight_sync.machine_part import MachinePart
 from polyreme_trainer.weight_sync.part_server import PartServer
 from polyreme_trainer.weight_sync.version import Version
 from support.part_machines import INTERVAL, NAMES, PARTS, Machines
@@ -218,11 +219,16 @@ async def test_a_machine_that_does_not_answer_sends_its_part_whole_and_is_not_as
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
+    real = MachinePart._find
+
+    async def noted(part: MachinePart, *versions: Version) -> Any:
+        asked.append(part._number)
+        return await real(part, *versions)
 
     async def unanswered(server: PartServer, request: Any) -> None:
-        asked.append(request.part)
         await asyncio.Event().wait()
 
+    monkeypatch.setattr(MachinePart, "_find", noted)
     monkeypatch.setattr(PartServer, "_delta", unanswered)
     monkeypatch.setattr(machine_part, "ANSWER_TIMEOUT", 0.2)
     async with replica(machines.world.registry, "r", receiver := recording(machines)):
