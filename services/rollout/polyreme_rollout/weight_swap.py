@@ -300,15 +300,18 @@ class WeightSwapper:
         self._settle()  # waiting calls then find that nothing is served
 
     def _close(self) -> None:
+        """Requests wait, and so do the tokens that were sampled."""
         self._open.clear()
         self.steady.clear()
 
     def _admit(self) -> None:
+        """Requests may be submitted; their tokens still wait."""
         self._open.set()
         self._opened.set()
         self._opened = asyncio.Event()
 
     def _settle(self) -> None:
+        """Ends the swap: tokens are delivered."""
         self._next = None
         self._admit()
         self.steady.set()

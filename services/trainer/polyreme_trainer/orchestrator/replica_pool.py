@@ -1,7 +1,7 @@
 """The live rollout replicas, the versions that they serve, and the claims on them.
 
 Invariant: the targets are the live leases with our API version, and every claim returns its promised tokens when it ends. Work waits here,
-not in a replica: it goes to a replica with capacity, the oldest policy version first, then in order of arrival. Therefore long
+not in a replica, except during the swap to its version: it goes to a replica with capacity, the oldest policy version first, then in order of arrival. Therefore long
 answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its running samples. For a short time after
 the first replica has staged a version, those that have yet to stage it keep their share.
 """
@@ -125,6 +125,7 @@ class ReplicaPool:
         self._grant_claims()
 
     def _take_commit(self, commit: dict[str, Any]) -> None:
+        """Takes one entry of the commits: a replica has staged or committed a version."""
         replica, version, term = commit["replica"], commit["version"], commit["term"]
         target = self._targets.get(replica)
         if commit["state"] == "staged":
