@@ -279,11 +279,7 @@ def check_replica(vllm: PackageSource) -> None:
     [ours] = calls(ENGINE / "vllm_openai.py", {"generate"})
     assert "priority" in ours.keywords and "priority" in llm["generate"]
 
-    sampling = vllm.find("vllm.sampling_params", "SamplingParams")
-    assert isinstance(sampling, tuple) and isinstance(sampling[1], ast.ClassDef)
-    fields = {
-        node.target.id for node in sampling[1].body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    fields = _fields(vllm, "vllm.sampling_params", "SamplingParams").keys()
     drawn = [call for call in calls(ENGINE / "vllm.py", {"_sampling_params"})]
     assert len(drawn) == 2 and {keyword for call in drawn for keyword in call.keywords} <= fields
 
@@ -310,7 +306,7 @@ LIMITS = {"max_num_running_reqs", "max_num_active_reqs"}
 
 
 def check_scheduler(vllm: PackageSource) -> None:
-    """The scheduler has what a reserved slot changes, and is made by keywords."""
+    """The scheduler has what a reserved slot and chunks of outputs change, and is made by keywords."""
     methods = _methods(vllm, "vllm.v1.core.sched.scheduler", "Scheduler")
     assert {"request", "timestamp"} <= methods["_preempt_request"]
     text = (vllm.root / "vllm/v1/core/sched/scheduler.py").read_text()
@@ -319,6 +315,13 @@ def check_scheduler(vllm: PackageSource) -> None:
     assert vllm.find("vllm.v1.core.sched.output", "SchedulerOutput") and "total_num_scheduled_tokens=" in text
     assert _methods(vllm, "vllm.v1.core.sched.request_queue", "PriorityRequestQueue").keys() >= {"peek_request", "__bool__"}
     assert "get_scheduler_cls" in _methods(vllm, "vllm.config.scheduler", "SchedulerConfig")
+    assert {"update_from_output", "finish_requests"} <= methods.keys() and "self.requests: dict[str, Request]" in text
+    assert {"request_id", "new_token_ids", "new_logprobs", "finish_reason"} <= _fields(
+        vllm, "vllm.v1.engine", "EngineCoreOutput"
+    ).keys()
+    assert {"outputs", "finished_requests", "scheduler_stats"} <= _fields(vllm, "vllm.v1.engine", "EngineCoreOutputs").keys()
+    rows = _fields(vllm, "vllm.v1.outputs", "LogprobsLists")
+    assert list(rows)[:3] == ["logprob_token_ids", "logprobs", "sampled_token_ranks"]
     core = ast.parse((vllm.root / "vllm/v1/engine/core.py").read_text())
     made = [node for node in ast.walk(core) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Scheduler"]
     assert len(made) == 1 and not made[0].args
@@ -365,6 +368,14 @@ def test_vllm_ascend_sleeps_by_tags_and_refuses_what_we_refuse(package: Get) -> 
     assert "VLLM_ASCEND_ENABLE_NZ" in source and "FRACTAL_NZ" in source
     assert "w13_data = param.transpose(1, 2)" in source, "the reason why experts are refused there, see expert_checks"
     assert "expandable_segments:True" in (ascend.root / "vllm_ascend/device_allocator/camem.py").read_text()
+
+
+def _fields(package: PackageSource, module: str, name: str) -> dict[str, None]:
+    """The annotated fields of a class, in order."""
+    found = package.find(module, name)
+    assert isinstance(found, tuple) and isinstance(found[1], ast.ClassDef)
+    nodes = [node for node in found[1].body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id: None for node in nodes if isinstance(node.target, ast.Name)}
 
 
 def _methods(package: PackageSource, module: str, name: str) -> dict[str, set[str]]:

@@ -8,18 +8,7 @@ vLLM plans each step anew, and a step admits waiting requests in the order of pr
 """
 
 import time
-from functools import partial
 from typing import Any
-
-
-def reserve_slot(scheduler_config: Any) -> None:
-    """Mixes `ReservedSlot` into the scheduler that vLLM, or its plugin for the device, has chosen. `scheduler_config` is vLLM's."""
-    # A partial, since a class that is made here would not reach a spawned process.
-    scheduler_config.scheduler_cls = partial(_start, scheduler_config.get_scheduler_cls())
-
-
-def _start(base: type, **arguments: Any) -> Any:
-    return type(base.__name__, (ReservedSlot, base), {})(**arguments)
 
 
 class ReservedSlot:

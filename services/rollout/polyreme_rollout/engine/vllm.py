@@ -25,8 +25,8 @@ from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
 from polyreme.process.lifecycle import die_with_parent
+from polyreme_rollout.engine.output_chunks import IN_CHUNKS
 from polyreme_rollout.engine.protocol import (
-    CHUNK_TOKENS,
     ArenaSource,
     EngineDeadError,
     EngineRequest,
@@ -36,7 +36,7 @@ from polyreme_rollout.engine.protocol import (
     Slept,
     TensorDigest,
 )
-from polyreme_rollout.engine.reserved_slot import reserve_slot
+from polyreme_rollout.engine.scheduler import extend_scheduler
 from polyreme_rollout.engine.sleep import check_sleep
 from polyreme_rollout.engine.vllm_arguments import engine_arguments
 from polyreme_rollout.engine.vllm_openai import make_openai_app
@@ -64,7 +64,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     on_cpu = config.device == "cpu"
     arguments = engine_arguments(config, model_dir, random_weights) | (register_norms() if on_cpu else {})
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
-    reserve_slot(vllm_config.scheduler_config)
+    extend_scheduler(vllm_config.scheduler_config)
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would spend seconds on imports
         torch.set_num_threads(config.rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before
@@ -92,9 +92,8 @@ class VllmEngine:
         # The core then handles calls in order and between two steps, so a load may follow a pause that has not been answered.
         self._steps_end_first = not llm.vllm_config.scheduler_config.async_scheduling and self._pauses_at_once
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
-        # Fewer outputs per request, and no deep copy of parameters that belong to one request: newer releases have both.
-        newer = {"stream_interval": CHUNK_TOKENS, "skip_clone": True}
-        self._newer = {name: value for name, value in newer.items() if name in sampling_params.__struct_fields__}
+        # No deep copy of parameters that belong to one request: only newer releases make one.
+        self._newer = {"skip_clone": True} if "skip_clone" in sampling_params.__struct_fields__ else {}
         self._processes = {child.pid: child for child in multiprocessing.active_children() if child.pid}
 
     async def open(self) -> None:
@@ -117,6 +116,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=self._delta,
+            extra_args=IN_CHUNKS,
             **self._newer,
         )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": request.salt}
