@@ -35,7 +35,7 @@ from polyreme.process.supervisor import (
 )
 
 _GRACE_SECONDS = 15.0
-_RECORDS_BLOCK_MS = 500
+_RECORDS_INTERVAL = 0.5
 _STORE_POLL_SECONDS = 0.5
 _LAST_STATE_SECONDS = 30.0
 _BEFORE_HANDLERS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
@@ -224,7 +224,7 @@ class Session:
             while True:
                 last = ended.is_set()
                 try:
-                    batch = await self._run.records(cursor, 0 if last else _RECORDS_BLOCK_MS)
+                    batch = await self._run.records(cursor, block_ms=0)
                     state, reason = await self._run.state()
                 except StoreError as error:
                     shown.status(str(error))
@@ -242,6 +242,9 @@ class Session:
                         shown.show(line, self._progress)
                 if last and not batch:
                     return
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_RECORDS_INTERVAL):
+                        await ended.wait()
 
     def _read_past(self) -> str:
         """Reads the records of a resumed run from disk, since Redis may have trimmed them. Returns the last one's stream id."""

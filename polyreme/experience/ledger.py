@@ -350,12 +350,12 @@ class ExperienceLog:
             )
         return found
 
-    async def commits(self, after_id: str, block_ms: int) -> list[tuple[str, dict[str, Any]]]:
-        """Staged and served versions after `after_id` ("0": from the first retained one), waiting up to `block_ms` for one.
+    async def commits(self, after_id: str) -> list[tuple[str, dict[str, Any]]]:
+        """All retained staged and served versions after `after_id` ("0": from the first one).
 
         Fields: replica, version, term, state ("staged" or "served"); of a served one also stall_seconds, reload_seconds.
         """
-        return await self.run.read_json("commits", after_id, block_ms)
+        return await self.run.read_json("commits", after_id, block_ms=0, count=2 * COMMITS_BOUND)  # the bound is approximate
 
     async def failed_fraction(self, window: int = 50) -> float:
         """Failed groups among the newest `window` that are not in flight, as a fraction of `window`."""

@@ -230,7 +230,7 @@ class Run:
         """Appends one JSON record to the durable stream `metrics`. Non-finite numbers become null."""
         text = json.dumps(_plain(record), allow_nan=False)
         keys = [self.key("metrics"), self.once()]
-        await self.scripts.call("publish", METRICS_BOUND, "record", str(record.get("kind", "")), text, keys=keys)
+        await self.scripts.call("publish", METRICS_BOUND, text, keys=keys)
 
     def report(self, record: Mapping[str, Any]) -> None:
         """Emits a record in the background, after those of earlier calls, so that a lost Redis delays nothing. Call it in the event
@@ -283,7 +283,7 @@ class Run:
     async def watch(self, after_id: str, block_ms: int) -> tuple[str, list[tuple[str, str]]]:
         """Waits up to `block_ms` milliseconds for events after `after_id` ("$": from now). Returns the new id and (kind, value) pairs.
 
-        Kinds: append, fail, drop, expire, plan, version, evaluated, commit, state, lease, term, device, record. Events may be lost, so the
+        Kinds: append, fail, drop, expire, plan, version, evaluated, commit, state, lease, term, device. Events may be lost, so the
         caller must also poll the keys.
         """
         entries = await self._read("events", after_id, block_ms, 1000)

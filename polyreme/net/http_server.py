@@ -25,6 +25,7 @@ BODY_LIMIT = 32 << 20
 PROBES = ("/health", "/ready")
 _DISCARD_FACTOR = 4  # times the limit
 _DISCARD_TIMEOUT = 5.0
+_TICK_SECONDS = 1.0
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -173,14 +174,26 @@ async def serve_http(
         yield bound.getsockname()[1]
     finally:
         started.cancel()
-        server.should_exit = True
+        server.end()
         await serving
 
 
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.started_event = asyncio.Event()
+        self.started_event, self._ending = asyncio.Event(), asyncio.Event()
+
+    def end(self) -> None:
+        """Makes `serve` end the server."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        """Updates the date of the replies until `end`. (uvicorn's own loop polls for its end ten times a second.)"""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_SECONDS):
+                    await self._ending.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -45,7 +45,7 @@ class Spread(SimulatedRun):
 
 async def commits(run: Run) -> dict[str, int]:
     """The newest version of each replica."""
-    return {record["replica"]: record["version"] for _, record in await ExperienceLog(run).commits("0", 0)}
+    return {record["replica"]: record["version"] for _, record in await ExperienceLog(run).commits("0")}
 
 
 @pytest.mark.slow

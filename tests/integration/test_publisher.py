@@ -34,7 +34,7 @@ async def test_every_replica_serves_what_was_written(world: World) -> None:
             assert same(b.weights, weights)
             assert a.weights["head"].tobytes() == weights["embed"].tobytes()
         assert list(a.calls) == ["Probe"] + ["StageArena", "Commit"] * 5
-    states = [record for _, record in await world.log.commits("0", 0)]
+    states = [record for _, record in await world.log.commits("0")]
     for name in "ab":
         told = [(state["version"], state["state"]) for state in states if state["replica"] == name]
         assert told == [*itertools.product(range(5), ("staged", "served"))]

@@ -235,11 +235,11 @@ async def test_a_term_can_be_shared_inside_a_process(opened: Opener) -> None:
     _, learner = await opened()
     publisher = ExperienceLog(learner.run, learner.term)
     await publisher.ack_commit("replica-1", 0, 1, 0.5, 0.25)
-    [(_, commit)] = await publisher.commits("0", 0)
+    [(_, commit)] = await publisher.commits("0")
     served = {"replica": "replica-1", "version": 0, "term": 1, "state": "served"}
     assert commit == {**served, "stall_seconds": 0.5, "reload_seconds": 0.25}
     await publisher.ack_stage("replica-1", 1, 1)
-    [_, (_, staged)] = await publisher.commits("0", 0)
+    [_, (_, staged)] = await publisher.commits("0")
     assert staged == {"replica": "replica-1", "version": 1, "term": 1, "state": "staged"}
 
 

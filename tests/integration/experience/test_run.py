@@ -156,10 +156,16 @@ async def test_signals_wake_and_are_bounded(run: Run) -> None:
     last, signals = await watching
     assert signals == [("state", "running")]
     assert await run.watch(last, 20) == (last, [])
-    for _ in range(15):
-        await asyncio.gather(*(run.emit({"kind": "noise"}) for _ in range(100)))
+    for turn in range(15):
+        await asyncio.gather(*(run.scripts.call("take", "learner", f"{turn}-{number}") for number in range(100)))
+    assert await run.last_event() != last
     assert await run.redis.xlen(run.key("events")) < 1200
-    assert await run.redis.xlen(run.key("metrics")) == 1500
+
+
+async def test_a_record_wakes_nobody(run: Run) -> None:
+    before = await run.last_event()
+    await run.emit({"kind": "iteration", "iteration": 1})
+    assert len(await run.records("0", 0)) == 1 and await run.last_event() == before
 
 
 async def test_records_that_are_on_disk_are_trimmed(run: Run) -> None:

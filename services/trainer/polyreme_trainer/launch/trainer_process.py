@@ -42,7 +42,8 @@ _STOP_GRACE_SECONDS = 10.0
 DRAIN_SECONDS = 540.0
 """Time for the current iteration and its save after a stop request. Compose and Kubernetes kill a container ten minutes after the request;
 the remaining minute is for processes that do not drain, for the run's state and for its records."""
-_RECORDS_BLOCK_MS = 1000
+_RECORDS_INTERVAL = 0.5
+"""Seconds between two reads of the records: those of one iteration arrive one by one, and each read that finds one writes a summary."""
 _RECORDS_RETRY_SECONDS = 5.0
 _INCOMPARABLE = (
     "earlier results of the evaluation no longer count for hf/best and notices: expected the metric and the held-out data of this start; "
@@ -205,7 +206,7 @@ class Trainer:
         best = BestExport(self._config.run_dir / "hf")
         while True:
             last = ended.is_set()
-            batch = await self._run.records(recorder.cursor, block_ms=0 if last else _RECORDS_BLOCK_MS)
+            batch = await self._run.records(recorder.cursor, block_ms=0)
             before = recorder.evaluation
             await recorder.take(batch, await self._run.state())
             if before and recorder.evaluation and not comparable(before, recorder.evaluation):
@@ -223,6 +224,9 @@ class Trainer:
                 mark, since_mark = recorder.cursor, 0
             if last and not batch:
                 return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RECORDS_INTERVAL):
+                    await ended.wait()
 
     async def _groups_of(self, iteration: int) -> tuple[list[bytes], bytes | None]:
         experience = ExperienceLog(self._run)

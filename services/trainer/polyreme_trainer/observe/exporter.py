@@ -29,8 +29,8 @@ from polyreme.process.resource_metrics import Usage
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_MS = 1000
-_RETRY_SECONDS = 2.0
+_INTERVAL = 1.0
+"""Seconds between two snapshots."""
 _PAGE_NICENESS = 10
 _NOT_SHOWN = ("kind", "iteration", "time")
 
@@ -71,14 +71,14 @@ class Exporter(Collector):
         cursor = await asyncio.to_thread(self._read_written)
         while True:
             try:
-                for at, record in await self._run.records(cursor, _BLOCK_MS):
+                for at, record in await self._run.records(cursor, block_ms=0):
                     self._progress.add({"time": stream_time(at), **record})
                     cursor = at
                 state, _ = await self._run.state()
                 self.shown = snapshot(state, self._progress)
             except PolyremeError as error:
                 logger.warning("the metrics are stale: %s", error)
-                await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(_INTERVAL)
 
     def _read_written(self) -> str:
         """Adds the records that are on disk; the stream may have been trimmed. Returns the stream id of the last one."""

@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+
+import numpy as np
 
 from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.cli.progress import Progress, Record, stream_time
@@ -184,6 +185,7 @@ def of_samples(groups: list[GroupRecord], trained: bytes | None) -> list[Record]
 def sample_lines(group: GroupRecord) -> Iterator[Record]:
     """One line for each sample of a group: text, score, origin, and how it was generated and scored."""
     times = {"began": group.began, "generate_seconds": group.generate_seconds, "score_seconds": group.score_seconds}
+    times = {name: round(value, _DIGITS) for name, value in times.items()} if group.began else {}
     for position, sample in enumerate(group.samples):
         numbers = {"token_rewards": sample.token_rewards, "teacher_logprobs": sample.teacher_logprobs}
         yield {
@@ -200,11 +202,11 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
             "spans": [list(span) for span in sample.spans],
             **{name: values.tolist() for name, values in numbers.items() if values is not None},
             "prompt_tokens": len(group.prompt_ids),
-            **({name: round(value, _DIGITS) for name, value in times.items()} if group.began else {}),
+            **times,
             "replicas": list(sample.replicas),
-            "calls": [asdict(call) for call in sample.calls],
+            "calls": [vars(call) for call in sample.calls],
             "token_ids": sample.token_ids.tolist(),
-            "logprobs": [round(value, _DIGITS) for value in sample.logprobs.tolist()],
+            "logprobs": np.round(sample.logprobs.astype(np.float64), _DIGITS).tolist(),
         }
 
 

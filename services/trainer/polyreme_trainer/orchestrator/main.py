@@ -162,10 +162,10 @@ class Orchestrator:
             while (await self._run.check()) is RunState.RUNNING:
                 if self._config.placement == "colocated" and (not signals or "device" in signals):
                     self._pool.set_asleep(await trains(self._run))
-                if not signals or signals & {"lease", "version"}:
+                if not signals or "lease" in signals:
                     await self._pool.refresh()
                     await self._scoring.refresh()
-                elif "commit" in signals:  # every version brings one per replica
+                elif "commit" in signals:
                     await self._pool.take_commits()
                 if not signals or "expire" in signals:
                     await self._assign(group)
@@ -176,7 +176,8 @@ class Orchestrator:
                 if await self._advance(group):
                     await self._report_idle_time()
                     break
-                signals = await self._next_signals()
+                while (signals := await self._next_signals()) == {"commit"}:  # two per version and replica; they admit nothing
+                    await self._pool.take_commits()
             for task in (*helpers, self._schedule.task, *self._tasks.values()):
                 if task is not None:
                     task.cancel()

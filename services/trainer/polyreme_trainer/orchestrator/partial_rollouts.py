@@ -181,7 +181,7 @@ class PartialRollouts:
             raise BadStreamError(f"expected as many ids as log-probabilities; found {size} and {len(chunk.logprobs)} bytes")
         if start + count > self.max_new:
             raise BadStreamError(f"expected at most {self.max_new} tokens in sequence {chunk.slot}; found {start + count}")
-        if bad := count - int(np.isfinite(np.frombuffer(chunk.logprobs, "<f4")).sum()):
+        if bad := count - int(np.count_nonzero(np.isfinite(np.frombuffer(chunk.logprobs, "<f4")))):
             raise BadStreamError(
                 f"expected finite log-probabilities; found {bad} that are not, by version {chunk.oldest_version} or a newer one: its "
                 "weights have diverged. Fix: lower trainer.optimizer.lr and continue from an earlier checkpoint"

@@ -107,10 +107,9 @@ class ReplicaPool:
 
     async def take_commits(self) -> None:
         """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica."""
-        while commits := await self._experience.commits(self._last_commit, 0):
-            for entry, commit in commits:
-                self._last_commit = entry
-                self._take_commit(commit)
+        for entry, commit in await self._experience.commits(self._last_commit):
+            self._last_commit = entry
+            self._take_commit(commit)
         for target in self._targets.values():
             self._paces[target.id].stall = self._stalls.get(target.id, 0.0)
             served = self._served.get(target.id, (target.version, target.term))
