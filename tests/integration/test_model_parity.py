@@ -80,3 +80,8 @@ def test_files_that_are_damaged_or_wrong_and_gradients_that_are_not_finite(tmp_p
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_recomputed_activations_change_no_gradient(tensor: int, tmp_path: Path) -> None:
     run_ranks(checks.recomputed_gradients_are_the_same, tensor, str(tiny_model("tied", tmp_path / "model")), str(tensor))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_tokens_that_sequences_have_in_common_change_no_gradient(tensor: int, tmp_path: Path) -> None:
+    run_ranks(checks.joined_beginnings_have_the_same_gradients, tensor, str(tiny_model("tied", tmp_path / "model")), str(tensor))

@@ -142,7 +142,7 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
         rank.engine.close()
     rank = Rank(config, device)
     losses, canary = warm_start(rank), rank.engine.probes.canary()
-    rank.write(Path(out, "warm_start"), {"losses": losses, "canary": [canary.ids, canary.logprobs]})
+    rank.write(Path(out, "warm_start"), {"losses": losses, "canary": canary and [canary.ids, canary.logprobs]})
     rank.engine.close()
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,7 @@ from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.megatron import checkpoint, hf_mapping
 from polyreme_trainer.megatron.accelerator import CUDA
-from polyreme_trainer.megatron.batch import IGNORE
+from polyreme_trainer.megatron.batch import IGNORE, Sequences, pack
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.cpu.spec import CPU
 from polyreme_trainer.megatron.device import Device
@@ -210,6 +211,32 @@ def recomputed_gradients_are_the_same(model: str, tensor: str) -> None:
             most = less
             assert all(torch.equal(grads[name], expected[name]) for name in expected)
         assert any(grad.abs().max() > 0 for grad in expected.values())
+
+
+def joined_beginnings_have_the_same_gradients(model: str, tensor: str) -> None:
+    """Log-probabilities and gradients of sequences that share their first tokens, with both specs."""
+    device = start(tensor)
+    architecture = load_architecture(Path(model))
+    ids = batch(architecture.vocab)[0]
+    ids[:, :6] = ids[0, :6]
+    rows = [row[row > 0].numpy() for row in ids]
+    sequences = Sequences(rows, np.concatenate([np.arange(len(row) - 1) >= 5 for row in rows]).astype(np.float32))
+    for spec in (CPU, CUDA):
+        policy = Policy(architecture, "float32", device, trainable=True, spec=spec)
+        policy.load_hf(Path(model))
+        optimizer, found = Optimizer(policy, ADAM), []
+        assert policy.joins_beginnings
+        for joins in (False, True):
+            micro_batch = pack(sequences, np.arange(len(rows)), device.torch, joins_beginnings=joins)
+            optimizer.zero_grad()
+            with device.megatron():
+                logprobs = policy.logprobs(micro_batch.ids, micro_batch.targets)
+                (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+            found.append((logprobs.detach(), *(param.main_grad.clone() for param in policy.module.parameters())))
+            assert len(micro_batch.targets) == sum(map(len, rows)) - len(rows) - joins * 5 * (len(rows) - 1)
+        for joined, whole in zip(*found, strict=True):
+            torch.testing.assert_close(joined, whole, rtol=0, atol=TOLERANCE)
+        assert all(grad.abs().max() > 100 * TOLERANCE for grad in found[1][1:])
 
 
 def _note(saved: dict[int, int], tensor: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Written:
         manifest: the sealed manifest; None on ranks other than 0.
         slot: the arena slot's number.
         generation: the slot's generation word, which changes when another version is written there; 0 on ranks other than 0.
-        canary: the answer that a replica of this version must give; None when the engine has no model.
+        canary: the answer that a replica of this version must give; valid on rank 0 only. None when the engine has no model.
         parts: the parts on other machines; empty when the first machine has the whole version, and on ranks other than 0.
     """
 

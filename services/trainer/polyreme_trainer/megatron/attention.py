@@ -13,7 +13,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from polyreme_trainer.megatron.context import gather_tokens
 from polyreme_trainer.megatron.mcore import MegatronModule, TransformerConfig, is_layer_window_attention
-from polyreme_trainer.megatron.packing import Packing
+from polyreme_trainer.megatron.packing import Copies, Packing
 from polyreme_trainer.megatron.rotary import rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor, Packing], Tensor]
@@ -56,6 +56,13 @@ def in_halves(attend: Attend, query: Tensor, key: Tensor, value: Tensor, packing
     return torch.cat(outputs)
 
 
+def of_copies(attend: Attend, query: Tensor, key: Tensor, value: Tensor, packing: Packing, copies: Copies) -> Tensor:
+    """Attention where sequences have tokens in common: [t, heads, dim] of the t different tokens. Each sequence gets a copy of its tokens. The
+    outputs of a token's copies are equal, and the first one counts."""
+    query, key, value = (_Copy.apply(each, copies) for each in (query, key, value))
+    return _Unpad.apply(attend(query, key, value, packing), copies.first)
+
+
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
     """query [b, heads, s, dim], key and value [b, groups, k, dim] -> [b, heads, s, dim]; heads of a group are adjacent.
 
@@ -89,8 +96,24 @@ class _Pad(Function):
         return grads[0].index_select(0, scatter), None, None
 
 
+class _Copy(Function):
+    """[t, ...] -> [p, ...], each token at all its places. Its gradient is the sum of theirs, always in the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return x.index_select(0, copies.tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows = grads[0].flatten(1)
+        summed = torch.nn.functional.embedding_bag(ctx.copies.order, rows, ctx.copies.starts, mode="sum")
+        return summed.unflatten(1, grads[0].shape[1:]), None
+
+
 class _Unpad(Function):
-    """[p, ...] -> [t, ...]. Positions of padding get the gradient 0."""
+    """[p, ...] -> [t, ...]. Positions of padding, and copies, get the gradient 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scatter: Tensor) -> Tensor:
@@ -127,6 +150,8 @@ class Attention(MegatronModule):
         """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]; heads of a group are adjacent."""
         cos, sin = packed_seq_params.full if self.window is None else packed_seq_params.sliding
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if packed_seq_params.copies is not None:
+            return of_copies(self.attend, query, key, value, packed_seq_params, packed_seq_params.copies).flatten(1)
         if not packed_seq_params.halves:
             return self.attend(query, key, value, packed_seq_params).flatten(1)
         key, value = gather_tokens(torch.cat([key, value], dim=-1)).chunk(2, dim=-1)

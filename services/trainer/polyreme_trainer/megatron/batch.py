@@ -108,7 +108,8 @@ def with_end(sequences: Sequences) -> Sequences:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass over the t tokens of packed sequences, all except each sequence's last. Padding is at the end, with target IGNORE.
+    """One forward pass over the t tokens of packed sequences, all except each sequence's last, see `pack`. Padding is at the end, with target
+    IGNORE.
 
     Attributes:
         indices: int64 [b], indices of the sequences.
@@ -228,35 +229,70 @@ def _cuts(before: IntArray, budget: int) -> list[int]:
     return starts
 
 
-def pack(sequences: Sequences, indices: IntArray, device: torch.device, multiple: int = 1) -> MicroBatch:
+def pack(
+    sequences: Sequences, indices: IntArray, device: torch.device, multiple: int = 1, joins_beginnings: bool = False
+) -> MicroBatch:
     """The micro-batch of these sequences on `device`. Without a sequence it is one position of padding.
 
     Args:
         multiple: the number of positions is a multiple of this.
+        joins_beginnings: whether the tokens before a sequence's first trained prediction are there once for all sequences that begin with
+            them, see `PackedIds.places`.
     """
     predictions = sequences.lengths[indices] - 1
     starts, row = sequences.offsets[indices], np.repeat(np.arange(len(indices)), predictions)
     tokens = starts[row] + np.arange(len(row)) - np.repeat(np.cumsum(predictions) - predictions, predictions)
     trained = sequences.mask[tokens] > 0
-    inputs = PackedIds(torch.zeros(0, dtype=torch.int64, device=device), ())
+    inputs, count = PackedIds(torch.zeros(multiple, dtype=torch.int64, device=device), (multiple,)), 0
+    targets = np.empty(0, dtype=np.int64)
     if len(row):
         ids = np.concatenate([sequences.ids[index][:-1] for index in indices])
-        inputs = PackedIds(torch.from_numpy(ids).to(device), tuple(predictions[predictions > 0].tolist()))
-    inputs = inputs.aligned(multiple) if len(row) else PackedIds(inputs.ids.new_zeros(multiple), (multiple,))
-    targets = np.full(len(inputs.ids), IGNORE, dtype=np.int64)
-    if len(row):
         following = np.concatenate([sequences.ids[index][1:] for index in indices])
-        targets[: len(row)] = np.where(trained, following, IGNORE)
+        targets, places = np.where(trained, following, IGNORE), None
+        if joins_beginnings:
+            places, kept = join_beginnings(ids, trained, predictions)
+            ids, targets = ids[kept], targets[kept]
+        count = len(ids)
+        inputs = PackedIds(torch.from_numpy(ids).to(device), tuple(predictions[predictions > 0].tolist()), places).aligned(
+            multiple
+        )
+    targets = np.pad(targets, (0, len(inputs.ids) - count), constant_values=IGNORE)
     return MicroBatch(
         indices=indices,
         ids=inputs,
         targets=torch.from_numpy(targets).to(device),
-        real=torch.arange(len(targets), device=device) < len(row),
+        real=torch.arange(len(targets), device=device) < count,
         tokens=tokens[trained],
         sequence=torch.from_numpy(row[trained]).to(device),
-        padding=len(targets) - len(row),
+        padding=len(targets) - count,
         routes=None if sequences.routes is None else _pack_routes(sequences, indices, len(targets)).to(device),
     )
+
+
+def join_beginnings(ids: IntArray, trained: NDArray[np.bool_], lengths: IntArray) -> tuple[IntArray | None, NDArray[np.bool_]]:
+    """Finds sequences with equal tokens before their first trained one.
+
+    Args:
+        ids: int64 [p], the tokens of all sequences.
+        trained: bool [p], where a prediction is trained on.
+        lengths: the number of tokens of each sequence.
+
+    Returns:
+        `PackedIds.places`, and which of the tokens stay, bool [p]: all, except the beginnings that an earlier sequence has too.
+    """
+    places, kept = np.arange(len(ids)), np.ones(len(ids), dtype=np.bool_)
+    ends = np.cumsum(lengths)
+    trained_places = np.append(np.flatnonzero(trained), len(ids))
+    firsts = np.minimum(trained_places[np.searchsorted(trained_places, ends - lengths)], ends)
+    known: dict[bytes, int] = {}
+    for start, first in zip((ends - lengths).tolist(), firsts.tolist(), strict=True):
+        earlier = known.setdefault(ids[start:first].tobytes(), start)
+        if earlier < start:
+            places[start:first] = np.arange(earlier, earlier + first - start)
+            kept[start:first] = False
+    if kept.all():
+        return None, kept
+    return (np.cumsum(kept) - 1)[places], kept
 
 
 def _pack_routes(sequences: Sequences, indices: IntArray, positions: int) -> Tensor:

@@ -32,9 +32,8 @@ class Losses:
         self._shard = shard
         self.with_entropy = algorithm.needs.entropy
         self._fresh = np.isin(tokens.sequence_of, fresh_sequences(batch))
-        self._policy: list[Metrics] = []
-        self._critic: list[Metrics] = []
-        self._supervised: list[Metrics] = []
+        self._metrics: list[Metrics] = []
+        """Of every micro-batch. The names of the policy's, the critic's and the supervised rows' metrics differ."""
         self._policy_steps = 0
         self._steps = batch.steps
         self._weights = np.zeros(len(tokens.mask))
@@ -48,7 +47,7 @@ class Losses:
         def loss(batch: MicroBatch, output: Tensor) -> Tensor:
             logprobs, entropy = output if self.with_entropy else (output, None)
             value, metrics = self._algorithm.loss(self.inputs(batch, logprobs, weight, entropy))
-            self._policy.append(
+            self._metrics.append(
                 {**metrics, "padding_fraction": (torch.tensor(batch.padding), torch.tensor(batch.targets.numel()))}
             )
             return value
@@ -61,7 +60,7 @@ class Losses:
 
         def loss(batch: MicroBatch, values: Tensor) -> Tensor:
             value, metrics = self._algorithm.critic_loss(self.critic_inputs(batch, values, weight))
-            self._critic.append(metrics)
+            self._metrics.append(metrics)
             return value
 
         return loss
@@ -72,7 +71,7 @@ class Losses:
 
         def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
             value, metrics = ptx_loss(logprobs, tokens, coef)
-            self._supervised.append(metrics)
+            self._metrics.append(metrics)
             return value
 
         return LossTerm(rows, everything(rows), loss)
@@ -128,12 +127,10 @@ class Losses:
 
     def reduced(self) -> dict[str, float]:
         """Every metric over all micro-batches and data ranks. Collective."""
-        policy, critic, rows = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic, self._supervised))
-        if (
-            "policy_loss" in policy
-        ):  # the sum over a step's tokens is the step's loss, even if its coefficients do not add up to 1
-            policy["policy_loss"] = (policy["policy_loss"][0], self._policy_steps)
-        return finish(policy) | finish(critic) | finish(rows)
+        found = over_ranks(self._shard, self._metrics)
+        if "policy_loss" in found:  # the sum over a step's tokens is the step's loss, even if its coefficients do not add up to 1
+            found["policy_loss"] = (found["policy_loss"][0], self._policy_steps)
+        return finish(found)
 
 
 def over_ranks(shard: DataShard, parts: list[Metrics]) -> dict[str, tuple[float, float]]:

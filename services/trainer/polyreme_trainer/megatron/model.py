@@ -243,6 +243,12 @@ class ShardedModel:
         parallelism, tensor ranks too."""
         return self.context.ranks * self.context.multiple
 
+    @property
+    def joins_beginnings(self) -> bool:
+        """Whether sequences of a micro-batch may have tokens in common. Routers count each sequence's tokens, and context ranks cut whole
+        sequences."""
+        return self.context.ranks == 1 and not self.arch.experts
+
     def hidden(self, ids: Tensor | PackedIds, chunk: GPTModel | None = None) -> Tensor:
         """Final hidden states of t tokens, [t, hidden]; for a chunk before the last one, the input of the next chunk. With context ranks, the
         states of this rank's tokens, see `ContextRanks.cut`.

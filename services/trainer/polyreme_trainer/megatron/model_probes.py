@@ -20,6 +20,7 @@ from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.critic import Critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import CRITIC
+from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.pipeline import on_every_stage
 from polyreme_trainer.megatron.policy import Policy
 
@@ -41,8 +42,10 @@ class ModelProbes:
         self._hf: torch.nn.Module | None = None
         """The Hugging Face model of the last comparison, kept until replicas are compared with it. On rank 0."""
 
-    def canary(self) -> Canary:
-        """The policy's canary. Collective."""
+    def canary(self) -> Canary | None:
+        """The policy's canary; None on data ranks other than the first, unless their models take part because they have other experts. Collective."""
+        if parallel_state.get_data_parallel_rank() and not self._policy.arch.experts:
+            return None
         length = min(CANARY_TOKENS, self._config.rollout.max_model_len - 1)  # the engine samples one more
         ids = comparison.probe_ids(self._policy.arch.vocab, length, self._config.seed)[0].numpy()
         logprobs = self.answer_logprobs([Answer(ids[:1], ids[1:], np.empty(0, np.float32))], temperature=1.0)

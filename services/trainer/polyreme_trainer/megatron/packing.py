@@ -1,5 +1,8 @@
 """Sequences in one row of tokens, one after the other, and the description of them that attention needs.
 
+Sequences that begin alike, as the samples of one prompt do, may have these first tokens in common: everything but attention is then computed
+once for all of them.
+
 Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment adds tokens
 at the end only, as a separate sequence. The queries of a sequence belong to the last of the tokens whose keys they see.
 """
@@ -27,10 +30,13 @@ class PackedIds:
     Attributes:
         ids: int64 [t], all tokens.
         lengths: the number of tokens of each sequence, 1 or more.
+        places: int64 [sum of lengths], the token at each place of the sequences, one sequence after the other. None: the sequences have no
+            tokens in common, so the tokens are in this order.
     """
 
     ids: Tensor
     lengths: tuple[int, ...]
+    places: IntArray | None = None
 
     @classmethod
     def of_rows(cls, ids: Tensor) -> Self:
@@ -54,9 +60,35 @@ class PackedIds:
 
     def aligned(self, multiple: int) -> "PackedIds":
         """The same with a number of tokens that `multiple` divides; id 0 is added at the end."""
-        if not (missing := -len(self.ids) % multiple):
+        count = len(self.ids)
+        if not (missing := -count % multiple):
             return self
-        return PackedIds(torch.nn.functional.pad(self.ids, (0, missing)), (*self.lengths, missing))
+        places = None if self.places is None else np.append(self.places, np.arange(count, count + missing))
+        return PackedIds(torch.nn.functional.pad(self.ids, (0, missing)), (*self.lengths, missing), places)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The places of t tokens in sequences that have some of them in common.
+
+    Attributes:
+        tokens: int64 [p], the token at each of the p places.
+        order: int64 [p], the places of the first token, then those of the second, ...
+        starts: int64 [t], the first entry of each token in `order`.
+        first: int64 [t], the first place of each token.
+    """
+
+    tokens: Tensor
+    order: Tensor
+    starts: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, places: IntArray, device: torch.device) -> Self:
+        """The copies at `PackedIds.places`."""
+        order, counts = np.argsort(places, kind="stable"), np.bincount(places)
+        starts = np.cumsum(counts) - counts
+        return cls(*(torch.from_numpy(each).to(device) for each in (places, order, starts, order[starts])))
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,7 @@ class Packing(PackedSeqParams):
             dtype.
         halves: on a rank that has a part of each sequence, the packings of its queries, one for each half; otherwise empty.
         keys: for a half, the positions of its keys among the gathered keys.
+        copies: the tokens that sequences have in common; None: there are none.
     """
 
     lengths: tuple[int, ...] = ()
@@ -96,6 +129,7 @@ class Packing(PackedSeqParams):
     sliding: tuple[Tensor, ...] = field(default=(), repr=False)
     halves: "tuple[Packing, ...]" = field(default=(), repr=False)
     keys: Tensor | None = field(default=None, repr=False)
+    copies: Copies | None = field(default=None, repr=False)
     _bands: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
     _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
@@ -164,12 +198,16 @@ def packing(
         features: the width of all queries of this rank.
         full, sliding: the rotary angles of the first positions, fp32 [positions, features / 2]; `sliding` None: as `full`.
         dtype: the compute dtype.
-        cut: the tokens of a context rank; None: all.
+        cut: the tokens of a context rank; None: all. Then the sequences have no tokens in common.
     """
+    assert cut is None or packed.places is None, "context ranks cut sequences with their own tokens"
     lengths, device, longest = packed.lengths, packed.device, max(packed.lengths)
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
+    copies = None if packed.places is None else Copies.of(packed.places, device)
     if cut is not None:
         positions = positions.index_select(0, cut.tokens)
+    if copies is not None:
+        positions = positions.index_select(0, copies.first)
 
     def rotation(angles: Tensor) -> tuple[Tensor, ...]:
         return tuple(
@@ -182,6 +220,7 @@ def packing(
         _of_lengths(lengths, lengths, features, device),
         full=rotated,
         sliding=rotated if sliding is None else rotation(sliding),
+        copies=copies,
         halves=tuple(replace(_of_lengths(half.lengths, half.key_lengths, features, device), keys=half.keys) for half in halves),
     )
 

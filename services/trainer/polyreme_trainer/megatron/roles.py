@@ -149,12 +149,13 @@ class Role(Generic[Model]):
                 return Job(batch.ids, lambda: 0 * forward(batch).sum(), context)
             return Job(batch.ids, lambda: term.loss(batch, forward(batch)), context)
 
-        group = self.model.rank.micro_batch_group
-        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.cost, self.model.alignment, group))
+        model, sequences = self.model, term.sequences
+        group, joins = model.rank.micro_batch_group, model.joins_beginnings
+        jobs = map(job, self.shard.micro_batches(sequences, term.indices, self.cost, model.alignment, group, joins))
         if self.shard.stages is None:
             run_whole(jobs, backward)
         else:
-            run_stages(self.model, jobs, backward)
+            run_stages(model, jobs, backward)
 
     def tensors(self) -> Iterator[Tensor]:
         """The role's tensors that this rank keeps for longer than a step: weights, buffers, moments."""

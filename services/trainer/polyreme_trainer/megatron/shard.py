@@ -44,7 +44,13 @@ class DataShard:
     stages: dist.ProcessGroup | None = None
 
     def micro_batches(
-        self, sequences: Sequences, indices: IntArray, cost: Cost, multiple: int = 1, group: int = 1
+        self,
+        sequences: Sequences,
+        indices: IntArray,
+        cost: Cost,
+        multiple: int = 1,
+        group: int = 1,
+        joins_beginnings: bool = False,
     ) -> Iterator[MicroBatch]:
         """This rank's share of `indices`. Every rank has the same number of micro-batches; some of them may be empty.
 
@@ -53,13 +59,15 @@ class DataShard:
             cost: the cost function of the model's sequences.
             multiple: the number of a micro-batch's positions is a multiple of this.
             group: the number of micro-batches is a multiple of this.
+            joins_beginnings: see `pack`.
         """
         together = sequences.together
         rows = indices[::together] // together
         # The tokens and the cost of each row, whose sequences stay together.
         tokens, costs = (each.reshape(-1, together).sum(axis=1) for each in (sequences.lengths, cost.of(sequences.lengths)))
         for part in plan_ranks(tokens, costs, rows, self.ranks, self.micro_batch_tokens, group)[self.rank]:
-            yield pack(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device, multiple)
+            every = (part[:, None] * together + np.arange(together)).ravel()
+            yield pack(sequences, every, self.device, multiple, joins_beginnings)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the data-parallel ranks and the stages in place, and returns it. Collective.

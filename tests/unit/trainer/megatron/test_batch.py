@@ -194,6 +194,43 @@ def test_a_micro_batch_takes_the_trained_tokens_in_the_order_of_its_targets(mask
     assert batch.ids.ids.tolist() == np.concatenate([ids[row][:-1] for row in chosen]).tolist()
 
 
+def test_samples_of_a_prompt_have_its_tokens_in_common() -> None:
+    """All but the last token of the prompt, whose prediction is a trained one of each sample."""
+    sequences, tokens = collect([group(0, [5, 6, 7], [[8, 9], [8]]), group(1, [5, 6], [[4, 2]])])
+    batch = pack(sequences, np.arange(3), torch.device("cpu"), 4, joins_beginnings=True)
+    assert (batch.ids.ids.tolist(), batch.ids.lengths) == ([5, 6, 7, 8, 7, 5, 6, 4], (4, 3, 3))
+    assert batch.ids.places is not None
+    assert batch.ids.places.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 7]
+    assert batch.targets.tolist() == [IGNORE, IGNORE, 8, 9, 8, IGNORE, 4, 2]
+    assert (batch.padding, batch.sequence.tolist()) == (0, [0, 0, 1, 2, 2])
+    assert tokens.ids is not None
+    assert batch.take(tokens.ids).tolist() == [8, 9, 8, 4, 2]
+
+
+binary_rows = st.lists(st.lists(st.tuples(st.integers(0, 1), st.booleans()), min_size=1, max_size=6), min_size=1, max_size=9)
+
+
+@given(binary_rows, st.integers(1, 4))
+def test_tokens_in_common_are_untrained_beginnings(rows: list[list[tuple[int, bool]]], multiple: int) -> None:
+    ids = [np.array([*(token for token, _ in row), 1]) for row in rows]
+    sequences = Sequences(ids, np.array([mask for row in rows for _, mask in row], dtype=np.float32))
+    every = np.arange(len(rows))
+    plain = pack(sequences, every, torch.device("cpu"), multiple)
+    joined = pack(sequences, every, torch.device("cpu"), multiple, joins_beginnings=True)
+    count = sum(map(len, rows))
+    places = np.arange(count) if joined.ids.places is None else joined.ids.places[:count]
+    assert joined.ids.ids[places].tolist() == plain.ids.ids[:count].tolist()
+    assert joined.tokens.tolist() == plain.tokens.tolist() and joined.sequence.tolist() == plain.sequence.tolist()
+    assert joined.targets[joined.targets != IGNORE].tolist() == plain.targets[plain.targets != IGNORE].tolist()
+    assert int(joined.real.sum()) == len(set(places.tolist())) == len(joined.targets) - joined.padding
+    known: dict[tuple[int, ...], list[int]] = {}  # equal untrained beginnings have the same tokens; no other token has two places
+    for start, row in zip(sequences.offsets[:-1], rows, strict=True):
+        length = next((number for number, (_, mask) in enumerate(row) if mask), len(row))
+        mine, rest = places[start : start + length].tolist(), places[start + length : start + len(row)].tolist()
+        assert known.setdefault(tuple(token for token, _ in row[:length]), mine) == mine
+        assert all((places == place).sum() == 1 for place in rest)
+
+
 def test_versions_and_groups_are_per_token_and_per_sequence() -> None:
     made = group(4, [5, 6], [[8, 9], [8, 1], [7]])
     spans = [[(3, 0, 2)], [(2, 0, 1), (3, 1, 2)], [(2, 0, 1)]]

@@ -26,7 +26,7 @@ class Table(torch.nn.Module):
     """A model with one float64 log-probability per token id. It is its own optimizer, which does not change the weights."""
 
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
-    alignment = 1
+    alignment, joins_beginnings = 1, False
     routing = None
     rank = Rank()
 

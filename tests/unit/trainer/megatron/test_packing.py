@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyreme_trainer.megatron.accelerator import flash
-from polyreme_trainer.megatron.attention import causal_attention, in_blocks, in_halves
+from polyreme_trainer.megatron.attention import causal_attention, in_blocks, in_halves, of_copies
 from polyreme_trainer.megatron.attention_blocks import CALL_FLOPS, plan_blocks
 from polyreme_trainer.megatron.context_cut import cut_sequences
 from polyreme_trainer.megatron.packing import PackedIds, Packing, cut_blocks, packing
@@ -102,6 +102,36 @@ def test_context_ranks_together_compute_each_sequence_alone(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+BEGINNINGS: list[tuple[list[int], list[int]]] = [
+    ([5, 3, 4], [0, 1, 2, 3, 4, 0, 1, 5, 0, 1, 6, 7]),  # three of one beginning
+    (
+        [4, 2, 6, 3, 2],
+        [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8, 4, 5, 9, 0, 1],
+    ),  # two beginnings in turn, and one sequence that is all beginning
+]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("lengths", "places"), BEGINNINGS)
+def test_sequences_with_tokens_in_common_attend_as_each_alone(lengths: list[int], places: list[int], window: int | None) -> None:
+    generator = torch.Generator().manual_seed(5)
+    tokens = max(places) + 1
+    inputs = [torch.randn(tokens, heads, 4, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
+    weight = torch.randn(tokens, 4, 4, generator=generator, dtype=torch.float64)
+    ids = PackedIds(torch.zeros(tokens, dtype=torch.int64), tuple(lengths), np.array(places))
+    made = packing(ids, 4, torch.zeros(max(lengths), 2), None, torch.float64)
+    assert made.copies is not None
+    query, key, value = inputs
+    found = of_copies(partial(in_blocks, scale=0.7, window=window), query, key, value, made, made.copies)
+    expected = alone([each[torch.tensor(places)] for each in inputs], lengths, window)[
+        [places.index(token) for token in range(tokens)]
+    ]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    gradients = (torch.autograd.grad((each * weight).sum(), inputs) for each in (found, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
 def alone(inputs: list[Tensor], lengths: list[int], window: int | None) -> Tensor:
     outputs = []
     for query, key, value in zip(*(each.split(lengths) for each in inputs), strict=True):
@@ -134,6 +164,15 @@ def test_positions_start_again_with_each_sequence() -> None:
     tokens, part = cut.tokens.tolist(), packing(ids, 4, angles, None, torch.float32, cut)
     assert part.full[0].flatten().tolist() == made.full[0].flatten()[tokens].tolist()
     assert part.halves[0].key_ends[-1] == len(cut.halves[0].keys)
+
+
+def test_a_token_in_common_has_one_position() -> None:
+    ids = PackedIds(torch.zeros(4, dtype=torch.int64), (3, 3), np.array([0, 1, 2, 0, 1, 3])).aligned(3)
+    made = packing(ids, 4, torch.arange(4.0).unsqueeze(1), None, torch.float64)
+    torch.testing.assert_close(
+        made.full[0].flatten(), torch.tensor([0, 1, 2, 2, 0, 1], dtype=torch.float64).cos(), rtol=0, atol=1e-6
+    )
+    assert made.ends == [3, 6, 8]
 
 
 def test_alignment_adds_a_sequence_at_the_end() -> None:

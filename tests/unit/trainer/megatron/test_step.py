@@ -31,7 +31,7 @@ class Drifting:
     rows: list[int] = field(default_factory=list)
     """The sequences of each forward pass with a gradient."""
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
-    alignment = 1
+    alignment, joins_beginnings = 1, False
     routing = None
     rank = Rank()
 

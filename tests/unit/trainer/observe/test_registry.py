@@ -82,7 +82,7 @@ class Lookup(torch.nn.Module):
     """A number for each token id: the smallest model that a role can train."""
 
     arch = SimpleNamespace(active_parameters=8, layers=1, queries=2, sliding=())
-    alignment = 1
+    alignment, joins_beginnings = 1, False
     routing = None
     rank = Rank()
     dtype = "float32"
