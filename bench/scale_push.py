@@ -9,8 +9,9 @@ best of a few counts. Then it simulates: every receiver takes its share of a rep
 a tensor is forwarded when it has arrived and is verified. A machine runs `--cores` streams in, as many out, and as many threads that compare
 and apply, which share its memory's bandwidth. docs/scale.md has the arithmetic, and names the parts that do not exist.
 
-`full_seconds` (<= 5), `delta_seconds` (<= 1): from the sealed version to the last receiver that has verified it. `trainer_copies`: bytes
-of all senders together over those of the model.
+`full_seconds`, `delta_seconds`: from the sealed version to the last receiver that has verified it. `full_vs_without_relay` (<= 0.3): the
+former over the time in which the senders alone would send every copy. `delta_vs_full` (<= 0.75): the latter over the former.
+`trainer_copies`: bytes of all senders together over those of the model.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from polyreme.weights.digest import seal, verify
 from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme.weights.wire import CHUNK_BYTES
 
-MOST = {"full_seconds": 5.0, "delta_seconds": 1.0}
+MOST = {"full_vs_without_relay": 0.3, "delta_vs_full": 0.75}
 BYTES = 2  # of a bfloat16 parameter
 LARGEST_TENSOR = 64 << 20  # bytes of a tensor in a share; a relay forwards a tensor when it is verified
 CHANGED = 0.01  # share of the elements in a delta
@@ -142,14 +143,18 @@ def simulate(fleet: Fleet, costs: Costs) -> dict[str, float]:
     lines = 1 - (1 - CHANGED) ** (CACHE_LINE // BYTES)  # share of the cache lines that a delta changes: each is read and written
     memory = fleet.received * (1 + 2 * 2 * lines) / fleet.memory
     apply = max(fleet.received / (fleet.cores * costs.two_applied), memory)
+    delta = compare + payload + apply
+    without_relay = fleet.received * fleet.receivers / fleet.senders / rate
     return {
+        "full_vs_without_relay": full / without_relay,
+        "delta_vs_full": delta / full,
         "full_seconds": full,
-        "delta_seconds": compare + payload + apply,
+        "delta_seconds": delta,
         "delta_compare_seconds": compare,
         "delta_chain_seconds": payload,
         "delta_apply_seconds": apply,
         "delta_memory_seconds": memory,
-        "without_relay_seconds": fleet.received * fleet.receivers / fleet.senders / rate,
+        "without_relay_seconds": without_relay,
         "trainer_copies": fleet.received * heads / (fleet.parameters * BYTES),
         "machine_gb_s": rate / 1e9,
     }
