@@ -80,8 +80,13 @@ def moments(
             if phase.step:
                 found[f"{model.role} optimizer step"] = RankEstimate(phase.device, phase.step, host, moves=True)
         if model.copies_actor:
-            phase = copy_phase(states, states[0], working, offload)
-            found[f"{model.role} copy"] = RankEstimate(phase.device, copy_terms(models[0], model, sharding), host)
+            # A fixed reference is loaded from version 0, which exists only when every trained model has taken the weights.
+            pairs = zip(models, states, strict=True)
+            present = [state for each, state in pairs if each.trained or each.copies_actor or not model.trained]
+            phase = copy_phase(present, states[0], working, offload)
+            found[f"{model.role} copy"] = RankEstimate(
+                phase.device, copy_terms(models[0], model, sharding), resting(present, offload)
+            )
     return found
 
 
