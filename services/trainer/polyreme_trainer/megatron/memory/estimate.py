@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from polyreme.config.trainer import OffloadConfig, ParallelConfig
+from polyreme.weights.delta import WHOLE_ABOVE
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize, step_terms
 from polyreme_trainer.megatron.memory.phases import copy_phase, resting, training_phase
@@ -114,6 +115,17 @@ def arena_term(parameters: int, dtype: str) -> Addend:
     width = WIDTHS[dtype]
     return Addend(
         "arena", ARENA_SLOTS * parameters * width, f"{ARENA_SLOTS} versions x {parameters:,} parameters x {width} bytes"
+    )
+
+
+def delta_term(parameters: int, dtype: str) -> Addend:
+    """The deltas that a machine keeps of its part of the policy's versions. parameters: those of the part.
+
+    Older ones are discarded beyond this size. The memory in which a delta is computed or combined comes in addition, for a short time.
+    """
+    width = WIDTHS[dtype]
+    return Addend(
+        "deltas", int(WHOLE_ABOVE * parameters * width), f"at most {WHOLE_ABOVE} x {parameters:,} parameters x {width} bytes"
     )
 
 
