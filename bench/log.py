@@ -3,9 +3,9 @@
     python bench/log.py [--iterations 40] [--redis URL]
 
 An iteration has 32 groups of 8 samples of about 40 tokens. They are admitted, encoded, appended by one task each, planned while the learner
-waits, read, decoded, trained (not timed, since there is nothing to train) and released. `ms_per_sample` (< 1, stretch 0.2) is its
-wall-clock time over 256 samples, median of all iterations. The floor is the time of writing the same payloads to the same server with plain
-HSETs at the same concurrency.
+waits, read, decoded, trained (not timed, since there is nothing to train) and released. `log_vs_writes` (<= 10) is the median of its
+wall-clock time, over that of writing the same payloads to the same server with plain HSETs at the same concurrency. `ms_per_sample` is the
+former over 256 samples.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 
 GROUPS, SAMPLES, TOKENS = 32, 8, 40
-TARGET = {"ms_per_sample": 1.0}
+TARGET = {"log_vs_writes": 10.0}
 
 Times = dict[str, list[float]]
 
@@ -153,8 +153,11 @@ def main() -> int:
     for name, value in medians.items():
         table.add_row(name, f"{value:.2f}", f"{value / (GROUPS * SAMPLES):.4f}", f"{value / medians['bare writes']:.2f}")
     Console().print(table)
-    measured = {"ms_per_sample": round(medians["iteration"] / (GROUPS * SAMPLES), 4)}
-    met = all(measured[name] < limit for name, limit in TARGET.items())
+    measured = {
+        "log_vs_writes": round(medians["iteration"] / medians["bare writes"], 2),
+        "ms_per_sample": round(medians["iteration"] / (GROUPS * SAMPLES), 4),
+    }
+    met = all(measured[name] <= limit for name, limit in TARGET.items())
     print(json.dumps({"bench": "log", "measured": measured, "target": TARGET, "met": met}))
     return 0 if met else 1
 

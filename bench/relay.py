@@ -16,9 +16,7 @@ receivers. `hop_seconds`: the cost of one more machine in the chain, (sixteen - 
 import argparse
 import asyncio
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from weights_side.streams import BENCH, Versions, run_id
+from weights_side.streams import BENCH, Versions, run_id, start_replica
 
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
@@ -51,12 +49,10 @@ BURST = "64kb"  # if a whole chunk passed at once, the cost of a hop would be hi
 @contextmanager
 def replicas(machines: Sequence[Machine], nbytes: int, run: str) -> Iterator[list[str]]:
     """Starts a replica's service on each machine and returns the addresses."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(BENCH), str(BENCH.parent / "tests"))), "OMP_NUM_THREADS": "1"}
     with ExitStack() as processes:
         started = []
         for machine in machines:
-            argv = [sys.executable, "-m", "weights_side.replica", machine.address, "stream", str(TENSORS), str(nbytes), run]
-            process = subprocess.Popen(machine.command(argv), stdout=subprocess.PIPE, env=environment)
+            process = start_replica("stream", nbytes, run, machine.address, machine.command, TENSORS)
             processes.callback(process.wait, 60)
             processes.callback(process.terminate)
             started.append((machine, process))

@@ -23,6 +23,7 @@ from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
+from polyreme.process.lifecycle import die_with_parent
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
@@ -65,15 +66,23 @@ class Versions:
         return Version(manifest.to_proto(), slot, generation)
 
 
+def start_replica(
+    kind: str, nbytes: int, run: str, host: str, place: Callable[[Sequence[str]], Sequence[str]], tensors: int = TENSORS
+) -> "subprocess.Popen[bytes]":
+    """Starts the weights service (`stream`) or a plain socket (`socket`) in a process at `place`, which prints its port."""
+    command = [sys.executable, "-m", "weights_side.replica", host, kind, str(tensors), str(nbytes), run]
+    paths = os.pathsep.join((str(BENCH), str(BENCH.parent / "tests")))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    parent = os.getpid()
+    return subprocess.Popen(place(command), stdout=subprocess.PIPE, env=environment, preexec_fn=lambda: die_with_parent(parent))
+
+
 @contextmanager
 def peer(
     kind: str, nbytes: int, run: str, host: str = "127.0.0.1", place: Callable[[Sequence[str]], Sequence[str]] = tuple
 ) -> Iterator[int]:
-    """Starts the weights service (`stream`) or a plain socket (`socket`) in a process at `place`. Yields its port."""
-    command = [sys.executable, "-m", "weights_side.replica", host, kind, str(TENSORS), str(nbytes), run]
-    paths = os.pathsep.join((str(BENCH), str(BENCH.parent / "tests")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(place(command), stdout=subprocess.PIPE, env=environment)
+    """Runs `start_replica` and yields its port."""
+    process = start_replica(kind, nbytes, run, host, place)
     assert process.stdout is not None
     with process.stdout:
         try:

@@ -1,7 +1,6 @@
 """Versions as deltas, over real gRPC: after any fault, a replica ends with the bytes of a full push."""
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -9,19 +8,13 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.experience.ledger import ExperienceLog, Writer
-from polyreme.weights.arena import ArenaError
 from polyreme.weights.delta import diff
 from polyreme.weights.digest import seal
-from polyreme.weights.wire import encode_chunk
 from polyreme_rollout.weight_receiver import BaseError
 from polyreme_trainer.weight_sync import replica_client, replica_push
-from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.publisher import Publisher
-from polyreme_trainer.weight_sync.version import Version
-from support.proxy import bad_network
-from support.publishing import SPARSE, SPARSE_LAYOUT, World, far_publishing, same
-from support.receiver import lease, serving
-from support.waiting import until
+from support.publishing import SPARSE, SPARSE_LAYOUT, World, fall_behind, far_publishing, lose_delta, same, zeros
+from support.receiver import lease, proxied, serving
 
 
 @pytest.fixture
@@ -30,12 +23,8 @@ async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.M
         yield world
 
 
-async def commits(world: World) -> list[dict[str, Any]]:
-    return [record for _, record in await world.run.records("0", 0) if record["kind"] == "commit"]
-
-
 async def paths(world: World) -> list[str]:
-    return [record["path"] for record in await commits(world)]
+    return [record["path"] for record in await world.commits()]
 
 
 async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) -> None:
@@ -46,7 +35,7 @@ async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) 
             assert same(far.weights, weights)
             assert bool(far._swapper.staging._receiver._payloads) == (version % 4 > 0), "memory for deltas only"
     assert await paths(world) == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
-    for record in await commits(world):
+    for record in await world.commits():
         if record["path"] == "delta":
             assert 0 < record["bytes"] < SPARSE_LAYOUT.nbytes / 10
             assert 0 < record["density"] < 2 * SPARSE
@@ -92,17 +81,11 @@ async def test_a_replica_that_lags_receives_one_delta(world: World) -> None:
     async with world.replica("far") as far, world.replica("quick") as quick:
         await world.step(SPARSE)
         await world.publisher.wait_committed(0, 2, 300)
-        far.engine.may_load.clear()
-        for version in (1, 2, 3):
-            weights = await world.step(SPARSE)
-            await until(lambda version=version: quick.versions[-1] == version)
-            if version == 1:
-                await until(lambda: far.calls.count("Commit") == 2)
-        far.engine.may_load.set()
+        weights = await fall_behind(far, quick, lambda: world.step(SPARSE))
         await world.publisher.wait_committed(3, 2, 300)
         assert same(far.weights, weights)
         assert far.versions == [0, 1, 3]
-    records = {record["version"]: record for record in await commits(world) if record["replica"] == "far"}
+    records = {record["version"]: record for record in await world.commits() if record["replica"] == "far"}
     assert records[3]["path"] == "delta"
     assert records[1]["density"] < records[3]["density"] < 4 * SPARSE
 
@@ -128,7 +111,7 @@ async def test_a_late_joiner_receives_a_whole_version_and_then_deltas(world: Wor
             await world.publisher.wait_committed(2, 2, 300)
             assert same(one.weights, weights)
             assert same(two.weights, weights)
-    assert {(record["replica"], record["version"]): record["path"] for record in await commits(world)} == {
+    assert {(record["replica"], record["version"]): record["path"] for record in await world.commits()} == {
         **{("one", 0): "stream", ("one", 1): "delta", ("one", 2): "delta"},
         **{("two", 1): "stream", ("two", 2): "delta"},
     }
@@ -151,11 +134,7 @@ async def test_a_damaged_delta_is_refused_and_the_whole_version_follows(world: W
     async with world.replica("far") as far:
         await world.step(SPARSE)
         await world.publisher.wait_committed(0, 1, 300)
-
-        def damaged(offset: int, data: memoryview) -> bytes:
-            return encode_chunk(offset, data if len(data) > SPARSE_LAYOUT.nbytes / 2 else memoryview(bytes(len(data))))
-
-        monkeypatch.setattr(replica_client, "encode_chunk", damaged)
+        monkeypatch.setattr(replica_client, "encode_chunk", zeros(SPARSE_LAYOUT.nbytes / 2))
         weights = await world.step(SPARSE)
         await world.publisher.wait_committed(1, 1, 300)
         assert same(far.weights, weights)
@@ -223,10 +202,7 @@ async def test_a_broken_connection_in_a_delta_is_retried(world: World, monkeypat
     monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
     monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
     receiver = world.receiver()
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(serving(receiver))
-        proxy = await stack.enter_async_context(bad_network("127.0.0.1", server))
-        await stack.enter_async_context(await world.registry.register(lease("far", proxy.port)))
+    async with proxied(world.registry, "far", receiver) as proxy:
         await world.step(SPARSE)
         await world.publisher.wait_committed(0, 1, 300)
         proxy.refuse_after(300)  # after the headers, before the last of the weights
@@ -239,14 +215,7 @@ async def test_a_broken_connection_in_a_delta_is_retried(world: World, monkeypat
 
 
 async def test_a_lost_delta_is_a_whole_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Deltas._diff
-
-    def lost(deltas: Deltas, before: Version, after: Version) -> Any:
-        if after.number == 2:
-            raise ArenaError("overwritten")
-        return real(deltas, before, after)
-
-    monkeypatch.setattr(Deltas, "_diff", lost)
+    lose_delta(monkeypatch, 2)
     async with world.replica("far") as far:
         for version in range(4):
             weights = await world.step(SPARSE)

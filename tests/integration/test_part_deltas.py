@@ -10,8 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.api.v1 import weights_pb2 as pb
-from polyreme.weights.arena import ArenaError
-from polyreme.weights.wire import MAX_FETCHES, encode_chunk
+from polyreme.weights.wire import MAX_FETCHES
 from polyreme_rollout import relay
 from polyreme_trainer.weight_sync import machine_part, part_server, replica_push
 from polyreme_trainer.weight_sync.deltas import Deltas, EncodedDelta
@@ -19,9 +18,8 @@ from polyreme_trainer.weight_sync.machine_part import MachinePart
 from polyreme_trainer.weight_sync.part_server import PartServer
 from polyreme_trainer.weight_sync.version import Version
 from support.part_machines import INTERVAL, NAMES, PARTS, Machines
-from support.proxy import bad_network
-from support.publishing import SPARSE, publishing, push_soon, same
-from support.receiver import Receiver, lease, replica, serving
+from support.publishing import SPARSE, fall_behind, lose_delta, publishing, push_soon, same, zeros
+from support.receiver import Receiver, proxied, replica
 from support.waiting import until
 
 NBYTES = sum(layout.nbytes for layout in PARTS)
@@ -65,10 +63,6 @@ def recording(machines: Machines) -> Recording:
     return Recording(machines.world.run.run_id)
 
 
-async def commits(machines: Machines) -> list[dict[str, Any]]:
-    return [record for _, record in await machines.world.run.records("0", 0) if record["kind"] == "commit"]
-
-
 async def step(machines: Machines, receivers: list[Recording], fraction: float = SPARSE, **options: Any) -> None:
     """Publishes a version and waits until all replicas serve it."""
     weights = await machines.step(fraction, **options)
@@ -80,7 +74,7 @@ async def test_between_anchors_every_part_arrives_as_a_delta(machines: Machines)
     async with replica(machines.world.registry, "r", receiver := recording(machines)):
         for _ in range(7):
             await step(machines, [receiver])
-    records = await commits(machines)
+    records = await machines.world.commits()
     assert [record["path"] for record in records] == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
     assert {fetch for fetch in receiver.fetched if fetch[1]} == {
         (version, part, version % INTERVAL > 0) for version in range(7) for part in (1, 2)
@@ -100,7 +94,7 @@ async def test_the_machines_send_each_part_once_whole_and_as_a_delta(machines: M
             await stack.enter_async_context(replica(machines.world.registry, f"r{number}", receiver))
         for version in range(3):
             await step(machines, receivers)
-            records = [record for record in await commits(machines) if record["version"] == version]
+            records = [record for record in await machines.world.commits() if record["version"] == version]
             assert {record["path"] for record in records} == {"delta" if version else "stream"}
             sent = sum(record["bytes"] for record in records)
             assert sum(record.get("relayed_bytes", 0) for record in records) == 4 * sent
@@ -117,7 +111,7 @@ async def test_a_part_that_changed_too_much_goes_whole_while_the_others_are_delt
         await step(machines, [receiver], dense=(1,))
         await step(machines, [receiver])
     assert {fetch for fetch in receiver.fetched if fetch[0]} == {(1, 1, False), (1, 2, True), (2, 1, True), (2, 2, True)}
-    record = (await commits(machines))[1]
+    record = (await machines.world.commits())[1]
     share = PARTS[1].nbytes / NBYTES
     assert record["path"] == "delta" and PARTS[1].nbytes < record["bytes"] < PARTS[1].nbytes + NBYTES / 10
     assert share < record["density"] < share + 2 * SPARSE
@@ -130,13 +124,7 @@ async def test_a_replica_that_lags_receives_one_delta_of_every_part(machines: Ma
         for name, receiver in (("slow", slow), ("quick", quick)):
             await stack.enter_async_context(replica(world.registry, name, receiver))
         await step(machines, [slow, quick])
-        slow.engine.may_load.clear()
-        for version in (1, 2, 3):
-            weights = await machines.step(SPARSE)
-            await until(lambda version=version: quick.versions[-1] == version)
-            if version == 1:
-                await until(lambda: slow.calls.count("Commit") == 2)
-        slow.engine.may_load.set()
+        weights = await fall_behind(slow, quick, lambda: machines.step(SPARSE))
         await world.publisher.wait_committed(3, 2, 300)
         assert same(slow.weights, weights) and slow.versions == [0, 1, 3]
         assert {fetch for fetch in slow.fetched if fetch[0] == 3 and fetch[1]} == {(3, 1, True), (3, 2, True)}
@@ -153,19 +141,12 @@ async def test_a_late_joiner_fetches_every_part_from_a_replica_and_then_gets_del
         assert same(two.weights, machines.weights)
         assert sorted(one.served) == [(1, part, False) for part in range(MACHINES)]
         await step(machines, [one, two])
-    record = next(record for record in await commits(machines) if (record["replica"], record["version"]) == ("two", 1))
+    record = next(record for record in await machines.world.commits() if (record["replica"], record["version"]) == ("two", 1))
     assert (record["bytes"], record["relayed_bytes"], record["source"], record["hops"]) == (0, NBYTES, "one", 2)
 
 
 async def test_a_lost_delta_of_one_part_is_that_part_whole(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Deltas._diff
-
-    def lost(deltas: Deltas, before: Version, after: Version) -> Any:
-        if (after.number, after.manifest.part) == (2, 1):
-            raise ArenaError("overwritten")
-        return real(deltas, before, after)
-
-    monkeypatch.setattr(Deltas, "_diff", lost)
+    lose_delta(monkeypatch, 2, part=1)
     async with replica(machines.world.registry, "r", receiver := recording(machines)):
         for _ in range(4):
             await step(machines, [receiver])
@@ -194,12 +175,12 @@ async def test_a_slot_that_is_overwritten_while_a_machine_compares_it_costs_the_
 async def test_slots_count_as_compared_until_every_machine_has_answered(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_answer = asyncio.Event()
+    may_answer = {part: asyncio.Event() for part in (1, 2)}
     loop = asyncio.get_running_loop()
     real = PartServer._delta
 
     async def held(server: PartServer, request: Any) -> EncodedDelta | None:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(may_answer.wait(), loop))
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(may_answer[server._part].wait(), loop))
         return await real(server, request)
 
     monkeypatch.setattr(PartServer, "_delta", held)
@@ -207,9 +188,11 @@ async def test_slots_count_as_compared_until_every_machine_has_answered(
         await step(machines, [receiver])
         await machines.step(SPARSE)
         slots = machines.world.publisher._running.result(0).sync._slots
-        await until(lambda: len(slots._compared.get(1, ())) == 2)
-        assert slots.free() not in slots.compared
-        may_answer.set()
+        await until(lambda: [len(slots._compared.get(part, ())) for part in may_answer] == [2, 2])
+        may_answer[1].set()
+        await until(lambda: not slots._compared[1])
+        assert len(slots.compared) == 2 and slots.free() not in slots.compared
+        may_answer[2].set()
         await machines.world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, machines.weights)
         await until(lambda: not slots.compared)
@@ -264,7 +247,7 @@ async def test_a_replica_that_lost_its_bytes_receives_every_part_whole(machines:
         assert {each for each in receiver.fetched if each[0] == 1 and not each[2]} == {(1, 1, False), (1, 2, False)}
         await machines.world.notice("replica r cannot use a delta and receives part 1 of version 1 whole", "FAILED_PRECONDITION")
         await step(machines, [receiver])
-    assert [record["path"] for record in await commits(machines)] == ["stream", "stream", "delta"]
+    assert [record["path"] for record in await machines.world.commits()] == ["stream", "stream", "delta"]
 
 
 async def test_a_damaged_delta_from_a_machine_is_followed_by_the_whole_part(
@@ -272,11 +255,7 @@ async def test_a_damaged_delta_from_a_machine_is_followed_by_the_whole_part(
 ) -> None:
     async with replica(machines.world.registry, "r", receiver := recording(machines)):
         await step(machines, [receiver])
-
-        def damaged(offset: int, data: memoryview) -> bytes:
-            return encode_chunk(offset, data if len(data) > 10_000 else memoryview(bytes(len(data))))
-
-        monkeypatch.setattr(part_server, "encode_chunk", damaged)
+        monkeypatch.setattr(part_server, "encode_chunk", zeros(10_000))
         await step(machines, [receiver])
         for part in (1, 2):
             await machines.world.notice(f"replica r cannot use a delta and receives part {part} of version 1 whole", "DATA_LOSS")
@@ -287,36 +266,26 @@ async def test_a_failed_swap_rolls_back_and_is_repeated(machines: Machines) -> N
         await step(machines, [receiver])
         receiver.engine.broken_loads = 1
         await step(machines, [receiver])
+        assert receiver.versions == [0, 0, 1]
         await step(machines, [receiver])
-    assert [record["path"] for record in await commits(machines)] == ["stream", "delta", "delta"]
+    assert [record["path"] for record in await machines.world.commits()] == ["stream", "delta", "delta"]
 
 
 async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "CHUNK_BYTES", 1000)
     world = machines.world
-    async with AsyncExitStack() as stack:
-        first, second = recording(machines), recording(machines)
-        port = await stack.enter_async_context(serving(first))
-        proxy = await stack.enter_async_context(bad_network("127.0.0.1", port))
-        await stack.enter_async_context(await world.registry.register(lease("a", proxy.port)))
+    first, second = recording(machines), recording(machines)
+    async with proxied(world.registry, "a", first) as proxy:
         await step(machines, [first])
-        sent = 0
-
-        async def count(data: bytes) -> None:
-            nonlocal sent
-            sent += len(data)
-            if sent > NBYTES // 2:
-                proxy.refuse()
-
-        proxy.answer_listener = count
-        await stack.enter_async_context(replica(world.registry, "b", second))
-        await world.publisher.wait_committed(0, 2, 300)
-        assert same(second.weights, machines.weights)
-        await world.notice("replica b could not fetch weights from replica a", "UNAVAILABLE")
-        record = next(record for record in await commits(machines) if record["replica"] == "b")
-        assert 0 < record["bytes"] < NBYTES
-        assert not [text for text in await world.notices() if "quarantined" in text]
-        proxy.heal()
+        proxy.refuse_after_answers(NBYTES // 2)
+        async with replica(world.registry, "b", second):
+            await world.publisher.wait_committed(0, 2, 300)
+            assert same(second.weights, machines.weights)
+            await world.notice("replica b could not fetch weights from replica a", "UNAVAILABLE")
+            record = next(record for record in await world.commits() if record["replica"] == "b")
+            assert 0 < record["bytes"] < NBYTES
+            assert not [text for text in await world.notices() if "quarantined" in text]
+            proxy.heal()
 
 
 async def test_a_replica_serves_all_parts_at_once(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +304,7 @@ async def test_a_replica_serves_all_parts_at_once(machines: Machines, monkeypatc
         async with replica(machines.world.registry, "two", two):
             await machines.world.publisher.wait_committed(0, 2, 300)
             assert same(two.weights, machines.weights)
-    record = next(record for record in await commits(machines) if record["replica"] == "two")
+    record = next(record for record in await machines.world.commits() if record["replica"] == "two")
     assert (record["bytes"], record["relayed_bytes"]) == (0, NBYTES)
 
 

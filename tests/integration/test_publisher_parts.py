@@ -8,9 +8,8 @@ from redis.asyncio import Redis
 
 from polyreme_trainer.weight_sync import replica_client, replica_push
 from support.part_machines import PARTS, Machines
-from support.proxy import bad_network
 from support.publishing import publishing, push_soon, same
-from support.receiver import Receiver, lease, replica, serving
+from support.receiver import Receiver, proxied, replica
 
 
 @pytest.fixture
@@ -59,11 +58,7 @@ async def test_a_connection_that_gets_nothing_through_ends_all_transfers_and_is_
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, receiver = machines.world, machines.receiver()
-    async with (
-        serving(receiver) as server,
-        bad_network("127.0.0.1", server) as proxy,
-        await world.registry.register(lease("far", proxy.port)),
-    ):
+    async with proxied(world.registry, "far", receiver) as proxy:
         await machines.step()
         await world.publisher.wait_committed(0, 1, 300)
         for name in ("STREAM_IDLE_TIMEOUT", "STAGE_TIMEOUT"):

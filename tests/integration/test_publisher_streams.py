@@ -15,7 +15,7 @@ from polyreme_trainer.weight_sync import part_streams, replica_client, replica_p
 from polyreme_trainer.weight_sync.version import Version
 from support.proxy import Proxy, bad_network
 from support.publishing import World, publishing, push_soon, same
-from support.receiver import lease, serving
+from support.receiver import lease, proxied, serving
 from support.waiting import until
 
 
@@ -36,7 +36,7 @@ async def test_a_replica_that_cannot_map_gets_every_version_by_stream(world: Wor
             assert same(far.weights, weights)
         assert list(far.calls) == ["Probe"] + ["StageStream", "Commit"] * 4
         await world.notice("replica far", "cannot map", "by stream", "No such file")
-    records = [record for _, record in await world.run.records("0", 0) if record["kind"] == "commit"]
+    records = await world.commits()
     assert [record["path"] for record in records] == ["stream"] * 4
 
 
@@ -62,11 +62,7 @@ async def test_a_broken_stream_is_reported_and_retried(world: World, monkeypatch
     monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
     world.arena.unlink()
     receiver = world.receiver()
-    async with (
-        serving(receiver) as server,
-        bad_network("127.0.0.1", server) as proxy,
-        await world.registry.register(lease("far", proxy.port)),
-    ):
+    async with proxied(world.registry, "far", receiver) as proxy:
         weights = await world.step()
         await world.publisher.wait_committed(0, 1, 300)
         proxy.refuse_after(300)  # after the headers, before the last of the weights
@@ -84,11 +80,7 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
     monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
     world.arena.unlink()
     receiver = world.receiver()
-    async with (
-        serving(receiver) as server,
-        bad_network("127.0.0.1", server) as proxy,
-        await world.registry.register(lease("far", proxy.port)),
-    ):
+    async with proxied(world.registry, "far", receiver) as proxy:
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
         monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 1.0)

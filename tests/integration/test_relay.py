@@ -14,13 +14,11 @@ from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.config.security import SecurityConfig
 from polyreme.net import rpc
-from polyreme.weights.wire import encode_chunk
 from polyreme_rollout import relay, weights_service
 from polyreme_trainer.weight_sync import relay_plan, replica_push
 from support.certificates import issue
-from support.proxy import bad_network
-from support.publishing import SPARSE, SPARSE_LAYOUT, World, far_publishing, publishing, same
-from support.receiver import Receiver, lease, replica, serving
+from support.publishing import SPARSE, SPARSE_LAYOUT, World, far_publishing, publishing, same, zeros
+from support.receiver import Receiver, lease, proxied, replica, serving
 from support.waiting import until
 
 
@@ -31,8 +29,7 @@ async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.M
 
 
 async def commits(world: World, version: int) -> dict[str, dict[str, Any]]:
-    records = [record for _, record in await world.run.records("0", 0) if record["kind"] == "commit"]
-    return {record["replica"]: record for record in records if record["version"] == version}
+    return {record["replica"]: record for record in await world.commits() if record["version"] == version}
 
 
 async def test_the_trainer_sends_each_version_once_to_sixteen_replicas(world: World) -> None:
@@ -104,10 +101,7 @@ async def test_replicas_on_the_trainers_host_neither_fetch_nor_serve(redis: Redi
 
 
 async def test_a_relay_that_sends_other_bytes_is_refused_and_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(offset: int, data: memoryview) -> bytes:
-        return encode_chunk(offset, memoryview(bytes(len(data))))
-
-    monkeypatch.setattr(relay, "encode_chunk", damaged)
+    monkeypatch.setattr(relay, "encode_chunk", zeros())
     async with world.replica("one") as one, world.replica("two") as two:
         weights = await world.step()
         await world.publisher.wait_committed(0, 2, 300)
@@ -121,31 +115,18 @@ async def test_a_relay_that_sends_other_bytes_is_refused_and_replaced(world: Wor
 async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes that arrived are kept."""
     monkeypatch.setattr(relay, "CHUNK_BYTES", 1000)
-    async with AsyncExitStack() as stack:
-        first, second = world.receiver(), world.receiver()
-        port = await stack.enter_async_context(serving(first))
-        proxy = await stack.enter_async_context(bad_network("127.0.0.1", port))
-        holder = await stack.enter_async_context(await world.registry.register(lease("a", proxy.port)))
-        assert holder
+    async with proxied(world.registry, "a", world.receiver()) as proxy:
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
-        sent = 0
-
-        async def count(data: bytes) -> None:
-            nonlocal sent
-            sent += len(data)
-            if sent > SPARSE_LAYOUT.nbytes // 2:
-                proxy.refuse()
-
-        proxy.answer_listener = count
-        await stack.enter_async_context(replica(world.registry, "b", second))
-        await world.publisher.wait_committed(0, 2, 300)
-        assert same(second.weights, world.weights)
-        await world.notice("replica b could not fetch weights from replica a", "UNAVAILABLE")
-        record = (await commits(world, 0))["b"]
-        assert (record["hops"], "source" in record) == (1, False)
-        assert 0 < record["bytes"] <= SPARSE_LAYOUT.nbytes
-        proxy.heal()
+        proxy.refuse_after_answers(SPARSE_LAYOUT.nbytes // 2)
+        async with world.replica("b") as second:
+            await world.publisher.wait_committed(0, 2, 300)
+            assert same(second.weights, world.weights)
+            await world.notice("replica b could not fetch weights from replica a", "UNAVAILABLE")
+            record = (await commits(world, 0))["b"]
+            assert (record["hops"], "source" in record) == (1, False)
+            assert 0 < record["bytes"] <= SPARSE_LAYOUT.nbytes
+            proxy.heal()
 
 
 async def test_a_replica_that_cannot_reach_its_relay_receives_from_the_trainer(world: World) -> None:

@@ -1,24 +1,31 @@
 """Network namespaces as machines. Each has its own address, loopback and /dev/shm, and a link that can be shaped and cut.
 
-Invariant: nothing outlives the block. Outside the namespaces, only one interface with a name of our own is added.
+Invariant: nothing outlives the block, and SIGTERM ends it as Ctrl-C does. What a killed process left is removed by the next network: every
+name has its owner's pid. Outside the namespaces, only one interface with such a name is added.
 """
 
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.experience.embedded_redis import redis_binary
 from polyreme.process.lifecycle import Child
 
+NAMESPACES = Path("/run/netns")
 RATE = "2500mbit"
 BURST = "1mb"  # bytes that may pass at once after a pause; at least the rate's bytes per tick of the kernel's clock
+_numbers = count()
 
 
 @dataclass
@@ -87,8 +94,10 @@ class Network:
 @contextmanager
 def network() -> Iterator[Network]:
     """A switch and its machines, removed at the end of the block. Several networks on one host have different addresses."""
-    drawn = uuid.uuid4()
-    net = Network(f"ply{drawn.hex[:6]}", f"10.{200 + drawn.bytes[0] % 50}.{drawn.bytes[1]}")
+    _remove_those_of_the_dead()
+    drawn = uuid.uuid4().bytes
+    net = Network(f"ply{os.getpid()}-{next(_numbers)}", f"10.{200 + drawn[0] % 50}.{drawn[1]}")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the blocks that are open are left in order
     try:
         _run("ip", "netns", "add", net.switch)
         _run("ip", "-n", net.switch, "link", "add", "bridge", "type", "bridge")
@@ -98,8 +107,9 @@ def network() -> Iterator[Network]:
         _run("ip", "link", "set", net.switch, "up")
         yield net
     finally:
-        for name in (*(machine.name for machine in net.machines), net.switch):  # removing either end of a veth removes the other
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        for name in (*(machine.name for machine in net.machines), net.switch):
+            _remove(name)
+        signal.signal(signal.SIGTERM, before)
 
 
 @asynccontextmanager
@@ -132,6 +142,17 @@ def missing() -> str:
     except subprocess.CalledProcessError as error:
         return f"the kernel or its guard refuses `{shlex.join(error.cmd)}`: {error.stderr.strip()}"
     return ""
+
+
+def _remove_those_of_the_dead() -> None:
+    for path in NAMESPACES.glob("ply*-*"):
+        if not psutil.pid_exists(int(path.name.removeprefix("ply").split("-")[0])):
+            _remove(path.name)
+
+
+def _remove(namespace: str) -> None:
+    """Removes a namespace with its end of each link, and thereby also the other end."""
+    subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
 
 
 def _shaped(device: str, rate: str, burst: str) -> tuple[str, ...]:

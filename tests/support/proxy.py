@@ -47,16 +47,23 @@ class Proxy:
     def refuse_after(self, nbytes: int) -> None:
         """`refuse` once the clients have sent `nbytes` more. They are counted, not the reads they come in: on a busy machine
         one read may hold all that was sent. The read that reaches the number is lost."""
+        self.listener = self._refusal(nbytes)
+
+    def refuse_after_answers(self, nbytes: int) -> None:
+        """The same for bytes that the server has sent."""
+        self.answer_listener = self._refusal(nbytes)
+
+    def _refusal(self, nbytes: int) -> Callable[[bytes], Awaitable[None]]:
         left = nbytes
 
         async def count(data: bytes) -> None:
             nonlocal left
-            left -= len(data)
-            if left <= 0:
-                self.listener = None
-                self.refuse()
+            if left > 0:
+                left -= len(data)
+                if left <= 0:
+                    self.refuse()
 
-        self.listener = count
+        return count
 
     def heal(self) -> None:
         self._refuses = False

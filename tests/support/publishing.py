@@ -1,7 +1,8 @@
 """A running publisher: a run with a learner that writes random weights, and replicas that receive them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,17 @@ from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.process.backoff import Backoff
-from polyreme.weights.arena import Arena
+from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.canary import Canary
+from polyreme.weights.delta import WeightDelta
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
+from polyreme.weights.wire import encode_chunk
 from polyreme_trainer.weight_sync import replica_push, replica_sync
+from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.publisher import Publisher
+from polyreme_trainer.weight_sync.version import Version
 from support.receiver import Receiver, replica
+from support.waiting import until
 
 LAYOUT = plan_manifest([TensorSpec("embed", "F32", (7, 4)), TensorSpec("norm", "BF16", (5,))], {"head": "embed"})
 CONFIG = {
@@ -33,6 +39,9 @@ CONFIG = {
     "reward": {"rewards": [{"name": "exact"}]},
     "trainer": {"optimizer": {"lr": 1.0}},
 }
+
+Weights = dict[str, np.ndarray]
+"""Tensors by name."""
 
 
 @dataclass
@@ -91,7 +100,13 @@ class World:
                 await asyncio.sleep(0.01)
 
     async def notices(self) -> list[str]:
-        return [record["text"] for _, record in await self.run.records("0", 0) if record["kind"] == "notice"]
+        return [record["text"] for record in await self._records("notice")]
+
+    async def commits(self) -> list[dict[str, Any]]:
+        return await self._records("commit")
+
+    async def _records(self, kind: str) -> list[dict[str, Any]]:
+        return [record for _, record in await self.run.records("0", 0) if record["kind"] == kind]
 
 
 @asynccontextmanager
@@ -129,5 +144,41 @@ async def far_publishing(redis: Redis, redis_url: str, run_id: str, monkeypatch:
         yield world
 
 
-def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+async def fall_behind(slow: Receiver, quick: Receiver, step: Callable[[], Awaitable[Weights]]) -> Weights:
+    """Publishes versions 1, 2 and 3 by `step`. `quick` serves each of them, while `slow` still loads the first.
+
+    Returns the tensors of version 3.
+    """
+
+    async def served(version: int) -> None:
+        await until(lambda: quick.versions[-1] == version)
+
+    slow.engine.may_load.clear()
+    for version in (1, 2, 3):
+        weights = await step()
+        await served(version)
+        if version == 1:
+            await until(lambda: slow.calls.count("Commit") == 2)
+    slow.engine.may_load.set()
+    return weights
+
+
+def lose_delta(monkeypatch: pytest.MonkeyPatch, version: int, part: int = 0) -> None:
+    """Makes the delta to one version of a part fail, as when one of its slots is overwritten."""
+    real = Deltas._diff
+
+    def lost(deltas: Deltas, before: Version, after: Version) -> WeightDelta | None:
+        if (after.number, after.manifest.part) == (version, part):
+            raise ArenaError("overwritten")
+        return real(deltas, before, after)
+
+    monkeypatch.setattr(Deltas, "_diff", lost)
+
+
+def zeros(longest: float = math.inf) -> Callable[[int, memoryview], bytes]:
+    """An `encode_chunk` that replaces the data of chunks of at most `longest` bytes by zeros."""
+    return lambda offset, data: encode_chunk(offset, memoryview(bytes(len(data))) if len(data) <= longest else data)
+
+
+def same(left: Weights, right: Weights) -> bool:
     return left.keys() == right.keys() and all(left[name].tobytes() == right[name].tobytes() for name in left)

@@ -21,6 +21,7 @@ from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, LoadErr
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
+from support.proxy import Proxy, bad_network
 
 SERVICE = "polyreme.api.v1.WeightsService"
 
@@ -180,6 +181,17 @@ async def replica(registry: Registry, name: str, receiver: Receiver) -> AsyncIte
     """A receiver with a lease."""
     async with serving(receiver) as port, await registry.register(lease(name, port)):
         yield receiver
+
+
+@asynccontextmanager
+async def proxied(registry: Registry, name: str, receiver: Receiver) -> AsyncIterator[Proxy]:
+    """A receiver with a lease that names a proxy in front of it. Yields the proxy."""
+    async with (
+        serving(receiver) as port,
+        bad_network("127.0.0.1", port) as proxy,
+        await registry.register(lease(name, proxy.port)),
+    ):
+        yield proxy
 
 
 def lease(name: str, port: int) -> Lease:

@@ -26,7 +26,7 @@ BANNED_WORDS = re.compile(
     r"Kept here|Invariants:|\bMend\b|\bmends?\b|\bdear\b|\bwhoever\b|\bpatience\b|\bsilence\b|\bhopes?\b|\bfleet\b|\bdesk\b|\bdrafts?\b",
     re.IGNORECASE,
 )
-DRAFT_STORAGE = ("polyreme/experience/ledger.py", "polyreme/experience/scripts.py")
+DRAFT_STORAGE = tuple(f"polyreme/experience/{name}.py" for name in ("ledger", "log_reader", "scripts"))
 """The Redis key and its scripts keep the name `drafts`: existing runs have it."""
 SILENCE = (f"{TRAINER}/orchestrator/straggler_detection.py", f"{TRAINER}/orchestrator/replica_pool.py")
 """Silence is here a measured quantity, not a timeout."""

@@ -15,7 +15,7 @@ from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize
 from polyreme_trainer.megatron.memory.checkpoint import checkpoint_terms
-from polyreme_trainer.megatron.memory.estimate import GIB, RankEstimate, arena_term, stage_estimates
+from polyreme_trainer.megatron.memory.estimate import GIB, RankEstimate, arena_term, delta_term, stage_estimates
 from polyreme_trainer.megatron.memory.machines import written_parameters
 from polyreme_trainer.megatron.memory.state import Addend, Model
 from polyreme_trainer.placement import devices_needed
@@ -41,6 +41,7 @@ class MachineMemory:
         checkpoint: host memory while a checkpoint is written.
         shares_device: whether all models are in the host's memory while replicas have the devices.
         asleep: the weights of replicas, which are in the host's memory while the learner has the devices; None if they are dropped.
+        deltas: those of its part of the versions; None if versions are sent whole or not at all.
     """
 
     rank: RankEstimate
@@ -49,15 +50,16 @@ class MachineMemory:
     checkpoint: Addend
     shares_device: bool = False
     asleep: Addend | None = None
+    deltas: Addend | None = None
 
     @property
     def shared(self) -> list[Addend]:
         """The terms in the host's memory that the ranks share."""
-        return [term for term in (self.arena, self.asleep, self.checkpoint) if term is not None]
+        return [term for term in (self.arena, self.deltas, self.asleep, self.checkpoint) if term is not None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all ranks, the arena and a checkpoint's copy, on a machine whose ranks compute in its own memory."""
+        """Bytes of all ranks and of what they share, on a machine whose ranks compute in its own memory."""
         return self.ranks * self.rank.all_bytes + sum(term.nbytes for term in self.shared)
 
     @property
@@ -105,23 +107,31 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     """The estimate of a configuration. Raises ConfigError for a model that cannot be trained, or that does not divide over the ranks."""
     models, parallel = models_of(config), config.trainer.parallel
     arenas: list[Addend | None] = [None] * parallel.nodes
+    deltas = arenas
     on_cpu = config.device == "cpu"
     try:
         stages = stage_estimates(models, parallel, micro_batch_of(config), config.trainer.offload, together=on_cpu)
         if isinstance(config, RunConfig):
             parts = written_parameters(models[0].arch, parallel)
             arenas = [arena_term(count, config.model.dtype) if count else None for count in parts]
+            if _sends_deltas(config):
+                deltas = [delta_term(count, config.model.dtype) if count else None for count in parts]
         checkpoints = checkpoint_terms(models, _followers(config), config.model.dtype, parallel)
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
     machines, colocated = [], isinstance(config, RunConfig) and config.placement == "colocated"
     asleep = sleeping_weights(config) if isinstance(config, RunConfig) else None
-    for node, (arena, checkpoint) in enumerate(zip(arenas, checkpoints, strict=True)):
+    for node, (arena, kept, checkpoint) in enumerate(zip(arenas, deltas, checkpoints, strict=True)):
         each = parallel.pipeline // parallel.nodes  # stages on a machine; without stages, all machines have the same
         mine = stages[node * each : (node + 1) * each] if each else stages
         rank = max(mine, key=lambda stage: stage.all_bytes if on_cpu else stage.nbytes)
-        machines.append(MachineMemory(rank, parallel.ranks_per_node, arena, checkpoint, colocated, asleep))
+        machines.append(MachineMemory(rank, parallel.ranks_per_node, arena, checkpoint, colocated, asleep, kept))
     return LearnerMemory(machines, on_cpu)
+
+
+def _sends_deltas(config: RunConfig) -> bool:
+    """Whether a replica may be on another host than the arena, and receive deltas there."""
+    return config.weights.anchor_interval > 1 and (config.placement == "separate" or config.trainer.parallel.nodes > 1)
 
 
 def _followers(config: RunConfig | StageConfig) -> set[str]:
@@ -198,6 +208,8 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
         place = "the learner's machine" + (f" {number} of {parallel.nodes}" if parallel.nodes > 1 else "")
         if machine.arena is not None:
             yield f"memory         in /dev/shm of {place}: {machine.arena.nbytes / GIB:,.3f} GiB, {machine.arena.arithmetic}"
+        if machine.deltas is not None:
+            yield f"memory         in the host of {place} while replicas receive deltas: {machine.deltas.nbytes / GIB:,.3f} GiB, {machine.deltas.arithmetic}"
         if machine.asleep is not None:
             yield f"memory         in the host of {place} while the learner has the devices: {machine.asleep.nbytes / GIB:,.3f} GiB, {machine.asleep.arithmetic}"
         nbytes, arithmetic = machine.checkpoint.nbytes, machine.checkpoint.arithmetic

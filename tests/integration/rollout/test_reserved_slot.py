@@ -52,6 +52,7 @@ def test_a_full_cache_makes_room_at_the_cost_of_the_latest_request(model: Path, 
     for _ in range(FEW_STEPS):
         engine.step()
     assert engine.tokens["urgent"] == 1 and engine.tokens["first"] < 30
+    assert [engine.scheduler.requests[id].num_preemptions for id in ("first", "latest")] == [0, 1]
     while engine.busy:
         engine.step()
     assert engine.tokens == {"first": 30, "latest": 30, "urgent": 1}
@@ -64,6 +65,7 @@ def test_a_paused_engine_preempts_nobody(model: Path) -> None:
     engine.add("a", 90, 30)
     engine.add("b", 5, 30)
     engine.step()
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 0
     engine.add("urgent", 32, 1, priority=-1)
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     for _ in range(FEW_STEPS):

@@ -136,8 +136,8 @@ def test_a_device_must_hold_one_rank_and_a_machine_all_of_them(tmp_path: Path) -
     [error] = refuse(on_device, rank - 1)
     assert isinstance(error, ConfigError)
     assert all(term in error.found for term in ("actor weights", "actor optimizer", "actor activations", "actor logits"))
-    # On the first of the machines: the arena, and of a checkpoint the weights, half of the optimizer and the export.
-    machine = 4 * learner_memory(on_cpu).rank.nbytes + (3 * 2 + 2 + 12 // 2 + 2) * PARAMETERS[NAME]
+    # On the first of the machines: the arena, the deltas, and of a checkpoint the weights, half of the optimizer and the export.
+    machine = 4 * learner_memory(on_cpu).rank.nbytes + (3 * 2 + 2 // 2 + 2 + 12 // 2 + 2) * PARAMETERS[NAME]
     assert not list(refuse(on_cpu, machine))
     assert len(list(refuse(on_cpu, machine - 1))) == 1
 
@@ -159,7 +159,9 @@ def test_the_lines_add_up(tmp_path: Path) -> None:
     header, *lines = memory_lines(config)
     numbers = [float(line.split()[0].replace(",", "")) for line in lines if line.startswith("  ")]
     assert header.startswith("memory") and abs(sum(numbers[:-1]) - numbers[-1]) < 0.01
-    assert "key-value cache" in lines[-1] and "actor optimizer" in lines[-2] and "3 versions" in lines[-3]
+    assert (
+        "key-value cache" in lines[-1] and "actor optimizer" in lines[-2] and "0.5 x" in lines[-3] and "3 versions" in lines[-4]
+    )
 
 
 def test_the_learner_logs_the_estimate_once_and_every_rank_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,6 +233,17 @@ def test_two_models_are_on_the_device_while_one_takes_the_weights_of_the_other(t
     assert any(term.name.endswith(" gradients") for term in on_cpu.terms), "no weights leave the memory of a CPU"
 
 
+@pytest.mark.parametrize(("kl", "roles"), [({}, []), ({"renew_interval": 2}, ["reference"])])
+def test_a_critic_takes_the_actor_s_weights_before_a_fixed_reference_is_loaded(
+    kl: dict[str, int], roles: list[str], tmp_path: Path
+) -> None:
+    trainer = {"optimizer": {"lr": 1e-6}, "offload": {"optimizer": True}}
+    config = run(tmp_path, algorithm={"preset": "ppo", "kl": kl}, trainer=trainer)
+    found = moments(models_of(config), Sharding(), micro_batch_of(config), config.trainer.offload)
+    assert [term.name for term in found["critic copy"].state] == [f"{role} weights" for role in ("actor", "critic", *roles)]
+    assert "reference weights" in [term.name for term in found["critic"].state]
+
+
 def test_a_moving_average_takes_the_actor_s_weights_in_float32(tmp_path: Path) -> None:
     config = run(tmp_path, trainer={**OFFLOAD, "ema_decay": 0.9, "micro_batch_tokens": 1, "recompute": "full"}, **TINY)
     models = models_of(config)
@@ -290,6 +303,7 @@ def test_each_machine_holds_its_part_of_a_version_and_of_a_checkpoint(tmp_path: 
     layers = (PARAMETERS[NAME] - embedding - 896) // 2
     parts = [embedding + layers, layers + 896]
     assert [machine.arena and machine.arena.nbytes for machine in memory.machines] == [3 * 2 * part for part in parts]
+    assert [machine.deltas and machine.deltas.nbytes for machine in memory.machines] == parts, "half of a version in bfloat16"
     exported = [2 * PARAMETERS[NAME], 0]
     found = [machine.checkpoint.nbytes for machine in memory.machines if machine.checkpoint]
     assert found == [(2 + 12) * part + export for part, export in zip(parts, exported, strict=True)]
@@ -311,8 +325,24 @@ def test_each_machine_compares_with_its_own_memory(tmp_path: Path) -> None:
     assert [len(list(refuse(config, limit))) for limit in (max(first, last), max(first, last) - 1)] == [0, 1]
 
 
+@pytest.mark.parametrize("without", [{"weights": {"anchor_interval": 1}}, {"placement": "colocated"}])
+def test_a_learner_keeps_deltas_unless_versions_go_whole_or_replicas_share_the_only_machine(
+    without: dict[str, Any], tmp_path: Path
+) -> None:
+    deltas, whole = run(tmp_path), run(tmp_path, **without)
+    (first,), (second,) = learner_memory(deltas).machines, learner_memory(whole).machines
+    assert first.nbytes - second.nbytes == PARAMETERS[NAME] and second.deltas is None
+    both = {"parallel": {"data": 2, "nodes": 2}, "optimizer": {"lr": 1e-6}}
+    spread = learner_memory(run(tmp_path, trainer=both, placement="colocated")).machines[0]
+    assert spread.deltas is not None and spread.deltas.nbytes == PARAMETERS[NAME], "the other machine has replicas too"
+    (error,) = refuse(deltas, first.nbytes - 1)
+    assert isinstance(error, ConfigError) and "deltas" in error.found
+    assert sum("receive deltas" in line for config in (deltas, whole) for line in memory_lines(config)) == 1
+
+
 def test_machines_with_copies_hold_no_version(tmp_path: Path) -> None:
     config = run(tmp_path, trainer={"optimizer": {"lr": 1e-6}, "parallel": {"data": 2, "nodes": 2}})
     first, second = learner_memory(config).machines
-    assert first.arena is not None and first.arena.nbytes == 6 * PARAMETERS[NAME] and second.arena is None
+    assert first.arena is not None and first.arena.nbytes == 6 * PARAMETERS[NAME]
+    assert (second.arena, second.deltas) == (None, None)
     assert second.checkpoint.nbytes == 12 // 2 * PARAMETERS[NAME]

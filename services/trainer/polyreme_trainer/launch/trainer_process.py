@@ -21,7 +21,7 @@ from polyreme.cli.run_records import write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
 from polyreme.experience.leases import Registry
-from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.log_reader import LogReader
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
@@ -117,7 +117,7 @@ class Trainer:
 
     async def _final_state(self) -> tuple[RunState, str]:
         """The final state and its reason when every child exited with status 0."""
-        version, iterations = await ExperienceLog(self._run).version(), self._config.iterations
+        version, iterations = await LogReader(self._run).version(), self._config.iterations
         state, reason = await self._run.state()
         draining = state is RunState.DRAINING  # the children may have ended before this process has read it
         if (self._stopped or draining) and version < iterations:
@@ -229,7 +229,7 @@ class Trainer:
                     await ended.wait()
 
     async def _groups_of(self, iteration: int) -> tuple[list[bytes], bytes | None]:
-        experience = ExperienceLog(self._run)
+        experience = LogReader(self._run)
         plan = await experience.find_plan(iteration)
         return await experience.read(plan) if plan else [], await self._run.trained(iteration)
 

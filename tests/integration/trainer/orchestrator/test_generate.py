@@ -366,18 +366,23 @@ async def test_a_call_for_a_staged_version_waits_at_the_replica_for_its_commit(w
     generating = asyncio.create_task(world.generate(min_version=1))
     await replica.asked.wait()
     await world.learner.push(replica)
+    await world.pool.refresh()  # a refused call would be followed by another one
     for one in await asyncio.wait_for(generating, 300):
         assert one.finished and one.spans == [(1, 0, one.length)]
     assert len(replica.calls) == 1
 
 
 async def test_a_staged_version_that_is_never_committed_costs_one_refused_call(world, monkeypatch):
-    monkeypatch.setattr(weight_swap, "COMMIT_WAIT", 0.05)
+    monkeypatch.setattr(weight_swap, "COMMIT_WAIT", 0.0)
     behind, other = await world.start({}, {})
     await world.learner.write(1)
     await world.learner.push(other)
     await world.learner.stage(behind)
     await world.pool.refresh()
+    reaching = asyncio.ensure_future(behind.swapper.reach(1))
+    for _ in range(10):  # turns of the event loop
+        await asyncio.sleep(0)
+    assert reaching.done() and reaching.result() == 0
     samples = await world.generate(min_version=1)
     assert all(one.finished for one in samples)
     assert len(behind.calls) == 1 and len(other.calls) == 1
@@ -385,15 +390,15 @@ async def test_a_staged_version_that_is_never_committed_costs_one_refused_call(w
 
 
 class SlowCanary(SimulatedInferenceEngine):
-    """Answers a canary only when it may. `requests` lists what it was asked to sample."""
+    """Answers a canary only when it may. `sampled` has the requests for which it has sampled tokens."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.requests, self.asked, self.may_answer = [], asyncio.Event(), asyncio.Event()
+        self.sampled, self.asked, self.may_answer = set(), asyncio.Event(), asyncio.Event()
 
     async def generate(self, request):
-        self.requests.append(request)
         async for new in super().generate(request):
+            self.sampled.add(request.request_id)
             yield new
 
     async def logprobs(self, ids, salt):
@@ -411,8 +416,8 @@ async def test_samples_wait_in_the_engine_for_the_canary_of_their_version(world,
     await slow.engine.asked.wait()
     await world.pool.refresh()
     generating = asyncio.create_task(world.generate(min_version=1))
-    await until(lambda: len(slow.engine.requests) == len(slow.service._running) > 0)
-    assert not any(sequence.progress.sampled for sequence in slow.service._running.values())
+    await until(lambda: len(slow.engine.sampled) == 4)
+    assert [sequence.progress.sampled for sequence in slow.service._running.values()] == [0] * 4
     slow.engine.may_answer.set()
     if not passes:
         with pytest.raises(SwapError, match="version 1 failed its canary"):

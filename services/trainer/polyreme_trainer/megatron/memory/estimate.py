@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from polyreme.config.trainer import OffloadConfig, ParallelConfig
+from polyreme.weights.delta import WHOLE_ABOVE
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize, step_terms
 from polyreme_trainer.megatron.memory.phases import copy_phase, resting, training_phase
@@ -80,8 +81,13 @@ def moments(
             if phase.step:
                 found[f"{model.role} optimizer step"] = RankEstimate(phase.device, phase.step, host, moves=True)
         if model.copies_actor:
-            phase = copy_phase(states, states[0], working, offload)
-            found[f"{model.role} copy"] = RankEstimate(phase.device, copy_terms(models[0], model, sharding), host)
+            # A fixed reference is loaded from version 0, which exists only when every trained model has taken the weights.
+            pairs = zip(models, states, strict=True)
+            present = [state for each, state in pairs if each.trained or each.copies_actor or not model.trained]
+            phase = copy_phase(present, states[0], working, offload)
+            found[f"{model.role} copy"] = RankEstimate(
+                phase.device, copy_terms(models[0], model, sharding), resting(present, offload)
+            )
     return found
 
 
@@ -109,6 +115,17 @@ def arena_term(parameters: int, dtype: str) -> Addend:
     width = WIDTHS[dtype]
     return Addend(
         "arena", ARENA_SLOTS * parameters * width, f"{ARENA_SLOTS} versions x {parameters:,} parameters x {width} bytes"
+    )
+
+
+def delta_term(parameters: int, dtype: str) -> Addend:
+    """The deltas that a machine keeps of its part of the policy's versions. parameters: those of the part.
+
+    Older ones are discarded beyond this size. The memory in which a delta is computed or combined comes in addition, for a short time.
+    """
+    width = WIDTHS[dtype]
+    return Addend(
+        "deltas", int(WHOLE_ABOVE * parameters * width), f"at most {WHOLE_ABOVE} x {parameters:,} parameters x {width} bytes"
     )
 
 
