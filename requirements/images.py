@@ -23,7 +23,9 @@ ROOTS = {
     "trainer": ["polyreme", "polyreme-trainer", "torch"],
     "npu": ["polyreme", "polyreme-rollout", "polyreme-trainer"],
 }
-WITHOUT = {"npu": ["fastapi", "numpy", "prometheus-client", "psutil", "pydantic", "pyyaml", "torch", "transformers", "uvicorn"]}
+WITHOUT = {
+    "npu": ["fastapi", "numpy", "prometheus-client", "psutil", "pydantic", "pyyaml", "torch", "transformers", "uvicorn", "uvloop"]
+}
 """Packages that vLLM also requires. The vllm-ascend image has its own versions of them."""
 PYTHONS = ("3.11.0", "3.11.99")
 """Base images have any release of 3.11, and some packages have further requirements on the first one."""

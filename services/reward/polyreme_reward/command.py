@@ -19,6 +19,7 @@ from polyreme.errors import ConfigError
 from polyreme.net.endpoint import Advertise, Endpoint, Host, HttpPort, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
+from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import stop_event
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def reward(
         raise ConfigError(
             "--redis URL or --config FILE", "neither", "Pass the run's Redis, or a YAML file to serve without a run."
         )
-    asyncio.run(_serve(redis, run, config, partial(endpoint_of, host, port, http_port, advertise), wait))
+    run_service(_serve(redis, run, config, partial(endpoint_of, host, port, http_port, advertise), wait))
 
 
 def _test(words: list[str], config: Path | None) -> None:

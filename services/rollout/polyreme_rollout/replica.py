@@ -17,6 +17,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme.net.endpoint import Endpoint
 from polyreme.process import logging_setup
+from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import exec_again
 from polyreme.process.resource_metrics import private_bytes_of_children
 from polyreme_rollout.device_start import Held, devices_while_starting, release
@@ -60,7 +61,7 @@ def _serves_one_turn(redis_url: str, run_id: str | None, endpoint: Endpoint, fin
             engine = start_engine(spec.config, model_dir)
             try:
                 check_routes(engine, spec.config)
-                is_wanted = asyncio.run(_serve(engine, spec, redis_url, endpoint, held, began))
+                is_wanted = run_service(_serve(engine, spec, redis_url, endpoint, held, began))
                 _exit_on_sigterm()
                 engine_bytes = private_bytes_of_children() if is_wanted else 0
             finally:
@@ -86,7 +87,7 @@ def serve_model(model_dir: Path, endpoint: Endpoint) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
         engine = start_engine(config, model_dir.resolve(), random_weights=False)
         try:
-            asyncio.run(_serve_model(engine, config, endpoint))
+            run_service(_serve_model(engine, config, endpoint))
         finally:
             engine.close()
 

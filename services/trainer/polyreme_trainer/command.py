@@ -22,6 +22,7 @@ from polyreme.experience.store import connect
 from polyreme.net.ports import check_free
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
+from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import stop_event
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.launch.worker_node import follow
@@ -79,7 +80,7 @@ def train(
             return
         logs_to = log_dir or next_attempt(chosen.config.run_dir)
         rendezvous = RendezvousAddress(advertise, learner_port)
-        asyncio.run(_train(chosen, redis, run, logs_to, (host, http_port), rendezvous, owner, start))
+        run_service(_train(chosen, redis, run, logs_to, (host, http_port), rendezvous, owner, start))
 
 
 @contextmanager

@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import Child
 from support.waiting import wait_until
 
 SERVICE = """
 import asyncio, time
+from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import exit_on_error, stop_event
 
 async def serve():
@@ -29,7 +31,7 @@ async def serve():
         print("tidied", flush=True)
 
 with exit_on_error("service"):
-    asyncio.run(serve())
+    run_service(serve())
 """
 INT, TERM = signal.SIGINT, signal.SIGTERM
 
@@ -39,7 +41,7 @@ def test_a_group_is_ended_with_its_leader_and_not_again(monkeypatch: pytest.Monk
     ended: list[int] = []
     child = Child.spawn("short", [sys.executable, "-S", "-c", ""])
     monkeypatch.setattr(os, "killpg", lambda pid, _: ended.append(pid))
-    assert asyncio.run(child.wait()) == 0
+    assert run_service(child.wait()) == 0
     child.kill()
     child.kill()
     assert ended == [child.pid]

@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would co
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import lifecycle, logging_setup
+from polyreme.process.event_loop import run_service
 from polyreme_trainer.orchestrator.main import orchestrate
 
 
@@ -44,4 +45,4 @@ async def _main() -> int:
 if __name__ == "__main__":
     logging_setup.setup("orchestrator")
     with lifecycle.exit_on_error("orchestrator"):
-        sys.exit(asyncio.run(_main()))
+        sys.exit(run_service(_main()))
