@@ -24,6 +24,7 @@ import psutil  # type: ignore[import-untyped]
 from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
+from polyreme.process.gloo_device import share_gloo_device
 from polyreme.process.lifecycle import die_with_parent
 from polyreme_rollout.engine.output_chunks import IN_CHUNKS
 from polyreme_rollout.engine.protocol import (
@@ -67,6 +68,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     extend_scheduler(vllm_config.scheduler_config)
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would spend seconds on imports
+        share_gloo_device(torch.distributed.ProcessGroupGloo)
         torch.set_num_threads(config.rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before
     with _children_die_with_parent():
         llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)

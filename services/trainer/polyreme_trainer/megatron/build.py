@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError
+from polyreme.process.gloo_device import share_gloo_device
 from polyreme_trainer.megatron import hf_mapping, moe
 from polyreme_trainer.megatron.accelerator import CUDA, NPU
 from polyreme_trainer.megatron.cpu.spec import CPU
@@ -43,6 +44,8 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
             "Start as many ranks as trainer.parallel requires.",
         )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core overlaps collectives by kernel order
+    if device.kind == "cpu":
+        share_gloo_device(torch.distributed.ProcessGroupGloo)
     torch.distributed.init_process_group(device.backend, timeout=COLLECTIVE_TIMEOUT)
     initialize_rng_tracker(inference_rng_tracker=True)  # the tracker for models without dropout, which creates no generators
     create_groups(parallel, device)
