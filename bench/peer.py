@@ -4,7 +4,8 @@
 
 TRL (Hugging Face generate, two threads) runs in a separate venv, created from requirements/peer.txt. Polyreme runs completely: Redis,
 reward, rollout, orchestrator and learner, in its fastest layout on two cores. Both clocks exclude start-up and evaluations. The sides run
-in turns, the short task more than once, since the machine's speed drifts by more than the difference measured there.
+in turns, the short task more than once and each time with its parts, since the machine's speed drifts by more than the difference measured
+there.
 
 demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 3.0)
 demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are solved (<= 0.25)
@@ -137,8 +138,10 @@ def parts(task: Task, iterations: int) -> Parts:
     return Parts(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def floor_of(first: Parts, last: Parts) -> Callable[[float], float]:
-    """Returns the seconds of an iteration's parts as a function of its mean length, linear between two measurements."""
+def floor_of(first: Parts, last: Parts | None = None) -> Callable[[float], float]:
+    """Returns the seconds of an iteration's parts as a function of its mean length: linear between two measurements, or those of the only one."""
+    if last is None:
+        return lambda length: first.total
     growth = (last.total - first.total) / (last.length - first.length)
     return lambda length: first.total + growth * (length - first.length)
 
@@ -192,14 +195,14 @@ def main() -> int:
 
     demo_trl = trl(python, demo, 24, 1e-4, 2)
     demo_ours = polyreme(work, "demo", demo, 24, 1e-4, 2)
-    short_trl, short_ours = [], []
+    demo_parts = [parts(demo, 16), parts(dataclasses.replace(demo, model=demo_ours["model"]), 16)]
+    demo_floor = at_floor(demo_ours, floor_of(*demo_parts))
+    short_trl, short_ours, short_parts = [], [], []
     for _ in range(SHORT_TURNS):
         short_trl.append(trl(python, short, 60, 1e-5, 0))
         short_ours.append(polyreme(work, "short", short, 60, 1e-5, 0))
-    demo_parts = [parts(demo, 16), parts(dataclasses.replace(demo, model=demo_ours["model"]), 16)]
-    short_parts = parts(short, 16)
-    demo_floor = at_floor(demo_ours, floor_of(*demo_parts))
-    short_floors = [at_floor(turn, lambda _: short_parts.total) for turn in short_ours]
+        short_parts.append(parts(short, 16))
+    short_floors = [at_floor(turn, floor_of(own)) for turn, own in zip(short_ours, short_parts, strict=True)]
 
     measured = {
         "demo_throughput_vs_trl": throughput([demo_ours]) / throughput([demo_trl]),
@@ -221,7 +224,8 @@ def main() -> int:
         each = ", ".join(f"{throughput([turn]):.1f}" for turn in turns)
         print(f"{name:15} {throughput(turns):7.1f} samples/s ({each})  mean length {length:5.1f}", end="")
         print(f"  80% after {time_to_gate(turns[0]):.1f} s" if turns[0]["evaluations"] else "")
-    for name, single in (("demo, first policy", demo_parts[0]), ("demo, trained", demo_parts[1]), ("short", short_parts)):
+    shorts = [(f"short, turn {turn}", each) for turn, each in enumerate(short_parts, 1)]
+    for name, single in (("demo, first policy", demo_parts[0]), ("demo, trained", demo_parts[1]), *shorts):
         each = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in single.seconds.items())
         print(f"{name}: the parts of an iteration with answers of {single.length:.1f} tokens: {single.total:.3f} s ({each})")
     met = reached(measured)
