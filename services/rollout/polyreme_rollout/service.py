@@ -243,10 +243,10 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     async def _take_tokens(self, request: EngineRequest, sequence: "_Sequence") -> None:
         progress, call = sequence.progress, sequence.call
         async for delta in self._engine.generate(request):
+            chunk = progress.add(delta)
             await self._swapper.steady.wait()  # a version's tokens wait for its canary
             if call.failure:
                 return
-            chunk = progress.add(delta)
             if chunk:
                 call.response.chunks.append(chunk)
             if delta.finish:

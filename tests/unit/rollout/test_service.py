@@ -111,6 +111,22 @@ async def test_a_sequence_that_ended_before_the_policy_changed_keeps_its_version
     assert [(span.version, span.start, span.end) for span in end.spans] == [(1, 0, 20)]
 
 
+async def test_a_sequence_whose_tokens_wait_for_the_end_of_a_swap_keeps_its_version() -> None:
+    engine = BusyEngine()
+    service, swapper = serving(engine)
+    answering = asyncio.create_task(answer(service))
+    await until(lambda: len(engine.asked) == 1)
+    swapper.steady.clear()
+    engine.has_place.set()
+    await until(lambda: any(running.progress.sampled for running in service._running.values()))
+    service.on_swap(2, {})
+    swapper.steady.set()
+    responses = await asyncio.wait_for(answering, 300)
+    assert len(engine.asked) == 1
+    [end] = [end for response in responses for end in response.ends]
+    assert [(span.version, span.start, span.end) for span in end.spans] == [(1, 0, 20)]
+
+
 async def test_a_cancelled_call_is_not_started_anew() -> None:
     engine = BusyEngine()
     service, _ = serving(engine)
