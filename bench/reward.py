@@ -127,7 +127,7 @@ def mathematics() -> list[tuple[str, str]]:
         lambda n: (f"{n}x + {n}", f"{n}(x+1)"),
         lambda n: (rf"\sqrt{{{n * n * 2}}}", rf"{n}\sqrt{{2}}"),
     ]
-    pairs = [forms[n % len(forms)](n % 97 + 2) for n in range(MATH_ITEMS)]
+    pairs = [forms[n % len(forms)](n + 2) for n in range(MATH_ITEMS)]  # every label is new, since a worker keeps parsed labels
     return [(rf"We simplify step by step and find the answer. It is $\boxed{{{answer}}}$.", label) for answer, label in pairs]
 
 
@@ -210,7 +210,7 @@ async def http_latencies(endpoint: Service, service: Service) -> tuple[tuple[flo
 
 
 async def flight_mib(service: Service, name: str) -> float:
-    """Returns the MiB that HELD items in flight at once add to the service's processes at their peak."""
+    """Returns the MiB that HELD items in flight at once would add to the service's processes: in proportion to the most that were."""
     everyone = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
 
     def memory() -> float:
@@ -230,9 +230,9 @@ async def flight_mib(service: Service, name: str) -> float:
             await asyncio.sleep(0.05)
         for reply in await calls:
             assert [(r.status, r.score) for r in reply.results] == [(reward_pb2.SCORE_STATUS_OK, 1.0)] * len(reply.results)
-    # A fast machine has scored the first items before the last ones arrive.
-    assert inside > 0.8 * HELD, f"expected about {HELD} items in flight at once; found {inside}"
-    return peak - before
+    # The first items are scored before the last ones arrive, on a busy machine many of them.
+    assert inside > 0.5 * HELD, f"expected about {HELD} items in flight at once; found {inside}"
+    return (peak - before) * HELD / inside
 
 
 class Echo(reward_pb2_grpc.RewardServiceServicer):
