@@ -325,6 +325,8 @@ def check_scheduler(vllm: PackageSource) -> None:
     core = ast.parse((vllm.root / "vllm/v1/engine/core.py").read_text())
     made = [node for node in ast.walk(core) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Scheduler"]
     assert len(made) == 1 and not made[0].args
+    sleeps = [node for node in ast.walk(core) if isinstance(node, ast.If) and "time.sleep(0.001)" in ast.unparse(node)]
+    assert "not model_executed and self.scheduler.has_requests()" in {ast.unparse(node.test) for node in sleeps}
 
 
 def limits_of_running(text: str) -> set[str]:

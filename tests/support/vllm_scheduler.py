@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from polyreme_rollout.engine.gathered_start import GATHER_SECONDS
 from polyreme_rollout.engine.scheduler import extend_scheduler
 from polyreme_rollout.engine.vllm_arguments import CPU_BLOCK_TOKENS, engine_arguments
 from support.replicas import rollout_config
@@ -22,6 +23,7 @@ class Engine:
     """A scheduler and its model.
 
     Attributes:
+        now: the scheduler's time, in seconds.
         in_flight: steps that are planned before the first one's result is known.
         outputs: what the scheduler delivers for each request, in order.
     """
@@ -42,6 +44,8 @@ class Engine:
             block_size=CPU_BLOCK_TOKENS,
             hash_block_size=CPU_BLOCK_TOKENS,
         )
+        self.now = 0.0
+        self.scheduler.polyreme_clock = lambda: self.now
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(CPU_BLOCK_TOKENS, sha256)
         self.in_flight, self._results = int(bool(vllm_config.scheduler_config.async_scheduling)), deque[tuple[Any, Any]]()
@@ -69,8 +73,19 @@ class Engine:
     def running(self) -> list[str]:
         return [request.request_id for request in self.scheduler.running]
 
+    def gather(self) -> None:
+        """Lets time pass until an idle scheduler expects no further request."""
+        if not self.scheduler.running:
+            self.scheduler.schedule()
+            self.now += GATHER_SECONDS
+
     def step(self) -> int:
         """Plans a step, and takes the result of the oldest one. Returns the number of messages that are sent."""
+        self.gather()
+        return self.step_now()
+
+    def step_now(self) -> int:
+        """As `step`, at the current time."""
         from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
         preempted = {request.request_id: request.num_preemptions for request in self.scheduler.running}

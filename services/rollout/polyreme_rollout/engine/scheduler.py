@@ -6,6 +6,7 @@ Invariant: an extension changes which requests run, or when their tokens are del
 from functools import partial
 from typing import Any
 
+from polyreme_rollout.engine.gathered_start import GatheredStart
 from polyreme_rollout.engine.output_chunks import OutputChunks
 from polyreme_rollout.engine.reserved_slot import ReservedSlot
 
@@ -17,4 +18,4 @@ def extend_scheduler(scheduler_config: Any) -> None:
 
 
 def _start(base: type, **arguments: Any) -> Any:
-    return type(base.__name__, (OutputChunks, ReservedSlot, base), {})(**arguments)
+    return type(base.__name__, (OutputChunks, ReservedSlot, GatheredStart, base), {})(**arguments)
