@@ -6,7 +6,7 @@ bytes inside protobuf, so reading one is a view. Both directions validate, so no
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -23,8 +23,7 @@ _I4, _F4, _U1 = (np.dtype(code) for code in ("<i4", "<f4", "u1"))
 """The types of the payload's arrays."""
 
 
-@dataclass(frozen=True)
-class RewardPart:
+class RewardPart(NamedTuple):
     """One named component of a score: a reward or a sub-part (REWARD/NAME), with its raw value and that value times the reward's weight."""
 
     name: str
@@ -33,8 +32,7 @@ class RewardPart:
     plugin_version: str = ""
 
 
-@dataclass(frozen=True)
-class RewardCall:
+class RewardCall(NamedTuple):
     """One call of a reward server that included a sample: the server's id, "ok" or what failed, and its wall-clock seconds."""
 
     server: str
@@ -222,7 +220,8 @@ def _array(data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
         raise DataError(
             f"whole {dtype.itemsize}-byte numbers", f"{len(data)} bytes", "The payload is damaged: run `polyreme audit`."
         )
-    return np.frombuffer(data, dtype=dtype).astype(dtype.newbyteorder("="), copy=False)
+    array = np.frombuffer(data, dtype=dtype)
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def _check(group: GroupRecord) -> None:

@@ -204,7 +204,7 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
             "prompt_tokens": len(group.prompt_ids),
             **times,
             "replicas": list(sample.replicas),
-            "calls": [vars(call) for call in sample.calls],
+            "calls": [call._asdict() for call in sample.calls],
             "token_ids": sample.token_ids.tolist(),
             "logprobs": np.round(sample.logprobs.astype(np.float64), _DIGITS).tolist(),
         }
