@@ -142,3 +142,19 @@ def definitions_of(path: Path, names: set[str]) -> list[tuple[str, str, str]]:
             methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef) and each.name != "__init__"]
             found += [(node.name, base, method) for base in bases for method in methods]
     return found
+
+
+def fields_of(package: PackageSource, module: str, name: str) -> dict[str, None]:
+    """The annotated fields of a class, in order."""
+    found = package.find(module, name)
+    assert isinstance(found, tuple) and isinstance(found[1], ast.ClassDef)
+    nodes = [node for node in found[1].body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id: None for node in nodes if isinstance(node.target, ast.Name)}
+
+
+def methods_of(package: PackageSource, module: str, name: str) -> dict[str, set[str]]:
+    """The parameters of each method of a class."""
+    found = package.find(module, name)
+    assert isinstance(found, tuple) and isinstance(found[1], ast.ClassDef), f"no {module}.{name}"
+    methods = [node for node in found[1].body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {node.name: {each.arg for each in (*node.args.args, *node.args.kwonlyargs)} for node in methods}

@@ -149,8 +149,8 @@ class InferenceEngine(Protocol):
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
         """The log-probability of each of ids[1:] given the tokens before it, at temperature 1, in nats.
 
-        It waits for a few steps of the engine, or for those that arrive at an idle one, never for the end of another request, however many
-        run and wait.
+        It waits for a few steps of the engine; if that is idle, also until the requests that arrive at the same time have arrived. It never
+        waits for the end of another request, however many run and wait.
 
         Raises:
             EngineDeadError: the engine has died.
