@@ -24,7 +24,7 @@ class GatheredStart:
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.polyreme_clock = time.monotonic
-        self.polyreme_gathered = 0  # requests that have arrived
+        self.polyreme_gathered = 0  # requests that waited at the last call; 0: the engine does not gather
         self.polyreme_first = self.polyreme_newest = 0.0
 
     def schedule(self, *arguments: Any, **options: Any) -> Any:
