@@ -89,17 +89,12 @@ class LogReader:
 
     async def unplanned(self) -> Unplanned:
         """The groups that no plan has taken."""
-        run = self.run
-        async with run.redis.pipeline(transaction=True) as reads:
-            reads.hmget(run.key("meta"), ["version", "base"]).hlen(run.key("plans"))
-            for state in ("in_flight", "appended"):
-                reads.zrange(run.key(state), 0, -1, withscores=True)
-            (version, base), plans, in_flight, appended = await reads.execute()
+        version, planned, in_flight, appended = await self.run.scripts.call("unplanned")
         return Unplanned(
-            int(version or -1),
-            int(base or 0) + int(plans),
-            tuple((int(score), int(member)) for member, score in in_flight),
-            tuple(int(score) for _, score in appended),
+            version,
+            planned,
+            tuple((int(score), int(member)) for member, score in zip(in_flight[::2], in_flight[1::2], strict=True)),
+            tuple(int(score) for score in appended[1::2]),
         )
 
     async def partial_rollouts(self, admissions: Sequence[Admission]) -> dict[int, list[bytes]]:

@@ -100,11 +100,12 @@ class Store(Redis):
         cancels = task.cancelling() if task else 0
         while True:
             try:
-                reply = await super().execute_command(*args, **options)
-                if task and task.cancelling() > cancels:
-                    # wait_for of Python 3.11, which the client uses, loses a cancellation that arrives as it completes.
-                    raise asyncio.CancelledError
-                return reply
+                try:
+                    return await super().execute_command(*args, **options)
+                finally:
+                    if task and task.cancelling() > cancels:
+                        # wait_for of Python 3.11, which the client uses, loses a cancellation that arrives as it completes or fails.
+                        raise asyncio.CancelledError
             except exceptions.NoScriptError:
                 raise
             except (*_LOST, exceptions.InvalidResponse, exceptions.ResponseError) as error:

@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from redis.asyncio.connection import AbstractConnection
 
 from polyreme.errors import StoreError
 from polyreme.experience import store
@@ -139,6 +141,45 @@ async def test_a_server_that_stands_still(own_server: EmbeddedServer, monkeypatc
         os.kill(own_server.pid, signal.SIGCONT)
     await setting
     await client.aclose()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_command_that_ends_as_it_is_cancelled_is_cancelled(
+    fails: bool, own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await connect(own_server.url)
+    send = AbstractConnection._send_packed_command
+
+    async def sends_as_it_is_cancelled(connection: AbstractConnection, command: Iterable[bytes]) -> None:
+        getting.cancel()
+        if fails:
+            raise ConnectionResetError("Connection lost")
+        await send(connection, command)
+
+    getting = asyncio.create_task(client.get("x"))
+    monkeypatch.setattr(AbstractConnection, "_send_packed_command", sends_as_it_is_cancelled)
+    async with asyncio.timeout(300):
+        await asyncio.wait({getting})
+    assert getting.cancelled()
+    monkeypatch.undo()
+    assert await client.get("x") is None
+    await client.aclose()
+
+
+async def test_the_groups_without_a_plan_are_read_over_a_restart(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path / "redis") as first:
+        client = await connect(first.url)
+        log = ExperienceLog(await Run.create(client, "riding", run_config(tmp_path), {}))
+        await log.take(Writer.LEARNER)
+        await log.begin(0)
+        found = await log.unplanned()
+        first.stop()
+        reading = asyncio.create_task(log.unplanned())
+        await asyncio.sleep(0.3)
+        assert not reading.done()
+        with EmbeddedServer.start(tmp_path / "redis", port=port_of(first.url)):
+            assert await reading == found
+            await client.aclose()
 
 
 async def test_an_append_whose_answer_was_lost_is_one_append(redis_url: str, tmp_path: Path) -> None:
