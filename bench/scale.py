@@ -36,6 +36,7 @@ from simulated_side.runs import COUNT, Stretch, measured
 
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.net.endpoint import Endpoint
+from polyreme.process.lifecycle import StopEvent
 from polyreme_rollout.engine.protocol import CHUNK_TOKENS, EngineRequest, NewTokens, Sampling
 from polyreme_rollout.run_spec import fetch_run_spec
 from polyreme_rollout.serving import serve
@@ -76,7 +77,7 @@ async def join(started: SimulatedRun, options: argparse.Namespace) -> dict[str, 
     group."""
     spec = await fetch_run_spec(started.redis_url, started.run.run_id)
     engine = JoiningEngine(WEIGHT_NAMES, CONTEXT, VOCAB, options.step, options.slots, LENGTHS)
-    stop, began = asyncio.Event(), time.perf_counter()
+    stop, began = StopEvent(), time.perf_counter()
     serving = asyncio.create_task(serve(engine, spec, started.redis_url, Endpoint(http_port=None), stop))
     try:
         whole = await asyncio.wait_for(engine.whole, JOIN_SECONDS)

@@ -4,7 +4,6 @@ Invariant: a server that this module starts has ended when its block ends.
 """
 
 import asyncio
-import signal
 import socket
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from polyreme.config.load import load_config
 from polyreme.config.security import EndpointSecurity, SecurityConfig
 from polyreme.errors import ConfigError, UnavailableError
 from polyreme.net.ports import free_port
-from polyreme.process.lifecycle import Child
+from polyreme.process.lifecycle import OWNER_DIED, Child
 
 START_SECONDS = 600.0
 """Timeout in seconds for an engine to load a model."""
@@ -94,7 +93,7 @@ def served(target: ChatTarget) -> Iterator[str]:
     words = (sys.executable, "-m", "polyreme", "rollout", "--model", str(target.model_dir), "--host", "127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         child = Child.spawn(
-            "rollout", (*words, "--http-port", str(port)), None, Path(folder, "rollout.log"), death_signal=signal.SIGTERM
+            "rollout", (*words, "--http-port", str(port)), None, Path(folder, "rollout.log"), death_signal=OWNER_DIED
         )
         try:
             scheme = "https" if target.security and target.security.certificate else "http"

@@ -5,7 +5,6 @@ in Redis.
 """
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -24,6 +23,7 @@ from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.run import Run, RunState
 from polyreme.net.ports import free_port
 from polyreme.net.redis_url import without_password
+from polyreme.process.lifecycle import OWNER_DIED
 from polyreme.process.supervisor import (
     FINAL_CODES,
     WELL_SECONDS,
@@ -61,7 +61,7 @@ class Session:
         server = ("--redis", url, "--run", run.run_id)
 
         def process(name: str, *argv: str, serves: bool = True) -> ProcessSet:
-            return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
+            return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=OWNER_DIED)], log_dir, serves)
 
         services = [process("reward", "reward", *server)] if config.reward else []
         services += [
@@ -71,7 +71,7 @@ class Session:
         self._serving = Supervisor(services, limit, on_restart=run.report_restart)
         port = free_port()
         self.page = f"{'https' if config.security and config.security.certificate else 'http'}://127.0.0.1:{port}{PATH}/"
-        ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start), "--http-port", str(port))
+        ours = ("--log-dir", str(log_dir), "--start", str(run.start), "--http-port", str(port))
         self._trainer = process("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
         self._training = Supervisor([self._trainer], limit, on_restart=run.report_restart)
 

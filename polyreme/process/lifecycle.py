@@ -1,8 +1,8 @@
 """Child processes, signals and exit codes.
 
 Invariant: every process that Polyreme starts has an owner that ends it and its whole process group. A child leads its own session, so a
-terminal's Ctrl-C reaches only the foreground command, which drains its children in order. The kernel signals a child whose owner dies,
-so a kill -9 leaves nothing behind.
+terminal's Ctrl-C reaches only the foreground command, which drains its children in order. The kernel signals a child whose owner dies, and
+ends it soon if it does not end itself, so a kill -9 leaves nothing behind.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +29,13 @@ logger = logging.getLogger(__name__)
 
 REAP_TIMEOUT = 30.0
 """Seconds for a killed process to disappear. A driver or a lost file system can hold it."""
+OWNER_DIED = signal.SIGUSR1
+"""Death signal of a service. Only the kernel sends it, so a service cannot take it for a request to drain. The kernel may send it several
+times, since it does so for each thread of the owner that had the service as a child."""
+ORPHAN_SECONDS = 20
+"""The kernel ends a service this long after its owner has died."""
+EXIT_SECONDS = 20
+"""The kernel ends a process this long after `exit_on_signals` has told it to exit."""
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 64 << 10
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -43,11 +50,24 @@ def die_with_parent(parent_pid: int, death_signal: int = signal.SIGKILL) -> None
             os.kill(os.getpid(), death_signal)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Suspends garbage collection, for imports of torch and vLLM: collections take a tenth of their time. They also run finalizers in the
+    middle of C code, where Python ignores an exception that a signal raises.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def settle() -> None:
     """Makes the garbage collector ignore all existing objects. Call it once when startup is complete.
 
     A process that has imported torch or vLLM keeps a million objects; each collection of them takes a third of a second.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # libraries check for leaks at exit
@@ -172,11 +192,24 @@ def exec_again(environment: Mapping[str, str]) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(environment))
 
 
-def stop_event() -> asyncio.Event:
-    """An event that the first SIGTERM, SIGINT or SIGHUP sets. A second SIGTERM or SIGINT raises KeyboardInterrupt, even when both arrive
-    together. Later SIGHUPs do nothing: a shell and the kernel may both send one. An ignored SIGHUP (`nohup`) stays ignored.
+class StopEvent(asyncio.Event):
+    """Set when the process should end.
+
+    Attributes:
+        orphaned: set too, also later, when the process's owner has died. What the owner ran dies with it, perhaps Redis, so nothing can
+            drain: the process has ORPHAN_SECONDS to remove what would outlive it.
     """
-    event, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orphaned = asyncio.Event()
+
+
+def stop_event() -> StopEvent:
+    """An event that the first SIGTERM, SIGINT, SIGHUP or OWNER_DIED sets. A second SIGTERM or SIGINT raises KeyboardInterrupt, even when
+    both arrive together. Later SIGHUPs do nothing: a shell and the kernel may both send one. An ignored SIGHUP (`nohup`) stays ignored.
+    """
+    event, loop = StopEvent(), asyncio.get_running_loop()
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -190,9 +223,45 @@ def stop_event() -> asyncio.Event:
         if again:
             signal.raise_signal(number)
 
+    def on_owner_died() -> None:
+        if not event.orphaned.is_set():
+            signal.alarm(ORPHAN_SECONDS)  # without a handler it ends the process, whatever that waits for
+            event.orphaned.set()
+            event.set()
+
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
+    loop.add_signal_handler(OWNER_DIED, on_owner_died)
     return event
+
+
+@asynccontextmanager
+async def until_set(event: asyncio.Event) -> AsyncIterator[None]:
+    """Leaves the block when `event` is set: what the block waits for is cancelled, and the code after the block goes on."""
+    try:
+        async with asyncio.timeout(None) as block:
+            waiting = asyncio.create_task(event.wait())
+            waiting.add_done_callback(lambda task: None if task.cancelled() else block.reschedule(0))
+            try:
+                yield
+            finally:
+                waiting.cancel()
+    except TimeoutError:
+        if not block.expired():  # raised in the block
+            raise
+
+
+def exit_on_signals() -> None:
+    """Makes SIGTERM and OWNER_DIED raise SystemExit in the main thread. The kernel ends the process after EXIT_SECONDS, since an exception
+    from a signal is lost where Python ignores exceptions, for example in `__del__`. For code that runs without an event loop.
+    """
+
+    def on_signal(*_: object) -> None:
+        signal.alarm(EXIT_SECONDS)
+        sys.exit(128 + signal.SIGTERM)
+
+    for number in (signal.SIGTERM, OWNER_DIED):
+        signal.signal(number, on_signal)
 
 
 def _disk_full(error: OSError) -> PolyremeError:

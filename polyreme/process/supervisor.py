@@ -35,7 +35,7 @@ class ProcessSpec:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     death_signal: int = signal.SIGKILL
-    """Signal for the process when this one dies. TERM if it must clean up its own children or shared memory."""
+    """Signal for the process when this one dies. OWNER_DIED if it has children, files or shared memory to remove."""
 
 
 class ChildFailedError(RunFailedError):

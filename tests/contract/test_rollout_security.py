@@ -19,6 +19,7 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
+from polyreme.process.lifecycle import StopEvent
 from polyreme_rollout.run_spec import RunSpec
 from polyreme_rollout.serving import serve
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
@@ -32,10 +33,8 @@ TOKEN, VARIABLE = "s3cret-token", "POLYREME_TEST_TOKEN"
 async def secured(redis_url: str, run: Run, security: SecurityConfig) -> AsyncIterator[Lease]:
     config = (await run.config()).model_copy(update={"security": security})
     spec = RunSpec(run.run_id, config, {}, "f")
-    engine, stop = (
-        SimulatedInferenceEngine(frozenset({"w"}), max_model_len=128, vocab_size=45, step_seconds=0.002),
-        asyncio.Event(),
-    )
+    engine = SimulatedInferenceEngine(frozenset({"w"}), max_model_len=128, vocab_size=45, step_seconds=0.002)
+    stop = StopEvent()
     serving = asyncio.create_task(serve(engine, spec, redis_url, Endpoint(), stop))
     try:
         [lease] = await Registry(run).wait_for("rollout", 1, 10, alive=lambda: not serving.done())

@@ -14,7 +14,6 @@ import pytest
 
 from polyreme.cli.run_directory import read_run_file
 from support.processes import command_line
-from support.waiting import wait_until
 from support.whole_run import RIGHT, Up, make_task
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
@@ -94,7 +93,7 @@ def test_nothing_outlives_a_killed_up(task: Path, moment: str) -> None:
     else:
         up.until(lambda: (up.run_dir / "logs" / "attempt_1" / "learner-0.log").exists())
     up.kill()
-    wait_until(lambda: not up.leftovers())
+    up.ends_with_all()
 
 
 def test_a_second_ctrl_c_ends_at_once(task: Path) -> None:
@@ -104,7 +103,7 @@ def test_a_second_ctrl_c_ends_at_once(task: Path) -> None:
     time.sleep(0.5)
     up.signal(signal.SIGINT)
     assert up.wait() in (0, 128 + signal.SIGINT), up.output
-    wait_until(lambda: not up.leftovers())
+    up.ends_with_all()
 
 
 def test_a_run_that_cannot_continue_ends_with_the_reason(task: Path) -> None:

@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.process.lifecycle import OWNER_DIED
 from support.publishing import World, publishing, push_soon
 
 
 @pytest.fixture(autouse=True)
 def signal_handlers_of_before() -> Iterator[None]:
     """Restores signal handlers that code in the test's process has changed. Processes of later tests would inherit an ignored signal."""
-    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, OWNER_DIED)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():

@@ -17,6 +17,7 @@ import yaml
 from polyreme.cli.run_directory import read_run_file
 from polyreme.weights.arena import SHARED_MEMORY
 from support.processes import runs
+from support.waiting import wait_until
 
 RIGHT = "7"
 """The answer to every prompt of the task."""
@@ -119,6 +120,13 @@ class Up:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+    def ends_with_all(self) -> None:
+        """Waits until nothing of the killed or signalled run is left; a failure says what is."""
+        try:
+            wait_until(lambda: not self.leftovers())
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; left: {self.leftovers()}") from None
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         """The records of a kind written to metrics.jsonl so far."""

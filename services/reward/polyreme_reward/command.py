@@ -20,7 +20,7 @@ from polyreme.net.endpoint import Advertise, Endpoint, Host, HttpPort, Port, end
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
-from polyreme.process.lifecycle import stop_event
+from polyreme.process.lifecycle import stop_event, until_set
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,8 @@ async def _serve(
 
     refuse_inspection()  # memory and environment contain the run's password and token
     if path is not None:
-        stop = stop_event()
-        async with serve(load_reward_config(path), endpoint_towards(None)) as addresses:
-            await _until(stop, addresses.grpc, addresses.url)
+        async with until_set(stop_event()), serve(load_reward_config(path), endpoint_towards(None)) as addresses:
+            await _stay(addresses.grpc, addresses.url)
         return
     from polyreme.experience.run import Run
     from polyreme.experience.store import connect
@@ -81,26 +80,31 @@ async def _serve(
         run = await Run.attach(client, run_id, wait, ended=False)
         stop = stop_event()  # no graceful shutdown is needed before this point
         following = run.set_when_over(stop) if run_id is None else nullcontext()
-        if (settings := (await run.config()).reward) is None:
-            if run_id is not None:
+        async with until_set(stop):
+            settings = (await run.config()).reward
+            if settings is not None:
+                async with serve(settings, endpoint_towards(redis), run) as addresses, following:
+                    await _stay(addresses.grpc, addresses.url)
+            elif run_id is not None:
                 raise ConfigError(
                     f"a section `reward` in run {run.run_id}",
                     "none: it only distils a teacher",
                     "Start no reward service for it.",
                 )
-            # A container starts before it knows the run, and would be restarted for ever.
-            logger.info("run %s has no rewards: it only distils a teacher; waiting for its end", run.run_id)
-            async with following:
-                await stop.wait()
-            return
-        async with serve(settings, endpoint_towards(redis), run) as addresses, following:
-            await _until(stop, addresses.grpc, addresses.url)
+            else:
+                # A container starts before it knows the run, and would be restarted for ever.
+                logger.info("run %s has no rewards: it only distils a teacher; waiting for its end", run.run_id)
+                async with following:
+                    await stop.wait()
     finally:
         await client.aclose()
 
 
-async def _until(stop: asyncio.Event, grpc: str, url: str) -> None:
+async def _stay(grpc: str, url: str) -> None:
+    """Returns only when it is cancelled."""
     gc.freeze()  # excludes loaded modules from garbage collections
     logger.info("ready: gRPC at %s, HTTP at %s", grpc, url)
-    await stop.wait()
-    logger.info("draining")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        logger.info("draining")

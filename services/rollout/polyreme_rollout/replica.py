@@ -7,8 +7,6 @@ However the process ends, its engine's processes and its files end with it.
 
 import asyncio
 import os
-import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +16,7 @@ from polyreme.errors import ConfigError
 from polyreme.net.endpoint import Endpoint
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
-from polyreme.process.lifecycle import exec_again
+from polyreme.process.lifecycle import exec_again, exit_on_signals
 from polyreme.process.resource_metrics import private_bytes_of_children
 from polyreme_rollout.device_start import Held, devices_while_starting, release
 from polyreme_rollout.engine.load import load_engine
@@ -45,7 +43,7 @@ def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_t
 def _serves_one_turn(redis_url: str, run_id: str | None, endpoint: Endpoint, find_timeout: float) -> bool:
     """Returns whether the replica has left the devices to the learner."""
     logging_setup.setup("rollout")
-    _exit_on_sigterm()  # the event loop replaces it
+    exit_on_signals()  # the event loop replaces it
     _check_ports(endpoint)
     spec = asyncio.run(fetch_run_spec(redis_url, run_id, find_timeout))
     start_engine = load_engine(spec.config.rollout.engine)
@@ -62,7 +60,7 @@ def _serves_one_turn(redis_url: str, run_id: str | None, endpoint: Endpoint, fin
             try:
                 check_routes(engine, spec.config)
                 is_wanted = run_service(_serve(engine, spec, redis_url, endpoint, held, began))
-                _exit_on_sigterm()
+                exit_on_signals()
                 engine_bytes = private_bytes_of_children() if is_wanted else 0
             finally:
                 engine.close()
@@ -79,7 +77,7 @@ def serve_model(model_dir: Path, endpoint: Endpoint) -> None:
         ConfigError: it is not a model directory, or the port is in use.
     """
     logging_setup.setup("rollout")
-    _exit_on_sigterm()
+    exit_on_signals()
     _check_ports(endpoint)
     config = config_for_model(model_dir)
     start_engine = load_engine(config.rollout.engine)
@@ -109,9 +107,12 @@ async def _serve(
     from polyreme_rollout.serving import serve
 
     stop = lifecycle.stop_event()
-    await engine.open()
-    lifecycle.settle()
-    await report_engine(redis_url, spec.run_id, engine.name, time.monotonic() - began)
+    async with lifecycle.until_set(stop):
+        await engine.open()
+        lifecycle.settle()
+        await report_engine(redis_url, spec.run_id, engine.name, time.monotonic() - began)
+    if stop.is_set():
+        return False
     return await serve(engine, spec, redis_url, endpoint, stop, held)
 
 
@@ -123,11 +124,6 @@ def check_routes(engine: InferenceEngine, config: RunConfig) -> None:
             f"{engine.name}, which does not",
             "Remove trainer.moe.replay_routes, or use an engine that reports its routes.",
         )
-
-
-def _exit_on_sigterm() -> None:
-    """Makes SIGTERM unwind the stack, which removes this replica's files."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _check_ports(endpoint: Endpoint) -> None:

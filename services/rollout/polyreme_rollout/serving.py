@@ -22,6 +22,7 @@ from polyreme.experience.store import connect
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
+from polyreme.process.lifecycle import StopEvent, until_set
 from polyreme_rollout.device_start import Held
 from polyreme_rollout.device_turns import ReplicaTurns
 from polyreme_rollout.engine.protocol import InferenceEngine
@@ -50,7 +51,7 @@ async def serve(
     spec: RunSpec,
     redis_url: str,
     endpoint: Endpoint,
-    stop: asyncio.Event,
+    stop: StopEvent,
     held: Held | None = None,
 ) -> bool:
     """Serves an open engine until `stop`, then drains. Returns whether it ended for a learner that wants the devices.
@@ -130,7 +131,8 @@ async def serve(
             logger.info("draining: %d running sequences have %.0f s to end", service.running, DRAIN_TIMEOUT)
             await publish_state()
             with suppress(TimeoutError):
-                await asyncio.wait_for(service.drained(), DRAIN_TIMEOUT)
+                async with until_set(stop.orphaned), asyncio.timeout(DRAIN_TIMEOUT):
+                    await service.drained()
             logger.info("drained, %d sequences are left", service.running)
             return is_wanted and not stop.is_set()
     finally:

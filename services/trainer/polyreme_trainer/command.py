@@ -65,7 +65,6 @@ def train(
             min=0, max=65535, help="Port of the rendezvous of the learner's machines, when there are several; 0: a free one."
         ),
     ] = 0,
-    owner: Annotated[int | None, typer.Option(hidden=True, help="Pid of the `polyreme up` that started this process.")] = None,
     start: Annotated[int | None, typer.Option(hidden=True, help="Which of the run's starts this process belongs to.")] = None,
 ) -> None:
     """Train a run: supervise its orchestrator and learner ranks, and write its records."""
@@ -80,7 +79,7 @@ def train(
             return
         logs_to = log_dir or next_attempt(chosen.config.run_dir)
         rendezvous = RendezvousAddress(advertise, learner_port)
-        run_service(_train(chosen, redis, run, logs_to, (host, http_port), rendezvous, owner, start))
+        run_service(_train(chosen, redis, run, logs_to, (host, http_port), rendezvous, start))
 
 
 @contextmanager
@@ -96,7 +95,6 @@ async def _train(
     log_dir: Path,
     http: tuple[str, int | None],
     rendezvous: RendezvousAddress,
-    owner: int | None,
     start: int | None,
 ) -> None:
     redis, config = await connect(redis_url), chosen.config
@@ -111,7 +109,7 @@ async def _train(
             if port is not None:
                 logger.info("serving metrics on port %d", port)
             process_sets = trainer_processes(config, run.run_id, redis_url, log_dir, rendezvous=rendezvous)
-            await Trainer(config, run, process_sets, owner).run()
+            await Trainer(config, run, process_sets).run()
     finally:
         await redis.aclose()
 

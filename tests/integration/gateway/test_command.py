@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from polyreme.experience.leases import Registry
 from polyreme.experience.run import RunState
 from polyreme.net.endpoint import Endpoint
-from polyreme.process.lifecycle import Child
+from polyreme.process.lifecycle import Child, StopEvent
 from polyreme_rollout.run_spec import RunSpec
 from polyreme_rollout.serving import serve
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
@@ -27,7 +27,7 @@ async def test_the_command_answers_as_a_replica_does_until_its_run_is_over(
     redis: Redis, redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
     run = await make_run(redis, run_id, config_tree(tmp_path, ROWS))
-    engine, stop = SimulatedInferenceEngine(frozenset(["weight"]), CONTEXT, VOCAB), asyncio.Event()
+    engine, stop = SimulatedInferenceEngine(frozenset(["weight"]), CONTEXT, VOCAB), StopEvent()
     serving = asyncio.create_task(serve(engine, RunSpec(run_id, await run.config(), {}, ""), redis_url, Endpoint(), stop))
     command = [sys.executable, "-m", "polyreme", "gateway", "--redis", redis_url, "--port", "0", "--alias", "policy"]
     child = Child.spawn("gateway", command, log_path=tmp_path / "gateway.log")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from polyreme.process.event_loop import run_service
-from polyreme.process.lifecycle import Child
+from polyreme.process.lifecycle import OWNER_DIED, Child, until_set
 from support.waiting import wait_until
 
 SERVICE = """
@@ -34,6 +34,43 @@ with exit_on_error("service"):
     run_service(serve())
 """
 INT, TERM = signal.SIGINT, signal.SIGTERM
+
+ORPHAN = """
+import asyncio
+from polyreme.process import lifecycle
+from polyreme.process.event_loop import run_service
+
+lifecycle.ORPHAN_SECONDS = 1
+
+async def serve():
+    stop = lifecycle.stop_event()
+    print("up", flush=True)
+    async with lifecycle.until_set(stop):
+        await asyncio.Event().wait()
+    print("stopping", stop.orphaned.is_set(), flush=True)
+    await stop.orphaned.wait()
+    print("orphaned", flush=True)
+    if HANGS:
+        await asyncio.Event().wait()
+
+run_service(serve())
+"""
+LOSES_EXIT = """
+import time
+from polyreme.process import lifecycle
+
+lifecycle.EXIT_SECONDS = 1
+
+class Waits:
+    def __del__(self):
+        print("up", flush=True)
+        time.sleep(600)
+
+lifecycle.exit_on_signals()
+Waits()
+print("lost", flush=True)
+time.sleep(600)
+"""
 
 
 def test_a_group_is_ended_with_its_leader_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +142,92 @@ def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
     finally:
         service.kill()
         service.communicate()
+
+
+def python(script: str) -> "subprocess.Popen[str]":
+    """A process that has printed "up"."""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("first", [OWNER_DIED, TERM])
+@pytest.mark.parametrize(("hangs", "status"), [(False, 0), (True, -signal.SIGALRM)])
+def test_a_service_learns_of_its_owners_death_also_while_it_drains_and_cannot_outlive_it(
+    first: signal.Signals, hangs: bool, status: int
+) -> None:
+    service = python(ORPHAN.replace("HANGS", str(hangs)))
+    try:
+        assert service.stdout is not None
+        service.send_signal(first)
+        assert service.stdout.readline() == f"stopping {first == OWNER_DIED}\n"
+        if first != OWNER_DIED:
+            service.send_signal(OWNER_DIED)
+        assert service.stdout.readline() == "orphaned\n"
+        _, errors = service.communicate(timeout=300)
+    finally:
+        service.kill()
+        service.wait()
+    assert (service.returncode, errors) == (status, "")
+
+
+@pytest.mark.parametrize("number", [OWNER_DIED, TERM])
+def test_a_process_ends_although_python_loses_its_exit(number: signal.Signals) -> None:
+    process = python(LOSES_EXIT)
+    try:
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGALRM
+    assert output == "lost\n" and "Exception ignored" in errors
+
+
+async def test_a_block_until_an_event_runs_to_its_end_without_it() -> None:
+    event, done = asyncio.Event(), []
+    async with until_set(event):
+        await asyncio.sleep(0)
+        done.append(1)
+    event.set()
+    await asyncio.sleep(0)
+    assert done == [1]
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_block_is_left_when_its_event_is_set(before: bool) -> None:
+    event, tidied = asyncio.Event(), []
+    if before:
+        event.set()
+    else:
+        asyncio.get_running_loop().call_soon(event.set)
+    async with asyncio.timeout(300), until_set(event):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            tidied.append(1)
+    assert tidied == [1]
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling()
+
+
+async def test_a_blocks_own_errors_and_cancellations_pass() -> None:
+    event = asyncio.Event()
+    with pytest.raises(TimeoutError, match="its own"):
+        async with until_set(event):
+            raise TimeoutError("its own")
+
+    async def waits() -> None:
+        async with until_set(event):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(waits())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_a_cancelled_reap_still_leaves_no_zombie() -> None:

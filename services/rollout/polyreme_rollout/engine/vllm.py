@@ -25,7 +25,7 @@ from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
 from polyreme.process.gloo_device import share_gloo_device
-from polyreme.process.lifecycle import die_with_parent
+from polyreme.process.lifecycle import die_with_parent, uncollected
 from polyreme_rollout.engine.output_chunks import IN_CHUNKS
 from polyreme_rollout.engine.protocol import (
     ArenaSource,
@@ -55,13 +55,14 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     if sleeps := config.placement == "colocated" and config.device != "cpu":
         check_sleep(os.environ)
     _prepare_environment(config)
-    import torch
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.envs import enable_envs_cache
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with uncollected():
+        import torch
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.envs import enable_envs_cache
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-    from polyreme_rollout.engine.cpu_norms import register_norms
+        from polyreme_rollout.engine.cpu_norms import register_norms
 
     on_cpu = config.device == "cpu"
     arguments = engine_arguments(config, model_dir, random_weights) | (register_norms() if on_cpu else {})

@@ -8,7 +8,6 @@ starts those of several.
 
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -23,7 +22,7 @@ from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, Store
 from polyreme.experience.leases import Registry
 from polyreme.experience.log_reader import LogReader
 from polyreme.experience.run import Run, RunState
-from polyreme.process.lifecycle import stop_event
+from polyreme.process.lifecycle import stop_event, until_set
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.weights.arena import remove_stale
 from polyreme_trainer.launch.notifier import CLOSE_SECONDS as NOTICE_SECONDS
@@ -60,13 +59,12 @@ class Trainer:
         config: the run's configuration.
         run: an existing run.
         process_sets: the processes to keep running.
-        owner: pid of the `polyreme up` that started this process. Its services die with it, so nothing can drain then. None: no owner.
     """
 
-    def __init__(self, config: RunConfig, run: Run, process_sets: Sequence[ProcessSet], owner: int | None = None) -> None:
+    def __init__(self, config: RunConfig, run: Run, process_sets: Sequence[ProcessSet]) -> None:
         self._trackers = TrackerProcesses(config, run.run_id, run.emit)
         self._notifier = Notifier(config, run.run_id, run.emit)
-        self._config, self._run, self._owner, self._orphaned = config, run, owner, False
+        self._config, self._run, self._orphaned = config, run, False
         self._stopped = False
         self._end: tuple[RunState, str] | None = None
         self._supervisor = Supervisor(process_sets, config.trainer.max_restarts, on_restart=run.report_restart)
@@ -126,15 +124,21 @@ class Trainer:
         return RunState.DONE, ""
 
     async def _supervise(self) -> None:
+        stop = stop_event()
         work = asyncio.create_task(self._supervisor.run())
-        stopped = asyncio.create_task(self._stop_requested(stop_event()))
+        stopped = asyncio.create_task(self._stop_requested(stop))
         failed = asyncio.create_task(self._declared_failed())
         tasks = (work, stopped, failed)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done() and not work.done():
-                await self._drain(work)
-            await (work if work.done() or stopped.done() else failed)
+            async with until_set(stop.orphaned):
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if stopped.done() and not work.done():
+                    await self._drain(work)
+                await (work if work.done() or stopped.done() else failed)
+                return
+            # The services of the owner have died with it, and perhaps Redis, so nothing can drain.
+            self._orphaned = True
+            raise RunFailedError("the process that started this trainer to run", "that it has died", "Continue with --resume.")
         finally:
             for task in tasks:
                 task.cancel()
@@ -143,11 +147,6 @@ class Trainer:
     async def _drain(self, work: asyncio.Task[None]) -> None:
         """Lets the children finish the current iteration and save; ends those that do not."""
         self._supervisor.draining = self._stopped = True
-        if self._owner not in (None, os.getppid()):  # `up` was killed, and with it its services and perhaps Redis
-            self._orphaned = True
-            logger.warning("stopping at once: the process that started this one has died")
-            await self._supervisor.stop(_STOP_GRACE_SECONDS)
-            return
         logger.info("stopping after the current iteration, which will be saved")
         try:
             await self._run.set_state(RunState.DRAINING, "stop requested")
@@ -161,13 +160,12 @@ class Trainer:
 
     async def _stop_requested(self, signalled: asyncio.Event) -> None:
         """Waits for a signal, or until another process has set the run to draining."""
-        while not signalled.is_set():
-            with suppress(PolyremeError):  # `_declared_failed` handles what cannot be retried
-                if (await self._run.state())[0] is RunState.DRAINING:
-                    return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_STATE_POLL_SECONDS):
-                    await signalled.wait()
+        async with until_set(signalled):  # also while Redis does not answer
+            while True:
+                with suppress(PolyremeError):  # `_declared_failed` handles what cannot be retried
+                    if (await self._run.state())[0] is RunState.DRAINING:
+                        return
+                await asyncio.sleep(_STATE_POLL_SECONDS)
 
     async def _declared_failed(self) -> None:
         """Waits until a process declares the run failed, and raises that."""

@@ -18,11 +18,11 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
+from polyreme.process.lifecycle import OWNER_DIED
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpec
 from polyreme_trainer.launch import trainer_process
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.megatron.mindspeed import DEVICE
-from support.processes import runs
 from support.waiting import until
 
 UNTIL_DRAINED = """
@@ -249,35 +249,51 @@ from polyreme.experience.store import connect
 from polyreme.process.supervisor import ProcessSpec, ProcessSet
 from polyreme_trainer.launch.trainer_process import Trainer
 
-async def main(url, run_id, script, owner):
+async def main(url, run_id, script):
     run = await Run.attach(await connect(url), run_id, 0)
     config = await run.config()
     env = {"POLYREME_REDIS": url, "META": run.key("meta")}
     unit = ProcessSet("child", lambda: [ProcessSpec("child", (sys.executable, "-c", script), env)], config.run_dir)
-    await Trainer(config, run, [unit], int(owner) if owner else None).run()
+    await Trainer(config, run, [unit]).run()
 
 asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("owner", "last"), [("", RunState.STOPPED), ("$$", RunState.STARTING)])
-async def test_only_the_death_of_up_ends_its_trainer_without_a_drain(
-    owner: str, last: RunState, run: Run, config: RunConfig, redis_url: str
+@pytest.mark.parametrize(
+    ("numbers", "last"),
+    [
+        ([signal.SIGTERM], RunState.STOPPED),
+        ([OWNER_DIED], RunState.STARTING),
+        ([OWNER_DIED, OWNER_DIED], RunState.STARTING),
+        ([signal.SIGTERM, OWNER_DIED], RunState.DRAINING),
+    ],
+    ids=["asked to stop", "owner died", "its threads died one by one", "owner died during the drain"],
+)
+async def test_only_the_death_of_its_owner_ends_a_trainer_without_a_drain(
+    numbers: list[int], last: RunState, run: Run, config: RunConfig, redis_url: str
 ) -> None:
     started = config.run_dir / "started"
-    script = f"open({str(started)!r}, 'w').close()" + UNTIL_DRAINED
-    shell = f'"$@" "{owner}" >/dev/null 2>&1 & echo $!; while [ ! -e {started} ]; do sleep 0.05; done'
-    command = ("sh", "-c", shell, "sh", sys.executable, "-c", ALONE, redis_url, run.run_id, script)
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    told, _ = await asyncio.wait_for(process.communicate(), 300)
-    pid = int(told)
+    ends = UNTIL_DRAINED if last is RunState.STOPPED else FOREVER
+    script = f"open({str(started)!r}, 'w').close()\n{ends}"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", ALONE, redis_url, run.run_id, script)
     try:
-        os.kill(pid, signal.SIGTERM)
-        await until(lambda: not runs(pid))
+        await until(started.exists)
+        for number in numbers:
+            process.send_signal(number)
+            if last is RunState.DRAINING and number == signal.SIGTERM:
+                await until(lambda: is_draining(run))
+        status = await asyncio.wait_for(process.wait(), 300)
     finally:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            process.kill()
+        await process.wait()
     assert (await run.state())[0] is last
+    assert (status == 0) == (last is RunState.STOPPED)
+
+
+async def is_draining(run: Run) -> bool:
+    return (await run.state())[0] is RunState.DRAINING
 
 
 def test_a_drain_ends_a_good_while_before_the_deployments_lose_patience() -> None:
