@@ -29,7 +29,7 @@ help:
 	@awk -F': ' '/^## [a-z-]+: / { name = substr($$1, 4); sub(/^[^:]*: /, ""); printf "  %-12s %s\n", name, $$0; next } \
 	/^## / { printf "  %-12s %s\n", "", substr($$0, 4) }' Makefile
 
-## demo: train the example model (about five minutes on two cores)
+## demo: train the example model (about four minutes on two cores)
 demo: env
 	@$(BIN)/python examples/running_total/prepare.py
 	@$(BIN)/polyreme up examples/running_total/run.yaml $(ARGS)

@@ -7,8 +7,9 @@ of 20 million parameters that the learner's optimizer trains at a learning rate 
 version must reproduce the new one bit by bit. Also printed: the fraction of elements that changed, the seconds of computing and applying
 the delta over those of one memory copy of the whole version, and the same for all 50 steps at once.
 
-`stall_delta_vs_full` (<= 1.0): the pause of generation on a vLLM replica that receives streams, for a version that arrives as a delta over
-that for a version that arrives whole; medians over alternating swaps.
+`stall_delta_vs_full` (not above 1.0): the pause of generation on a vLLM replica that receives streams, for a version that arrives as a delta
+over that for a version that arrives whole; median over alternating swaps. A delta is applied before the pause, so both pauses are the same
+swap, and the median is 1 but for noise: it counts as above 1.0 if the lower end of its 95% interval, `stall_delta_vs_full_low`, is.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import DataShard
 
-MOST = {"delta_bytes_fraction": 0.03, "stall_delta_vs_full": 1.0}
+MOST = {"delta_bytes_fraction": 0.03, "stall_delta_vs_full_low": 1.0}
 LR = 1e-6
 ROWS, WIDTH = 2, 48  # tokens of a step
 CHANGED = 0.01  # of the elements, in a swap
@@ -145,9 +146,16 @@ async def bench_swap(swaps: int) -> dict[str, float]:
     ratios = [delta / whole for delta, whole in zip(stalls["delta"], stalls["stream"], strict=True)]
     return {
         "stall_delta_vs_full": statistics.median(ratios),
+        "stall_delta_vs_full_low": low_end(ratios),
         "stall_delta_ms": 1e3 * statistics.median(stalls["delta"]),
         "stall_full_ms": 1e3 * statistics.median(stalls["stream"]),
     }
+
+
+def low_end(values: list[float]) -> float:
+    """The lower end of the 95% interval of the median, by bootstrap."""
+    rng = np.random.default_rng(0)
+    return float(np.quantile(np.median(rng.choice(values, (10_000, len(values))), axis=1), 0.025))
 
 
 async def push(stage: Stage, values: dict[str, np.ndarray], rng: np.random.Generator, fraction: float) -> Any:

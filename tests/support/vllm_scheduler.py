@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polyreme_rollout.engine.gathered_start import GATHER_SECONDS
+from polyreme_rollout.engine.gathered_start import LONGEST_WAIT_SECONDS
 from polyreme_rollout.engine.scheduler import extend_scheduler
 from polyreme_rollout.engine.vllm_arguments import CPU_BLOCK_TOKENS, engine_arguments
 from support.replicas import rollout_config
@@ -76,8 +76,9 @@ class Engine:
     def gather(self) -> None:
         """Lets time pass until an idle scheduler expects no further request."""
         if not self.scheduler.running:
-            self.scheduler.schedule()
-            self.now += GATHER_SECONDS
+            planned = self.scheduler.schedule()
+            assert not planned.num_scheduled_tokens, "this plan has no result"
+            self.now += LONGEST_WAIT_SECONDS
 
     def step(self) -> int:
         """Plans a step, and takes the result of the oldest one. Returns the number of messages that are sent."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyreme_rollout.engine.gathered_start import GATHER_SECONDS, QUIET_SECONDS
+from polyreme_rollout.engine.gathered_start import LONGEST_WAIT_SECONDS, QUIET_SECONDS
 from support.models import tiny_model
 from support.vllm_scheduler import ROOMY, start_scheduler
 
@@ -36,7 +36,7 @@ def test_requests_that_follow_each_other_start_in_one_step(model: Path, asynchro
 
 def test_an_engine_starts_although_requests_keep_coming(model: Path) -> None:
     engine = start_scheduler(model, ROOMY, asynchronous=False)
-    most = round(GATHER_SECONDS / (QUIET_SECONDS / 2)) + 1
+    most = round(LONGEST_WAIT_SECONDS / (QUIET_SECONDS / 2)) + 1
     for number in range(most):
         assert engine.running == []
         engine.add(str(number), 5, 4)
@@ -98,7 +98,7 @@ def test_any_arrivals(model: Path, asynchronous: bool, arrivals: list[tuple[floa
         engine.step_now()
         engine.now += LOOP_SECONDS
         idle = 0.0 if engine.running or not len(engine.scheduler.waiting) else idle + LOOP_SECONDS
-        assert idle <= GATHER_SECONDS + 2 * LOOP_SECONDS
+        assert idle <= LONGEST_WAIT_SECONDS + 2 * LOOP_SECONDS
 
     for number, (after, prompt, new, priority) in enumerate(arrivals):
         arrival = engine.now + after

@@ -3,7 +3,7 @@
 The samples of an iteration arrive within some hundredths of a second after a swap. vLLM itself would start with the first of them; a step
 takes almost as long for a few requests as for all, so answers of five tokens took twice as many steps as tokens.
 
-Invariant: a request waits here only while the engine runs no other, and at most GATHER_SECONDS.
+Invariant: a request waits here only while the engine runs no other, and at most LONGEST_WAIT_SECONDS.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import Any
 
 QUIET_SECONDS = 0.003
 """Without a further request for this long, the engine starts."""
-GATHER_SECONDS = 0.05
+LONGEST_WAIT_SECONDS = 0.05
 
 
 class GatheredStart:
@@ -46,4 +46,4 @@ class GatheredStart:
             self.polyreme_first = now
         if count != self.polyreme_gathered:
             self.polyreme_gathered, self.polyreme_newest = count, now
-        return now < min(self.polyreme_first + GATHER_SECONDS, self.polyreme_newest + QUIET_SECONDS)
+        return now < min(self.polyreme_first + LONGEST_WAIT_SECONDS, self.polyreme_newest + QUIET_SECONDS)
