@@ -43,7 +43,7 @@ WARM_UP = 10  # iterations that do not count in a throughput
 ENGINES = ("rollout.replicas=2", f"rollout.max_num_seqs={SAMPLES // 2}", "rollout.vllm.threads=1")
 ONE_PROCESS = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", *ENGINES)
 FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.data=2", *ENGINES)
-SHORT_TURNS = 3
+SHORT_TURNS = 5
 GATE = 0.8
 SIDE = ROOT / "bench" / "peer_side"
 

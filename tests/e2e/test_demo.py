@@ -85,13 +85,14 @@ def test_ctrl_c_drains_and_saves_and_resume_continues(task: Path) -> None:
     assert audit(second.run_dir).returncode == 0
 
 
-@pytest.mark.parametrize("moment", ["starting", "running"])
+@pytest.mark.parametrize("moment", ["services", "learner", "running"])
 def test_nothing_outlives_a_killed_up(task: Path, moment: str) -> None:
     up = Up(task, f"name=killed-{moment}", "iterations=200")
     if moment == "running":
         up.until(lambda: len(up.records("iteration")) >= 1)
     else:
-        up.until(lambda: (up.run_dir / "logs" / "attempt_1" / "learner-0.log").exists())
+        started = {"services": "train.log", "learner": "learner-0.log"}[moment]
+        up.until(lambda: (up.run_dir / "logs" / "attempt_1" / started).exists())
     up.kill()
     up.ends_with_all()
 
