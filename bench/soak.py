@@ -7,7 +7,7 @@ supervisor, orchestrator, log and recorder in separate processes. The first fift
 through the other measurements of each quantity; its growth is the line's increase from the first to the last of them.
 
 growing              number of quantities that grow by more than LIMITS allow (0)
-worst_growth         the largest growth of a process's resident memory, as a share of its mean
+worst_growth         the largest growth of a process's resident memory, or of the data of Redis, as a share of its mean
 repeated_lines       kinds of log lines, numbers masked, that are too frequent: warnings more than once in 100 iterations, others more
                      than once an iteration (0)
 disk_per_iteration   bytes of the record (metrics and samples) of an iteration; the record grows by design
