@@ -32,10 +32,8 @@ REAP_TIMEOUT = 30.0
 OWNER_DIED = signal.SIGUSR1
 """Death signal of a service. Only the kernel sends it, so a service cannot take it for a request to drain. The kernel may send it several
 times, since it does so for each thread of the owner that had the service as a child."""
-ORPHAN_SECONDS = 20
-"""The kernel ends a service this long after its owner has died."""
 EXIT_SECONDS = 20
-"""The kernel ends a process this long after `exit_on_signals` has told it to exit."""
+"""The kernel ends a process this long after its owner's death, or `exit_on_signals`, has told it to exit."""
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 64 << 10
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -67,7 +65,6 @@ def settle() -> None:
 
     A process that has imported torch or vLLM keeps a million objects; each collection of them takes a third of a second.
     """
-    gc.enable()
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # libraries check for leaks at exit
@@ -197,7 +194,7 @@ class StopEvent(asyncio.Event):
 
     Attributes:
         orphaned: set too, also later, when the process's owner has died. What the owner ran dies with it, perhaps Redis, so nothing can
-            drain: the process has ORPHAN_SECONDS to remove what would outlive it.
+            drain: the process has EXIT_SECONDS to remove what would outlive it.
     """
 
     def __init__(self) -> None:
@@ -225,7 +222,7 @@ def stop_event() -> StopEvent:
 
     def on_owner_died() -> None:
         if not event.orphaned.is_set():
-            signal.alarm(ORPHAN_SECONDS)  # without a handler it ends the process, whatever that waits for
+            signal.alarm(EXIT_SECONDS)  # without a handler it ends the process, whatever that waits for
             event.orphaned.set()
             event.set()
 
@@ -238,16 +235,20 @@ def stop_event() -> StopEvent:
 @asynccontextmanager
 async def until_set(event: asyncio.Event) -> AsyncIterator[None]:
     """Leaves the block when `event` is set: what the block waits for is cancelled, and the code after the block goes on."""
+
+    async def leave() -> None:
+        await event.wait()
+        block.reschedule(0)
+
     try:
         async with asyncio.timeout(None) as block:
-            waiting = asyncio.create_task(event.wait())
-            waiting.add_done_callback(lambda task: None if task.cancelled() else block.reschedule(0))
+            leaving = asyncio.create_task(leave())
             try:
                 yield
             finally:
-                waiting.cancel()
-    except TimeoutError:
-        if not block.expired():  # raised in the block
+                leaving.cancel()
+    except TimeoutError as error:
+        if not (block.expired() and isinstance(error.__cause__, asyncio.CancelledError)):  # raised in the block
             raise
 
 

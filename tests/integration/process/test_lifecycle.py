@@ -40,7 +40,7 @@ import asyncio
 from polyreme.process import lifecycle
 from polyreme.process.event_loop import run_service
 
-lifecycle.ORPHAN_SECONDS = 1
+lifecycle.EXIT_SECONDS = 1
 
 async def serve():
     stop = lifecycle.stop_event()
@@ -211,6 +211,32 @@ async def test_a_block_is_left_when_its_event_is_set(before: bool) -> None:
     assert tidied == [1]
     task = asyncio.current_task()
     assert task is not None and not task.cancelling()
+
+
+async def test_an_event_that_is_set_as_its_block_ends_changes_nothing() -> None:
+    event, errors = asyncio.Event(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    for turns in range(4):  # of the event loop, between the event and the end of the block
+        event.clear()
+        async with until_set(event):
+            await asyncio.sleep(0)
+            event.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        for _ in range(4):
+            await asyncio.sleep(0)
+    assert errors == []
+
+
+async def test_an_error_of_the_cleanup_passes_although_the_event_is_set() -> None:
+    event = asyncio.Event()
+    event.set()
+    with pytest.raises(TimeoutError, match="its own"):
+        async with until_set(event):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise TimeoutError("its own")
 
 
 async def test_a_blocks_own_errors_and_cancellations_pass() -> None:

@@ -289,7 +289,7 @@ async def test_only_the_death_of_its_owner_ends_a_trainer_without_a_drain(
             process.kill()
         await process.wait()
     assert (await run.state())[0] is last
-    assert (status == 0) == (last is RunState.STOPPED)
+    assert status == (0 if last is RunState.STOPPED else 1)  # the kernel did not have to end it
 
 
 async def is_draining(run: Run) -> bool:
