@@ -127,11 +127,18 @@ class MegatronEngine:
         return self.saves.hf_path(version)
 
     def logprobs_of(self, policy: Policy) -> Forward:
-        """A policy's log-probabilities of a micro-batch's trained tokens, at the sampling temperature."""
+        """A policy's log-probabilities of a micro-batch's trained tokens, at the sampling temperature.
+
+        Ratios, the KL to the reference and the entropy are those of the distributions that replicas sample from.
+        """
         return lambda batch: policy.logprobs(batch.ids, batch.targets, self.config.rollout.temperature)
 
+    def supervised_logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """The actor's log-probabilities of a micro-batch of supervised rows, fp32 [k], at temperature 1: no policy sampled them."""
+        return self.policy.logprobs(batch.ids, batch.targets)
+
     def logprobs_and_entropies(self, batch: MicroBatch) -> torch.Tensor:
-        """The actor's log-probabilities and entropies for a micro-batch's trained tokens: fp32 [2, k], in nats."""
+        """The actor's log-probabilities and entropies for a micro-batch's trained tokens, at the sampling temperature: fp32 [2, k], in nats."""
         temperature = self.config.rollout.temperature
         return torch.stack(self.policy.logprobs(batch.ids, batch.targets, temperature, with_entropy=True))
 
@@ -164,7 +171,7 @@ class MegatronEngine:
             total.add_(value.detach())
             return value
 
-        self.actor.update(sequences, np.arange(len(sequences)), cross_entropy, lr)
+        self.actor.update(sequences, np.arange(len(sequences)), cross_entropy, lr, self.supervised_logprobs)
         return lambda: self.shard.sum(total).item()
 
     def begin_iterations(self) -> None:

@@ -76,6 +76,10 @@ class Models(Protocol):
         """The actor's log-probabilities and entropies of the trained tokens, fp32 [2, k]."""
         ...
 
+    def supervised_logprobs(self, batch: MicroBatch) -> Tensor:
+        """The actor's log-probabilities of the trained tokens of supervised rows, fp32 [k]."""
+        ...
+
 
 def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> Trained:
     """Runs every optimizer step of one iteration.
@@ -106,7 +110,8 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     norms, critic_norms, routed = [], [], list[Metrics]()
     for number, (step, part) in enumerate(zip(batch.steps, parts, strict=True)):
         if batch.trains_actor:
-            mixed = [losses.of_rows(rows, batch.ptx_coef) for rows in batch.mixed[number : number + 1]]
+            rows = batch.mixed[number : number + 1]
+            mixed = [losses.of_rows(each, batch.ptx_coef, models.supervised_logprobs) for each in rows]
             with clock.part("update"):
                 norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward, mixed))
                 routed.append(models.actor.routing_metrics)
