@@ -153,9 +153,9 @@ def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, cl
         with clock.part("critic_model"):
             tokens = replace(tokens, final_values=values_after_end(models.critic, sequences, every[tokens.truncated[every]]))
     if needs.old:
-        assert models.reference is not None
         with clock.part("old_log_p"):
             tokens = replace(tokens, old=models.actor.infer(sequences, every))
+    if needs.old and models.reference is not None:
         with clock.part("reference_model"):
             tokens = replace(tokens, reference=models.reference.infer(sequences, every))
     return tokens
