@@ -85,15 +85,16 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     """Runs every optimizer step of one iteration.
 
     With a single step, the old log-probabilities are those of the step's own forward pass; with several steps they are computed first.
-    Sequences without a gradient are skipped. When no sequence has a gradient, a few are run to measure the mismatch. The optimizer steps in
-    any case, so that its moments decay.
+    Sequences without a gradient are skipped, unless the step balances experts over all tokens. When no sequence is run, a few are, to measure
+    the mismatch. The optimizer steps in any case, so that its moments decay.
     """
     clock = Stopwatch()
     sequences, tokens = batch.sequences, before_advantages(batch, algorithm, models, clock)
     with clock.part("adv"):
         advantages = algorithm.advantages(tokens, batch.state)
     moving = algorithm.has_gradient(tokens, advantages) if batch.trains_actor else np.zeros(len(sequences), dtype=np.bool_)
-    parts = [step[moving[step]] for step in batch.steps]
+    computed = moving | (sequences.trained > 0) if batch.trains_actor and models.actor.balances else moving
+    parts = [step[computed[step]] for step in batch.steps]
     needed = np.unique(np.concatenate(parts))
     probed = needed if len(needed) else fresh_sequences(batch)[:PROBE]
     if len(parts) > 1 and tokens.old is None:

@@ -1,5 +1,6 @@
 """The step around the models: the policy behind each metric, and the computed samples."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ class Drifting:
     """The sequences of each forward pass with a gradient."""
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
     alignment, joins_beginnings = 1, False
-    routing = None
+    routing: Any = None
     rank = Rank()
 
     def zero_grad(self) -> None: ...
@@ -119,6 +120,32 @@ def test_samples_without_advantage_are_not_run_and_still_count() -> None:
     assert sum(model.rows) == 2
     assert result.metrics["trained_samples"] == 2
     assert result.metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-7)  # a group's advantages add up to 0, all ratios are 1
+
+
+class Balanced:
+    """Routers that are balanced over the tokens of each step."""
+
+    balances = True
+
+    def micro_batch(self, batch: Any, replays: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, tokens: int, *functions: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def update_biases(self) -> None: ...
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("trains_actor", [True, False])
+def test_samples_without_advantage_are_run_for_the_balance_of_experts(trains_actor: bool) -> None:
+    model = Drifting()
+    model.routing = Balanced()
+    result = trained(model, [[1.0, 1.0], [0.0, 1.0]], trains_actor=trains_actor)
+    assert sum(model.rows) == 4 * trains_actor
+    assert result.metrics["trained_samples"] == 2 * trains_actor
 
 
 def test_an_iteration_says_what_it_did_with_each_sample() -> None:
