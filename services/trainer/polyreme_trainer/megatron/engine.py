@@ -244,15 +244,16 @@ class MegatronEngine:
         sequences, tokens = collect(batch.groups, self.part_weights(), self.algorithm.needs.greedy, routes)
         seed = (config.seed, batch.iteration)
         steps = split_steps(tokens.group, config.algorithm.minibatches, config.algorithm.epochs, seed)
+        warmup = 0 if self.critic is None else config.trainer.critic.warmup_iterations
         iteration = Iteration(
             number=batch.iteration,
             sequences=sequences,
             tokens=tokens,
             steps=steps,
             state=self.state,
-            lr=learning_rate(config.trainer.optimizer, batch.iteration, config.iterations),
+            lr=learning_rate(config.trainer.optimizer, batch.iteration, config.iterations, skipped=warmup),
             critic_lr=learning_rate(self.critic_optimizer, batch.iteration, config.iterations),
-            trains_actor=self.critic is None or batch.iteration > config.trainer.critic.warmup_iterations,
+            trains_actor=batch.iteration > warmup,
             mixed=self.mixed(batch.iteration, len(steps)),
             ptx_coef=config.algorithm.ptx.coef if config.algorithm.ptx else 0.0,
         )
