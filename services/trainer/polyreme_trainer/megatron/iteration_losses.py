@@ -43,7 +43,13 @@ class Losses:
         weight = self._algorithm.coefficients(self._tokens, self._advantages, step)
         self._policy_steps += 1
         self._weights += weight
+        return self._of_policy(weight)
 
+    def of_probe(self, indices: IntArray) -> Loss:
+        """The policy's loss on sequences that no optimizer step takes from it: only their metrics count."""
+        return self._of_policy(self._algorithm.coefficients(self._tokens, self._advantages, indices))
+
+    def _of_policy(self, weight: FloatArray) -> Loss:
         def loss(batch: MicroBatch, output: Tensor) -> Tensor:
             logprobs, entropy = output if self.with_entropy else (output, None)
             value, metrics = self._algorithm.loss(self.inputs(batch, logprobs, weight, entropy))

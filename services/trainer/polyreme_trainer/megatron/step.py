@@ -177,4 +177,4 @@ def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
 
 def probe(actor: Role[Any], forward: Forward, losses: Losses, indices: IntArray) -> None:
     """Runs the policy's loss on `indices` without a gradient, so that their metrics measure the mismatch."""
-    actor.measure(LossTerm(losses.sequences, indices, losses.of_policy(indices), forward))
+    actor.measure(LossTerm(losses.sequences, indices, losses.of_probe(indices), forward))

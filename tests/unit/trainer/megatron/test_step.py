@@ -157,6 +157,14 @@ def test_an_iteration_says_what_it_did_with_each_sample() -> None:
     assert found.weights.tolist() == [0.5, 0.5, 0.5, 0.5], "each step's loss is a mean over its two samples"
 
 
+@pytest.mark.parametrize("trains_actor", [True, False])
+def test_a_probe_is_no_optimizer_step(trains_actor: bool) -> None:
+    """Its samples have the weights of the steps alone, and its loss is not the policy's."""
+    result = trained(Drifting(), [[1.0, float(trains_actor)], [0.0, 0.0]], steps=2, trains_actor=trains_actor)
+    assert result.samples.weights.tolist() == [0.5 * trains_actor] * 4
+    assert result.metrics.get("actor/pg_loss") == (0.0 if trains_actor else None)
+
+
 def test_the_policy_loss_is_the_mean_of_the_losses_of_the_steps() -> None:
     """This includes aggregations whose coefficients do not sum to 1: here a sum over 4 tokens, divided by 8."""
     result = trained(Drifting(), [[1.0, 0.0]], steps=2, algorithm=Algorithm(resolve("dr_grpo", {}), longest=8))
