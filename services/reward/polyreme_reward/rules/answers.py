@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules import quantity
-from polyreme_reward.rules.quantity import Quantity, plain
+from polyreme_reward.rules.quantity import Quantity
 from polyreme_reward.rules.response import answer_text, between, marked, required_label
+from polyreme_reward.rules.spelling import plain, readable
 
 _ONE_LINE = 200  # maximum characters of an answer that is read as one number
 
