@@ -19,7 +19,7 @@ BITS = 1 << 17
 """Maximum bits of the numerator or denominator of a value."""
 
 _EXPONENT = 1 << 24  # maximum bits of the magnitude of an inexact value
-_TERMS = 10_000
+_TERMS = 1_000
 _FACTORIAL = 5_000
 
 Value = Any

@@ -19,7 +19,7 @@ from polyreme_reward.rules.spelling import command, plain, unified, upright
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that its own timeouts are off
 
-LONGEST = 2000
+LONGEST = 500
 """Maximum characters of a formula that is parsed."""
 
 _CONFIG = [
@@ -68,7 +68,7 @@ _COMMAND = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _SIGNS = re.compile(r"\\([pm])[pm](?![a-zA-Z])")
 _SEGMENTS = re.compile(r"(^|[,;])\s*([A-Z]{2,4})\s*(?==)")
 _OPENING = re.compile(r"\\.|[({\[|]|[)}\]]", re.DOTALL)
-_DEEPEST = 24
+_DEEPEST = 12
 _COMPUTED = re.compile(r"\\(?:binom|Gamma|gamma|gcd|lcm|det|operatorname|zeros|ones|eye|rank|norm)(?![a-zA-Z])")
 _LARGE = re.compile(r"\d{5}|\d\s*\}?\s*\^|!")
 _WORD = re.compile(r"[a-zA-Z]{2,}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError
-from polyreme_reward.rules import quantity
+from polyreme_reward.rules import quantity, sides
 from polyreme_reward.rules.budget import OverBudget, limited
 from polyreme_reward.rules.quantity import Quantity
 from polyreme_reward.rules.response import answer_text, marked, required_label, without_denied
@@ -22,7 +22,7 @@ from polyreme_reward.rules.units import Unit, simple, unit
 
 _TAIL = 20_000
 _INCOMPARABLE = (OverBudget, ArithmeticError, AttributeError, IndexError, NotImplementedError, RecursionError, TypeError, ValueError)
-_SECONDS = 1.5
+_SECONDS = 0.6
 """Processor time after which an answer is wrong, and a label is an error. Nearly all comparisons take a hundredth of it."""
 _ONE_LINE = 200  # maximum characters of a response that is an answer as a whole
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'-]*(?: [^\W\d_][^\W\d_'-]*){0,3}")
@@ -158,6 +158,8 @@ def _words(text: str) -> _Words | None:
         return None
     if len(inner) == 1:
         return _Words(inner) if inner.isupper() else None
+    if not sides.FUNCTIONS.isdisjoint(inner.lower().split()):  # sin x
+        return None
     is_word = inner[0].isupper() or len(inner) > 3 or inner.lower() in _SHORT_WORDS
     return _Words(inner.casefold()) if is_word and inner.lower() not in ("infinity", "sqrt") else None
 

@@ -19,6 +19,9 @@ from polyreme_reward.rules.compare import difference, factor, is_zero, same
 _MEMBERS = 64
 """Maximum members of sets that are compared member by member."""
 
+_DEGREE = 8
+"""Maximum degree of an inequality that is solved."""
+
 _STRICT = {sympy.StrictGreaterThan: True, sympy.GreaterThan: False, sympy.StrictLessThan: True, sympy.LessThan: False}
 
 
@@ -218,6 +221,8 @@ def _solutions(found: Meaning) -> Any:
     if found.unequal:
         return sympy.Complement(sympy.S.Reals, sympy.solveset(found.positive, symbol, sympy.S.Reals))
     positive = sympy.nsimplify(found.positive, rational=True)
+    if any(isinstance(power.exp, sympy.Number) and abs(power.exp) > _DEGREE for power in positive.atoms(sympy.Pow)):
+        return None
     line = sympy.Poly(positive, symbol) if positive.is_polynomial(symbol) else None
     if line is not None and line.degree() == 1:  # solveset needs a second
         slope, rest = line.all_coeffs()
