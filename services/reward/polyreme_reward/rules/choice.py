@@ -31,8 +31,12 @@ _CUE = re.compile(rf"(?:{_ANSWER}|{_PICK})")
 _ALONE = re.compile(r"\W*(?:[Oo]ption|[Cc]hoice|[Oo]pci\u00f3n|\u9009\u9879|\u9078\u9805)(?=\W*\w\W*\Z)")
 _CAPITAL = re.compile(rf"{_APART}[A-Z]{_ENDS}")
 _SMALL = re.compile(r"(?<=\()[a-z](?=\))|(?<=:\s)[a-z](?=\W*$)|(?<=:)[a-z](?=\W*$)")
-_FIRST = re.compile(rf"\W*([^\W\d_])(?:\s*[).:,\]](?![A-Za-z0-9])|\W*$|(?=[^{_LATIN}\W]))")  # starts with the letter, or with the text of that option
-_FONT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:bf|bb|it|rm|sf|tt|up)|operatorname|mbox|bf|rm)(?![a-zA-Z])\s*\{?")
+_FIRST = re.compile(
+    rf"\W*([^\W\d_])(?:\s*[).:,\]](?![A-Za-z0-9])|\W*$|(?=[^{_LATIN}\W]))"
+)  # starts with the letter, or with the text of that option
+_FONT = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:bf|bb|it|rm|sf|tt|up)|operatorname|mbox|bf|rm)(?![a-zA-Z])\s*\{?"
+)
 _PRONOUN = re.compile(r"I(?:'|\s+[a-z])")
 _ARTICLE = re.compile(r"A\s+(?!(?:and|as|because|but|by|for|if|is|not|or|over|since|was|with|u\w*|is\w*|e\w*|o\w*|y)\b)[a-z]")
 _DENIED = re.compile(
@@ -124,6 +128,6 @@ def _lone_letter(text: str, letters: str) -> str | None:
     words = _WORD.findall(text) if len(text) <= _WINDOW else []
     if len(words) == 1 and len(words[0]) == 1 and words[0].upper() in letters:
         return words[0].upper()
-    options = _LINE.findall(text[:_WINDOW * 10])
+    options = _LINE.findall(text[: _WINDOW * 10])
     led = _LED.match(text)
     return led[1] if led is not None and led[1] in letters and len(options) < 2 else None

@@ -123,7 +123,11 @@ def _without_name(text: str) -> str:
     """The right side of an equation whose left side is in words, or a geometric name, neither of which the parser knows."""
     left, *right = sides.parts(text)
     shown = plain(left)
-    return "=".join(right) if right and not sides.symbol(shown) and re.search(r"[^\W\d_]", shown) and sides.names(shown) and "(" not in shown else text
+    return (
+        "=".join(right)
+        if right and not sides.symbol(shown) and re.search(r"[^\W\d_]", shown) and sides.names(shown) and "(" not in shown
+        else text
+    )
 
 
 def _system(text: str) -> str:

@@ -21,7 +21,16 @@ from polyreme_reward.rules.spelling import plain, undelimited, unified, upright
 from polyreme_reward.rules.units import Unit, simple, unit
 
 _TAIL = 20_000
-_INCOMPARABLE = (OverBudget, ArithmeticError, AttributeError, IndexError, NotImplementedError, RecursionError, TypeError, ValueError)
+_INCOMPARABLE = (
+    OverBudget,
+    ArithmeticError,
+    AttributeError,
+    IndexError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 _SECONDS = 0.6
 """Processor time after which an answer is wrong, and a label is an error. Nearly all comparisons take a hundredth of it."""
 _ONE_LINE = 200  # maximum characters of a response that is an answer as a whole

@@ -42,7 +42,9 @@ _BODY = (
     rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
 )
 _SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_CURRENCY = r"(?:(?:US|USD|CA|AU|HK|NZ|[ACS])?\$|[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]|(?:USD|EUR|GBP|JPY|CNY|INR|CHF|Rs\.?) ?(?=\d))"
+_CURRENCY = (
+    r"(?:(?:US|USD|CA|AU|HK|NZ|[ACS])?\$|[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]|(?:USD|EUR|GBP|JPY|CNY|INR|CHF|Rs\.?) ?(?=\d))"
+)
 _UNIT = r"%|\u00a2|[^\W\d_](?:[^\W\d_]|[ ./'-])*(?:\s*\^?\{?[23\u00b2\u00b3]\}?)?"
 _QUANTITY = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<currency>{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*{_BODY}(?P<gap>\s*)(?P<unit>{_UNIT})?"

@@ -46,7 +46,9 @@ def names(left: str) -> bool:
     rest = rest.strip(" $*_:.{}")
     if not _variables(rest):
         return True
-    return bool(words) and (SYMBOL.fullmatch(rest) is not None or _GEOMETRY.fullmatch(rest) is not None or _is_value_of_function(rest))
+    return bool(words) and (
+        SYMBOL.fullmatch(rest) is not None or _GEOMETRY.fullmatch(rest) is not None or _is_value_of_function(rest)
+    )
 
 
 def symbol(left: str) -> str:
@@ -57,7 +59,9 @@ def symbol(left: str) -> str:
 
 def parts(text: str) -> list[str]:
     """The sides of an equation or of a chain of equations. One part if the text has another relation or none."""
-    if "=" not in text or re.search(r"[<>!:]=|=[<>]|[<>\u2264\u2265\u2260]|\\(?:le|ge|leq|geq|ne|neq|lt|gt|approx|equiv)(?![a-zA-Z])", text):
+    if "=" not in text or re.search(
+        r"[<>!:]=|=[<>]|[<>\u2264\u2265\u2260]|\\(?:le|ge|leq|geq|ne|neq|lt|gt|approx|equiv)(?![a-zA-Z])", text
+    ):
         return [text]
     return re.split(r"={1,2}", text)
 

@@ -25,7 +25,10 @@ _SAME = {
 def _table() -> dict[int, str]:
     table = {code: " " for code in range(0x80, 0x3001) if unicodedata.category(chr(code)) == "Zs"}
     table |= dict.fromkeys(map(ord, _INVISIBLE), "")
-    for code in [*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)]:  # full-width forms, and letters and digits in mathematical fonts
+    for code in [
+        *range(0xFF01, 0xFF5F),
+        *range(0x1D400, 0x1D800),
+    ]:  # full-width forms, and letters and digits in mathematical fonts
         table[code] = unicodedata.normalize("NFKC", chr(code))
     for code in [0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F)]:
         over, _, under = unicodedata.normalize("NFKC", chr(code)).partition("\u2044")
@@ -36,7 +39,10 @@ def _table() -> dict[int, str]:
 _CHARACTERS = _table()
 _SPACES = {code: " " for code in range(0x80, sys.maxunicode) if unicodedata.category(chr(code)) == "Zs"}
 _SPACES |= dict.fromkeys(map(ord, _INVISIBLE), "")
-_RAISED = {char: unicodedata.normalize("NFKC", char) for char in "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207f\u2071"}
+_RAISED = {
+    char: unicodedata.normalize("NFKC", char)
+    for char in "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207f\u2071"
+}
 _RAISED["\u207b"] = "-"
 _LOWERED = {chr(code): str(code - 0x2080) for code in range(0x2080, 0x208A)}
 _POWER = re.compile(f"[{''.join(_RAISED)}]+")
@@ -66,8 +72,12 @@ def command(*names: str) -> str:
 
 _FONTS = r"text(?:bf|it|rm|sf|tt|up|sl|normal)?|math(?:rm|bf|it|sf|tt|up|bfit|normal)|mbox|operatorname\*?|boldsymbol|bm|emph"
 _WRAPPED = re.compile(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*)\}}")
-_SWITCH = re.compile(command("rm", "bf", "it", "sf", "tt", "displaystyle", "textstyle", "left", "right", "[bB]igg?[lr]?", "limits"))
-_UPRIGHT = re.compile(rf"\\(?:{_FONTS})\s*(?:\{{\s*([A-Za-z])\s*\}}|\s([A-Za-z])(?![a-zA-Z]))|\{{\s*\\(?:rm|bf|it)\s+([A-Za-z])\s*\}}")
+_SWITCH = re.compile(
+    command("rm", "bf", "it", "sf", "tt", "displaystyle", "textstyle", "left", "right", "[bB]igg?[lr]?", "limits")
+)
+_UPRIGHT = re.compile(
+    rf"\\(?:{_FONTS})\s*(?:\{{\s*([A-Za-z])\s*\}}|\s([A-Za-z])(?![a-zA-Z]))|\{{\s*\\(?:rm|bf|it)\s+([A-Za-z])\s*\}}"
+)
 _DELIMITERS = re.compile(r"(?<!\\)(?:\$\$?|\\[()\[\]])")
 
 _SPELLINGS = [
