@@ -16,6 +16,9 @@ from polyreme_reward.rules.evaluate import NoValue, Point, Value, decimal, inexa
 
 _DIGITS = 50
 _MORE_DIGITS = 220
+_AGREED = 150
+"""Digits that must agree of the values to _MORE_DIGITS. The rest is for errors of rounding. Relative to the value to _DIGITS, which is itself
+such an error where the exact value is zero."""
 _POINTS = 8
 _SHARE = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 
@@ -37,7 +40,7 @@ class _Twice(NamedTuple):
             if mpmath.isinf(left) or mpmath.isinf(right):
                 return bool(left == right)
             size = max(abs(inexact(self.short)), abs(inexact(other.short)))
-            return bool(abs(left - right) <= size * mpmath.mpf(10) ** -_DIGITS)
+            return bool(abs(left - right) <= size * mpmath.mpf(10) ** -_AGREED)
 
 
 _ZERO = _Twice(Fraction(0), Fraction(0))
@@ -62,10 +65,12 @@ def equals_decimal(expr: Any, value: Fraction, places: int | None) -> bool:
     if _agree(expr, sympy.Rational(value.numerator, value.denominator)):
         return True
     allowed = quantity.tolerance(value, places)
+    if not allowed or expr.free_symbols:
+        return False
     try:
         with mpmath.workdps(_DIGITS):
             difference = inexact(Point(0).value(expr)) - inexact(value)
-            return not expr.free_symbols and bool(abs(difference) <= inexact(allowed))
+            return bool(abs(difference) <= inexact(allowed))
     except NoValue:
         return False
 

@@ -8,14 +8,17 @@ import re
 from textwrap import dedent
 from typing import NamedTuple
 
+from polyreme_reward.rules.spelling import words
+
 _OPENING = re.compile(r"(?P<before>(?:(?!```|~~~).)*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)")
+_LABELLED = re.compile(r"(?:```|~~~)[ \t]*[^`~\s][^`\n]*")
 _QUOTE = re.compile(r"^[ \t]*> ?")
 _PYTHON = re.compile(r"(?:i?python|py|pypy|cpython)[ -]?(?:[23](?:\.\d+)*)?|sage", re.IGNORECASE)
-_OTHER = frozenset(
+_OTHER = words(
     "sh bash zsh shell console terminal powershell cmd bat text txt plaintext plain output stdout stdin input log result results json jsonl"
     " yaml yml xml html css sql js javascript jsx ts typescript tsx c cpp c++ cc h cs csharp java kotlin go golang rust rs ruby rb php perl r"
     " scala swift lua haskell hs julia matlab diff patch latex tex math csv tsv ini toml dockerfile makefile make pycon python-repl"
-    " python-console pytb traceback mermaid graphviz dot pseudocode http".split()
+    " python-console pytb traceback mermaid graphviz dot pseudocode http"
 )
 _MARKDOWN = frozenset(["markdown", "md", ""])
 _VALUES = (ast.Constant, ast.Name, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Compare, ast.Attribute)
@@ -54,31 +57,35 @@ def blocks(text: str) -> list[Block]:
             if inline := re.search(r"(`{3,})(?!`)(.+?)\1", lines[start - 1]):
                 found.append(_inline(inline[2]))
             continue
-        fence, quoted = opening["fence"], _QUOTE.match(opening["before"]) is not None
-        end, tail = _end(lines, start, fence)
-        body = [_QUOTE.sub("", line) if quoted else line for line in lines[start:end]] + tail
-        start = end + 1
-        inner = dedent("\n".join(body))
         language = re.split(r"[\s{,:]", opening["info"].strip().lstrip("{.").rstrip("}").lower(), maxsplit=1)[0]
+        fence, quoted = opening["fence"], _QUOTE.match(opening["before"]) is not None
+        end, tail, following = _end(lines, start, fence, is_program=_PYTHON.fullmatch(language) is not None)
+        body = [_QUOTE.sub("", line) if quoted else line for line in lines[start:end]] + tail
+        start = following
+        inner = dedent("\n".join(body))
         nested = blocks(inner) if language in _MARKDOWN and len(fence) > 3 else []
         found += nested or [Block(language, inner)]
     return found
 
 
-def _end(lines: list[str], start: int, fence: str) -> tuple[int, list[str]]:
-    """The line that closes a block, and the text before its fence if that is not alone on the line. The end of the text if none does."""
+def _end(lines: list[str], start: int, fence: str, is_program: bool) -> tuple[int, list[str], int]:
+    """The line at which a block ends, the text before its fence if that is not alone on the line, and the line after the block. A block
+    that is no program also ends where a labelled one begins, since its own fence was forgotten then."""
     beside = None
     for number in range(start, len(lines)):
         line = lines[number].strip(" \t>")
-        if line.startswith(fence) and not line.strip(fence[0]):
-            return number, []
+        if line.startswith(fence):
+            if not line.strip(fence[0]):
+                return number, [], number + 1
+            if len(fence) == 3 and _LABELLED.fullmatch(line) and (beside is not None or not is_program):
+                if beside is None:
+                    return number, [], number
+                break
         if beside is None and line.endswith(fence) and fence[0] == "`" and line.count(fence) == 1:
             beside = number
-        elif beside is not None and (opening := _OPENING.fullmatch(lines[number])) and opening["info"].strip():
-            break
     if beside is None:
-        return len(lines), []
-    return beside, [lines[beside].rstrip().rstrip(fence[0])]
+        return len(lines), [], len(lines)
+    return beside, [lines[beside].rstrip().rstrip(fence[0])], beside + 1
 
 
 def _inline(text: str) -> Block:

@@ -15,7 +15,7 @@ from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-unt
 from math_verify import LatexExtractionConfig, parse  # type: ignore[import-untyped]
 
 from polyreme_reward.rules import compare, relations, sides
-from polyreme_reward.rules.spelling import command, plain, unified, upright
+from polyreme_reward.rules.spelling import command, plain, unified, upright, words
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that its own timeouts are off
 
@@ -32,8 +32,8 @@ _CONFIG = [
 ]
 _FUNCTION_NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|gcd|lcm|max|min"
 _SPELLINGS = [
-    (re.compile(pattern), plain)
-    for pattern, plain in (
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
         ("[\u2013\u2014]", "-"),
         (r"(?<=\d)(?:\{\s*,\s*\}|,\\!|\\,)\s*(?=\d{3}(?!\d))", ""),
         (rf"{command('displaystyle', 'textstyle', 'limits')}|(?<!\\)\\[,;:>! ]", " "),
@@ -72,8 +72,8 @@ _DEEPEST = 12
 _COMPUTED = re.compile(r"\\(?:binom|Gamma|gamma|gcd|lcm|det|operatorname|zeros|ones|eye|rank|norm)(?![a-zA-Z])")
 _LARGE = re.compile(r"\d{5}|\d\s*\}?\s*\^|!")
 _WORD = re.compile(r"[a-zA-Z]{2,}")
-_STOP_WORDS = frozenset(
-    "it is the to of so we an in on at by or if as be do he she you has had was get for not are but and all its let say per then".split()
+_STOP_WORDS = words(
+    "it is the to of so we an in on at by or if as be do he she you has had was get for not are but and all its let say per then"
 )
 _NO_ARITHMETIC = re.compile(r"\d+\s*[-/]\s*\d+\s*[-/]\s*\d+|\d+-\d+|\d+(?:\.\d+){2,}|\d+\s+\d.*", re.DOTALL)
 
@@ -84,13 +84,13 @@ def read(text: str) -> Any:
     if len(text) > LONGEST:
         return None
     text = _without_name(upright(unified(text)))
-    for pattern, plain in _SPELLINGS:
-        text = pattern.sub(plain, text)
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
     text = _SEGMENTS.sub(r"\1 S_{\2} ", _system(text))
     if _SIGNS.search(text):
-        text = ", ".join(_SIGNS.sub(lambda sign: sign[1] == "p" and one or other, text) for one, other in ("+-", "-+"))
-    words = _WORD.findall(_COMMAND.sub(" ", text))
-    if not text.strip() or any(len(word) > 3 or word.lower() in _STOP_WORDS for word in words) or _is_laborious(text):
+        text = ", ".join(_SIGNS.sub(lambda sign, signs=signs: signs[sign[1] == "m"], text) for signs in ("+-", "-+"))  # type: ignore[misc]
+    named = _WORD.findall(_COMMAND.sub(" ", text))
+    if not text.strip() or any(len(word) > 3 or word.lower() in _STOP_WORDS for word in named) or _is_laborious(text):
         return None
     found = parse(f"${text}$", _CONFIG, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
     return found[0] if found and isinstance(found[0], sympy.Basic | sympy.MatrixBase) else None

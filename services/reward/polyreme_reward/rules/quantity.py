@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from polyreme_reward.rules import sides
-from polyreme_reward.rules.spelling import plain
+from polyreme_reward.rules.spelling import plain, words
 from polyreme_reward.rules.units import Unit, simple, unit
 
 _DIGITS = 1000
@@ -60,9 +60,9 @@ _IN_PROSE = re.compile(
     rf"|(?P<number>(?:(?<![\d\w])[+-])?{_CURRENCY}?[+-]?{_BODY}(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
 )
 _DENIED = re.compile(r"\b(?:not|instead of|rather than)\s+(?:\\?\$)?$")
-_NO_UNITS = frozenset(
+_NO_UNITS = words(
     "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta gamma delta"
-    " theta lambda sigma omega phi psi".split()
+    " theta lambda sigma omega phi psi"
 )
 
 

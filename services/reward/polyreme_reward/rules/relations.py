@@ -4,7 +4,7 @@ Invariant: an equation is its value only if its left side is a symbol, a functio
 anyway. All others are equations, which are equal up to a factor that is not zero.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -107,9 +107,11 @@ def _equation(sides: list[Any]) -> Meaning:
         return Named(first, last) if len(sides) == 2 or all(map(_is_value, sides[1:])) else _chain(sides)
     if len(sides) == 2 and _is_name(last) and not _variables(first):  # 3 = x
         return Named(last, first)
-    if all(isinstance(side, sympy.Expr) for side in sides):
-        if not any(map(_variables, sides[:-1])) or all(is_zero(difference(side, last)) for side in sides[:-1]):
-            return Named(None, last)
+    left = sides[:-1]
+    if all(isinstance(side, sympy.Expr) for side in sides) and (
+        not any(map(_variables, left)) or all(is_zero(difference(side, last)) for side in left)
+    ):
+        return Named(None, last)
     return _chain(sides)
 
 
@@ -135,9 +137,9 @@ def _variables(side: Any) -> bool:
 def _listed(parts: list[Meaning]) -> Meaning:
     """The meaning of relations between commas or "or": values of one variable are alternatives, others hold together."""
     names = [part.name for part in parts if isinstance(part, Named)]
-    if len(names) == len(parts) or (names and not any(isinstance(part, Equation | Inequality | Several) for part in parts)):
-        if len(set(names)) == 1:
-            return Named(names[0], sympy.FiniteSet(*(part.value if isinstance(part, Named) else part for part in parts)))
+    related = any(isinstance(part, Equation | Inequality | Several) for part in parts)
+    if len(set(names)) == 1 and not related:
+        return Named(names[0], sympy.FiniteSet(*(part.value if isinstance(part, Named) else part for part in parts)))
     return Several(tuple(parts))
 
 
@@ -275,7 +277,7 @@ def _in_order(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
     return len(gold) == len(answer) and all(_equal(meaning(one), meaning(other)) for one, other in zip(gold, answer, strict=True))
 
 
-def _match(gold: Sequence[Any], answer: Sequence[Any], equal: Callable[[Any, Any], bool] | None = None) -> bool:
+def _match(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
     """Whether each member of either side equals one of the other."""
     if len(gold) > _MEMBERS or len(answer) > _MEMBERS:
         return list(gold) == list(answer)

@@ -6,15 +6,14 @@ states a relation, so its right side alone is not its meaning: x - 2y + 3 = 0 is
 
 import re
 
+from polyreme_reward.rules.spelling import words
 from polyreme_reward.rules.units import simple
 
 _GREEK = (
     "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|varphi|chi|psi"
     "|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell|hbar"
 )
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln lg exp sqrt max min gcd lcm mod det abs".split()
-)
+FUNCTIONS = words("sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln lg exp sqrt max min gcd lcm mod det abs")
 _ACCENT = r"\\(?:hat|bar|tilde|vec|overline|widehat|overrightarrow|dot|ddot)"
 _INDEX = r"(?:_\s*(?:\{[^{}]*\}|\w))?"
 _LETTER = rf"(?:[A-Za-z\u0391-\u03c9]|\\(?:{_GREEK})(?![a-zA-Z])|{_ACCENT}\s*(?:\{{\s*\\?[A-Za-z]+\s*\}}|[A-Za-z]))"
@@ -29,9 +28,9 @@ _GEOMETRY = re.compile(
     r"\s*\{?\s*[A-Z]{1,4}\s*\}?|(?:m\s*)?\u2220\s*[A-Z]{1,3}|\\frac\s*\{\s*d\s*\w\s*\}\s*\{\s*d\s*\w\s*\}"
 )
 _RUN = re.compile(r"\\?[^\W\d_]+(?:[-'][^\W\d_]{2,})*")
-_SHORT = frozenset("is it he we so of in to at by on or as an my us if be do no up go the".split())
+_SHORT = words("is it he we so of in to at by on or as an my us if be do no up go the")
 _MEASURED = re.compile(r"[-+]?[\d.,/ ]+\s*([A-Za-z\u00b5]+)(?:\^?\{?[23]\}?)?")
-_CONSTANTS = frozenset("e i pi \u03c0 frac cdot times div binom infty circ degrees degree percent".split())
+_CONSTANTS = words("e i pi \u03c0 frac cdot times div binom infty circ degrees degree percent")
 _LONGEST = 300
 
 
@@ -42,11 +41,11 @@ def names(left: str) -> bool:
         return True
     if (measured := _MEASURED.fullmatch(left)) and simple(measured[1]) is not None:  # 3 m = 300 cm
         return True
-    rest, words = _without_words(left)
+    rest, count = _without_words(left)
     rest = rest.strip(" $*_:.{}")
     if not _variables(rest):
         return True
-    return bool(words) and (
+    return count > 0 and (
         SYMBOL.fullmatch(rest) is not None or _GEOMETRY.fullmatch(rest) is not None or _is_value_of_function(rest)
     )
 

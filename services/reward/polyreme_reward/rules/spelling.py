@@ -65,6 +65,11 @@ def readable(text: str) -> str:
     return text if text.isascii() else unicodedata.normalize("NFC", text).translate(_SPACES)
 
 
+def words(text: str) -> frozenset[str]:
+    """The words of a text, as a set."""
+    return frozenset(text.split())
+
+
 def command(*names: str) -> str:
     """A pattern for LaTeX commands. A command ends where its letters end: `\\times10` is `\\times` and 10."""
     return rf"\\(?:{'|'.join(names)})(?![a-zA-Z])"
