@@ -36,6 +36,12 @@ class _Job:
         self.chars, self.tokens = sum(map(len, item)), len(item.token_ids)
         self.suspect = False  # a worker failed on it: the retry runs alone, on a fresh worker
 
+    @property
+    def shown(self) -> str:
+        """What identifies the item in a message."""
+        item = Item(*self.fields)
+        return f"the item has the label {item.label[:100]!r} and a response of {len(item.response)} characters that ends {item.response[-100:]!r}"
+
 
 class WorkerPool:
     """Worker processes that have loaded the same rewards.
@@ -159,7 +165,8 @@ class WorkerPool:
                 doubt = retire and outcome.status is not Status.OK and not first
             except TimeoutError:
                 outcome = failed(
-                    Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none, so the worker was killed"
+                    Status.TIMEOUT,
+                    f"expected an answer within {self._item_timeout:g} s; found none, so the worker was killed; {job.shown}",
                 )
                 retire, doubt = True, worker.marked and not first
                 self._metrics.workers_replaced.labels("timeout").inc()

@@ -7,14 +7,17 @@ from collections.abc import Callable
 
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules import quantity
-from polyreme_reward.rules.quantity import Quantity, plain
+from polyreme_reward.rules.quantity import Quantity
 from polyreme_reward.rules.response import answer_text, between, marked, required_label
+from polyreme_reward.rules.spelling import plain, readable
 
 _ONE_LINE = 200  # maximum characters of an answer that is read as one number
 
 
 def exact(after: str | None = None, before: str | None = None, ignore_case: bool = False) -> Callable[[Item], float]:
     """1 if the response equals the label without leading and trailing white space, else 0.
+
+    Texts that look alike are equal: Unicode's composed and decomposed letters, its kinds of space, line ends, and invisible characters.
 
     Args:
         after: compare only the text after the first occurrence of this marker. A response without it scores 0.
@@ -23,11 +26,11 @@ def exact(after: str | None = None, before: str | None = None, ignore_case: bool
     """
 
     def score(item: Item) -> float:
-        label = required_label(item).strip()
+        label = readable(required_label(item)).strip()
         answer = between(item.response, after, before)
         if answer is None:
             return 0.0
-        answer = answer.strip()
+        answer = readable(answer).strip()
         if ignore_case:
             answer, label = answer.casefold(), label.casefold()
         return 1.0 if answer == label else 0.0

@@ -8,20 +8,52 @@ from collections.abc import Callable
 
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules.response import MENTIONS, answer_text, corrected, last_box, required_label
+from polyreme_reward.rules.spelling import unified
 
+# A letter stands alone beside characters of other scripts, which write no space: \u9009B, B\u9009\u9879.
+_LATIN = r"A-Za-z0-9_\u00aa\u00ba\u00c0-\u024f\u0370-\u03ff\u0400-\u052f"
+_APART = rf"(?<![{_LATIN}])"
+_ENDS = rf"(?![{_LATIN}])"
 _WORD = re.compile(r"[^\W_]+")
-# Both cases are written out, since a case-insensitive search has no fast path.
-_CUE = re.compile(r"(?:[Aa]nswer|ANSWER|(?:[Oo]ption|[Cc]hoice)\s+is|[Cc]hoose|[Pp]ick|[Ss]elect)\b")
-_ALONE = re.compile(r"\W*(?:[Oo]ption|[Cc]hoice)\b(?=\W*\w\W*\Z)")
-_CAPITAL = re.compile(r"(?<![^\W_])[A-Z](?![^\W_])")
-_SMALL = re.compile(r"(?<=\()[a-z](?=\))|(?<=:\s)[a-z](?=\W*$)")
-_FIRST = re.compile(r"\W*([^\W\d_])(?:\s*[).:\]]|\W*$)")  # starts with the letter, optionally followed by the text of that option
-_FONT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|bb|it|rm)|bf|rm)\b\s*\{?")
-_PRONOUN = re.compile(r"I(?:['\u2019]|\s+[a-z])")
-_DENIED = re.compile(r"\b(?:not|instead of|rather than)\s+\W?[A-Z](?![^\W_])")
-_ANOTHER = re.compile(r"\W{0,3}\s*(?:,|/|&|\band\b|\bor\b)\s*\W?([A-Z])(?![^\W_])(?!['\u2019]|\s+[a-z])")
-_BEFORE = re.compile(r"(?<![^\W_])([A-Z])\W{0,3}\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b")
+# Words that announce the choice. Both cases are written out, since a case-insensitive search has no fast path.
+_ANSWER = (
+    r"[Aa]nswer|ANSWER|[Aa]ntwort|ANTWORT|[Ll]\u00f6sung|[Rr][\u00e9e]ponse|R\u00c9PONSE|[Rr]espuesta|RESPUESTA|[Rr]esposta"
+    r"|[Rr]isposta|[Aa]ntwoord|[Oo]dpowied[\u017az]|[\u041e\u043e]\u0442\u0432\u0435\u0442|[\u0412\u0432]\u0456\u0434\u043f\u043e\u0432\u0456\u0434\u044c"
+    r"|\u7b54\u6848|\u56de\u7b54|\u89e3\u7b54|\u6b63\u89e3|\u7b54\u3048|\u7b54\u3010|\u7b54(?=\s*[:\u662f\u70ba\u4e3a])|\uc815\ub2f5|\ub2f5\ubcc0|\ub2f5(?=\s*[:\uc740])"
+    r"|\u0627\u0644\u0625\u062c\u0627\u0628\u0629|\u0627\u0644\u062c\u0648\u0627\u0628|\u0909\u0924\u094d\u0924\u0930|[Cc]evap|[\u0110\u0111]\u00e1p \u00e1n|[Tt]r\u1ea3 l\u1eddi|[Jj]awaban"
+)
+_PICK = (
+    r"(?:[Oo]ption|[Cc]hoice)\s+is\b|[Cc]hoose\b|[Pp]ick\b|[Ss]elect\b|[Ww]\u00e4hle\b|\u9009\u62e9|\u9078\u64c7|\u9078\u629e\u80a2?|\u9009\u9879|\u9078\u9805|\u9009|\u9078|\u6b63[\u786e\u78ba]\u7684?\u662f"
+    r"|\uc120\ud0dd|[\u0412\u0432]\u044b\u0431\u0438\u0440\u0430\u044e|(?:[Rr]ichtig|[Kk]orrekt)\s+ist\b|[\u041f\u043f]\u0440\u0430\u0432\u0438\u043b\u044c\u043d\w+\s+\u0432\u0430\u0440\u0438\u0430\u043d\u0442"
+    r"|[Bb]onne\s+option\s+est\b|[Ll]a\s+(?:opci\u00f3n|correcta)\s+(?:correcta\s+)?es\b|[Oo]pci\u00f3n\s+correcta\b"
+)
+_CUE = re.compile(rf"(?:{_ANSWER}|{_PICK})")
+_ALONE = re.compile(r"\W*(?:[Oo]ption|[Cc]hoice|[Oo]pci\u00f3n|\u9009\u9879|\u9078\u9805)(?=\W*\w\W*\Z)")
+_CAPITAL = re.compile(rf"{_APART}[A-Z]{_ENDS}")
+_SMALL = re.compile(r"(?<=\()[a-z](?=\))|(?<=:\s)[a-z](?=\W*$)|(?<=:)[a-z](?=\W*$)")
+_FIRST = re.compile(
+    rf"\W*([^\W\d_])(?:\s*[).:,\]](?![A-Za-z0-9])|\W*$|(?=[^{_LATIN}\W]))"
+)  # starts with the letter, or with the text of that option
+_FONT = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:bf|bb|it|rm|sf|tt|up)|operatorname|mbox|bf|rm)(?![a-zA-Z])\s*\{?"
+)
+_PRONOUN = re.compile(r"I(?:'|\s+[a-z])")
+_ARTICLE = re.compile(r"A\s+(?!(?:and|as|because|but|by|for|if|is|not|or|over|since|was|with|u\w*|is\w*|e\w*|o\w*|y)\b)[a-z]")
+_DENIED = re.compile(
+    rf"\b(?:not|instead of|rather than|nicht|kein\w*|statt|pas|no es|\u043d\u0435)\s+\W?[A-Z]{_ENDS}|(?:\u4e0d\u662f|\u800c\u975e|\u5e76\u975e|\u4e0d\u9009|\u4e0d\u9078)\s*\W?[A-Z]{_ENDS}"
+    rf"|{_APART}[A-Z]\s*(?:\u3067\u306f\u306a\u304f|\uac00 \uc544\ub2c8)"
+)
+_ANOTHER = re.compile(
+    rf"\W{{0,3}}\s*(?:,|/|&|\band\b|\bor\b|\bund\b|\boder\b|\bet\b|\bou\b|\by\b|\bo\b|\u548c|\u6216\u8005?|\u4e0e|\u53ca|\u3068|\u307e\u305f\u306f|\uacfc|\uc640|\u0438(?:\u043b\u0438)?)\s*\W?([A-Z]){_ENDS}(?!'|\s+[a-z])"
+)
+_BEFORE = re.compile(
+    rf"{_APART}([A-Z])\W{{0,3}}(?:\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b|\s+ist\s+(?:die\s+)?(?:richtig|korrekt)"
+    r"|\s+est\s+(?:la\s+)?(?:bonne|correcte)|\s+es\s+(?:la\s+)?(?:correcta|respuesta)|\s*(?:\u9009\u9879|\u9805|\u9879)?\s*(?:\u662f|\u70ba|\u4e3a)?\s*(?:\u6b63\u786e|\u6b63\u78ba|\u5bf9\u7684|\u5c0d\u7684)"
+    r"|\s*[\u304c\u306f]\s*(?:\u6b63\u89e3|\u6b63\u3057\u3044)|\s*(?:\uc774|\uac00)?\s*(?:\uc815\ub2f5|\ub9de))"
+)
 _CORRECTION = re.compile(r"\W*([A-Z])\W*")
+_LED = re.compile(rf"\W*([A-Z])(?:\)\W*\w|[.:](?:\W*\s\W*|(?=[^{_LATIN}\W]))\w|\s+[-\u2013\u2014]\s+\w)[^\n]*")  # A. Paris
+_LINE = re.compile(r"^\W*([A-Z])[).:]\s", re.MULTILINE)
 _WINDOW = 100  # characters after "answer" that may contain the choice
 
 
@@ -30,8 +62,10 @@ def choice(letters: str = "ABCDEFGHIJ", after: str | None = None, before: str | 
 
     The choice is the first letter of the last \boxed{...}. Without a box, it is the first capital letter after the last "answer" or
     "Answer:" that has one (the "I" of "I think" counts only when no other letter follows), or a lower-case letter in brackets or at the
-    end. Otherwise it is a response that consists of the letter alone, with or without brackets. A later correction ("no, B") replaces the
-    choice. A letter after "not" does not count, two letters are not a choice, and text in <think>...</think> does not count.
+    end. The word for answer may be of another language, and characters of other scripts may stand beside the letter. Otherwise it is a
+    response that consists of the letter alone, with or without brackets, or of one option with its text: "A. Paris". A later correction
+    ("no, B") replaces the choice. A letter after "not" does not count, two letters are not a choice, and text in <think>...</think> does
+    not count.
 
     Args:
         letters: the options, in capital letters.
@@ -40,13 +74,13 @@ def choice(letters: str = "ABCDEFGHIJ", after: str | None = None, before: str | 
     """
 
     def score(item: Item) -> float:
-        label = required_label(item)
+        label = unified(required_label(item))
         box = last_box(label)
-        expected = _stated(label if box is None else box[0], letters)
+        expected = _stated(label if box is None else box[0], letters) or (_named(label, letters)[0] if box is None else None)
         if expected is None:
             raise RewardError(f"expected one of the letters {letters} as label; found {item.label[:200]!r}")
         answer = answer_text(item, after, before)
-        return 1.0 if answer is not None and _chosen(answer, letters) == expected else 0.0
+        return 1.0 if answer is not None and _chosen(unified(answer), letters) == expected else 0.0
 
     return score
 
@@ -67,8 +101,9 @@ def _named(text: str, letters: str) -> tuple[str | None, int]:
     alone = _ALONE.match(text)
     cues = [alone] if alone else list(_CUE.finditer(text))
     for cue in reversed(cues[-MENTIONS:]):
-        behind = _DENIED.sub(lambda denied: " " * len(denied[0]), text[cue.end() : cue.end() + _WINDOW])
-        capitals = [word for word in _CAPITAL.finditer(behind) if word[0] in letters]
+        behind = _FONT.sub("", text[cue.end() : cue.end() + _WINDOW])
+        behind = _DENIED.sub(lambda denied: " " * len(denied[0]), behind)
+        capitals = [word for word in _CAPITAL.finditer(behind) if word[0] in letters and not _ARTICLE.match(behind, word.start())]
         chosen = [word for word in capitals if not _PRONOUN.match(behind, word.start())] or capitals
         if chosen := chosen or [word for word in _SMALL.finditer(behind) if word[0].upper() in letters]:
             another = _ANOTHER.match(behind, chosen[0].end())
@@ -89,6 +124,10 @@ def _stated(text: str, letters: str) -> str | None:
 
 
 def _lone_letter(text: str, letters: str) -> str | None:
-    """The letter if it is the only word of the text."""
+    """The letter if it is the only word of the text, or if the text is one option: "A. Paris"."""
     words = _WORD.findall(text) if len(text) <= _WINDOW else []
-    return words[0].upper() if len(words) == 1 and len(words[0]) == 1 and words[0].upper() in letters else None
+    if len(words) == 1 and len(words[0]) == 1 and words[0].upper() in letters:
+        return words[0].upper()
+    options = _LINE.findall(text[: _WINDOW * 10])
+    led = _LED.match(text)
+    return led[1] if led is not None and led[1] in letters and len(options) < 2 else None

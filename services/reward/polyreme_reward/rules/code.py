@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from polyreme_reward.items import Item, RewardError
+from polyreme_reward.rules.fences import program_of
 from polyreme_reward.sandbox.modes import choose
 from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
 from polyreme_reward.sandbox.run import check, run
@@ -30,7 +31,8 @@ def code(
 ) -> Callable[[Item], float]:
     """1 if the response's Python program passes every test of its row, else 0.
 
-    The program is the last fenced code block of the response, or the whole response. The tests are the row's column `tests`, or the
+    The program is the last fenced block of Python that has code. Blocks of output or of other languages are not run. Without such a label
+    it is the last block that can be a program, and without fences the whole response. The tests are the row's column `tests`, or the
     label as JSON, in one of three forms:
 
     - {"inputs": [...], "outputs": [...]} compares standard output line by line, ignoring white space at line ends.
@@ -72,16 +74,6 @@ def code(
 
     score.note = _NOTES.get(mode, f"programs are isolated by {mode}")  # type: ignore[attr-defined]
     return score
-
-
-def program_of(response: str) -> str:
-    """The last fenced code block without its language, or the whole text when there is none."""
-    parts = response.split("```")
-    if len(parts) < 3:
-        return response
-    block = parts[-2] if len(parts) % 2 else parts[-1]
-    first, newline, rest = block.partition("\n")
-    return rest if newline and not first.strip().count(" ") else block
 
 
 def _tests(item: Item) -> Sequence[Test]:

@@ -1,7 +1,7 @@
-r"""Mathematical equality. Used in worker processes only, which have a deadline: sympy may need unbounded time.
+r"""Mathematical equality. Used in worker processes only, since formulas may need a second.
 
-Invariant: this package compares numbers and words exactly, and math-verify compares only formulas. A label that cannot be read, or that
-does not equal itself, is an error.
+Invariant: every comparison is bounded in size and in time. An answer beyond the bounds scores 0. A label beyond them, one that cannot be
+read, or one that does not equal itself, is an error.
 """
 
 import re
@@ -13,13 +13,26 @@ from typing import Any
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError
-from polyreme_reward.rules import quantity
-from polyreme_reward.rules.quantity import Quantity, plain, undelimited
+from polyreme_reward.rules import quantity, sides
+from polyreme_reward.rules.budget import OverBudget, limited
+from polyreme_reward.rules.quantity import Quantity
 from polyreme_reward.rules.response import answer_text, marked, required_label, without_denied
+from polyreme_reward.rules.spelling import plain, undelimited, unified, upright
 from polyreme_reward.rules.units import Unit, simple, unit
 
 _TAIL = 20_000
-_INCOMPARABLE = (ArithmeticError, NotImplementedError, RecursionError, TypeError, ValueError)
+_INCOMPARABLE = (
+    OverBudget,
+    ArithmeticError,
+    AttributeError,
+    IndexError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_SECONDS = 0.6
+"""Processor time after which an answer is wrong, and a label is an error. Nearly all comparisons take a hundredth of it."""
 _ONE_LINE = 200  # maximum characters of a response that is an answer as a whole
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'-]*(?: [^\W\d_][^\W\d_'-]*){0,3}")
 _SHORT_WORDS = frozenset(["yes", "no", "on", "off", "odd", "up", "down", "in", "out", "one", "two", "ten", "red", "blue"])
@@ -70,11 +83,10 @@ def math(after: str | None = None, before: str | None = None) -> Callable[[Item]
     def score(item: Item) -> float:
         gold = _gold(required_label(item))
         text = answer_text(item, after, before)
-        answer = None if text is None else _answer(text[-_TAIL:], gold)
-        if answer is None:
-            return 0.0
         try:
-            return float(_equal(gold, answer))
+            with limited(_SECONDS):
+                answer = None if text is None else _answer(text[-_TAIL:], gold)
+                return 0.0 if answer is None else float(_equal(gold, answer))
         except _INCOMPARABLE:  # sympy has no value for a response such as 1e400!
             return 0.0
 
@@ -89,8 +101,15 @@ def _gold(label: str) -> _Read:
     named = marked(label, words=True)
     text = label if named is None else named
     shown = plain(text)
-    gold = None if shown.casefold() in _MISSING or (formula.is_ambiguous(shown) and quantity.read(shown) is None) else _read(text)
-    if gold is None or not _equal(gold, gold):
+    gold = None
+    try:
+        with limited(_SECONDS):
+            if shown.casefold() not in _MISSING and (not formula.is_ambiguous(shown) or quantity.read(shown) is not None):
+                gold = _read(text)
+            judged = gold is not None and _equal(gold, gold)
+    except _INCOMPARABLE:
+        judged = False
+    if gold is None or not judged:
         raise RewardError(f"expected a label that can be judged as mathematics; found {label[:200]!r}")
     return gold
 
@@ -126,7 +145,7 @@ def _read(text: str) -> _Read | None:
         return _Words(re.sub(r"[\s.,]", "", shown).casefold())
     if (words := _words(shown)) is not None:
         return words
-    text, measured = _without_unit(undelimited(text).removesuffix("."))
+    text, measured = _without_unit(undelimited(upright(unified(text))).removesuffix("."))
     found = formula.read(text)
     return None if found is None else _Formula(found, measured)
 
@@ -148,6 +167,8 @@ def _words(text: str) -> _Words | None:
         return None
     if len(inner) == 1:
         return _Words(inner) if inner.isupper() else None
+    if not sides.FUNCTIONS.isdisjoint(inner.lower().split()):  # sin x
+        return None
     is_word = inner[0].isupper() or len(inner) > 3 or inner.lower() in _SHORT_WORDS
     return _Words(inner.casefold()) if is_word and inner.lower() not in ("infinity", "sqrt") else None
 

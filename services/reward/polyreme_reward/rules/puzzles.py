@@ -10,8 +10,9 @@ from typing import Literal
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules.response import required_label
 from polyreme_reward.rules.shape import tagged
+from polyreme_reward.rules.spelling import unified
 
-_STATED = re.compile(r"([A-Z][\w'-]{0,60}) is an? (knight|knave)\b")
+_STATED = re.compile(r"([^\W\d_][\w'-]{0,60})[*_]{0,3} is an? [*_]{0,3}(knight|knave)\b")
 _WINDOW = 20_000
 
 
@@ -49,4 +50,4 @@ def knights_and_knaves(scores: Literal["binary", "paddlenlp"] = "binary") -> Cal
 
 def _roles(text: str) -> dict[str, str]:
     """Roles by name, from the end of the text."""
-    return dict(_STATED.findall(text[-_WINDOW:]))
+    return {name: role for name, role in _STATED.findall(unified(text[-_WINDOW:])) if name[0].isupper()}

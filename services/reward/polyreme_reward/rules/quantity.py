@@ -10,104 +10,60 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from polyreme_reward.rules import sides
+from polyreme_reward.rules.spelling import plain, words
 from polyreme_reward.rules.units import Unit, simple, unit
 
 _DIGITS = 1000
 """Maximum digits of a value for arithmetic. Longer numbers are compared digit by digit."""
 
 ROUNDED = 6
-"""Minimum number of decimals of a value that may be rounded from an exact one."""
+"""Minimum number of decimals, and of significant digits, of a value that may be rounded from an exact one."""
 
 _END = 500
 """Number of characters at the end of a text that are searched first."""
 
-_SPELLINGS = [
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        ("[\u2212\u2013](?=\\s*[\\d.$])", "-"),
-        ("\u00bd", " 1/2"),
-        ("\u00bc", " 1/4"),
-        ("\u00be", " 3/4"),
-        (r"\{\s*,\s*\}|,\\!", ","),
-        (r"\\!", ""),
-        (r"\\[,;: ]|~|\\quad\b|\\qquad\b", " "),
-        (r"\\[dtc]frac\b|\\frac\b", r"\\frac"),
-        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
-        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-        (r"\\(?:left|right|displaystyle)\b", ""),
-        (r"\^\s*\{?\s*\\circ\s*\}?|\u00b0", " degrees"),
-        (r"\\%", "%"),
-        (r"\\cdot\b|\\times\b|\u00d7|\u00b7", " x "),
-    )
-]
-_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
-_DELIMITERS = re.compile(r"(?<!\\)(?:\$\$?|\\[()\[\]])")
-
-_WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?![\d])|\d{1,3}(?: \d{3})+(?!\d)|\d+)"
+_GROUPED = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d{1,3}(?:'\d{3})+(?!\d)|\d{1,3}(?:_\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+_WHOLE = rf"(?:{_GROUPED}|\d+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)"
-_EXPONENT = r"(?:[eE](?P<e>[+-]?\d{1,4})(?!\d|\.\d)|\s*[x*]\s*10\s*\^\s*(?:\{\s*(?P<t>[+-]?\d{1,4})\s*\}|(?P<u>[+-]?\d{1,4}))|\s+(?P<scale>thousand|million|billion|trillion)\b)"
+_POWER_OF_TEN = r"\^\s*(?:\{{\s*(?P<{0}>[+-]?\d{{1,4}})\s*\}}|(?P<{1}>[+-]?\d{{1,4}})(?![\d.]))"
+_EXPONENT = (
+    r"(?:[eE](?P<e>[+-]?\d{1,4})(?!\d|\.\d)|\s*[xX*]\s*10\s*"
+    + _POWER_OF_TEN.format("t", "u")
+    + r"|\s+(?P<scale>thousand|million|billion|trillion)\b)"
+)
 _BODY = (
     rf"(?:(?P<whole>{_WHOLE})\s+(?P<mixed>\d+\s*/\s*\d+)(?![\d/])"
     rf"|(?P<whole2>{_WHOLE})\s*\\frac\s*\{{\s*(?P<over2>\d+)\s*\}}\s*\{{\s*(?P<under2>\d+)\s*\}}"
     rf"|\\frac\s*\{{\s*(?P<over>[+-]?{_DECIMAL})\s*\}}\s*\{{\s*(?P<under>[+-]?{_DECIMAL})\s*\}}"
     rf"|(?P<top>{_DECIMAL})\s*/\s*(?P<bottom>{_DECIMAL})(?!\s*/\s*\d|\d)"
-    rf"|10\s*\^\s*(?:\{{\s*(?P<ten>[+-]?\d{{1,4}})\s*\}}|(?P<ten2>[+-]?\d{{1,4}}))"
-    rf"|(?P<based>\d+)_\s*(?:\{{\s*(?P<base>\d+)\s*\}}|(?P<base2>\d+))"
+    rf"|10\s*{_POWER_OF_TEN.format('ten', 'ten2')}"
+    rf"|(?P<based>\d+)_\s*(?:\{{\s*(?P<base>\d+)\s*\}}|(?P<base2>\d{{1,2}})(?!\d))"
     rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
 )
 _SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_CURRENCY = r"[$\u20ac\u00a3]"
+_CURRENCY = (
+    r"(?:(?:US|USD|CA|AU|HK|NZ|[ACS])?\$|[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]|(?:USD|EUR|GBP|JPY|CNY|INR|CHF|Rs\.?) ?(?=\d))"
+)
 _UNIT = r"%|\u00a2|[^\W\d_](?:[^\W\d_]|[ ./'-])*(?:\s*\^?\{?[23\u00b2\u00b3]\}?)?"
 _QUANTITY = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<currency>{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*{_BODY}(?P<gap>\s*)(?P<unit>{_UNIT})?"
 )
 _REPEATING = re.compile(r"([+-]?)\s*(\d{1,100}\.\d{0,100})\\overline\s*\{\s*(\d{1,100})\s*\}")
-_LEFT = re.compile(r"(?:(?!\b(?:or|and)\b)[^,;<>])*[^,;<>!:]")
-_SYMBOL = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?")
+_SEVERAL = re.compile(r"[,;]|\b(?:or|and)\b")
+_INTEGER_POWER = r"\^\s*(?:\{\s*[+-]?\d{1,4}\s*\}|[+-]?\d{1,4}(?![\d.]))"
 _IN_PROSE = re.compile(
     rf"(?P<other>\d{{1,4}}([-/])\d{{1,2}}\2\d{{1,4}}(?!\d)|\d+(?::\d+)+|\d+(?:\.\d+){{2,}}|\d[\d.,]{{0,30}}[-\u2013]\d[\d.,]*"
-    rf"|\\sqrt\s*(?:\[[^\]]*\])?\s*\{{[^{{}}]*\}}|(?!10\s*\^)\d[\d.,]{{0,30}}\s*\^\s*\{{?\s*[+-]?\w+\}}?|\d[\d.,]{{0,30}}!)"
+    rf"|\\sqrt\s*(?:\[[^\]]*\])?\s*\{{[^{{}}]*\}}|\d[\d.,]{{0,30}}!|\d[\d.,]{{0,30}}[eE][+-]?(?:\d{{5}}|\d+\.\d)[\d.]*"
+    rf"|(?!10\s*{_INTEGER_POWER})\d[\d.,]{{0,30}}\s*\^\s*[{{(]?\s*[+-]?[\w.]+[)}}]?"
+    rf"|\d[\d.,]{{0,30}}(?:(?:[+*]|\s+[x+*]\s+)(?!10\s*\^)\d[\d.,]{{0,30}})+)"
     rf"|(?P<number>(?:(?<![\d\w])[+-])?{_CURRENCY}?[+-]?{_BODY}(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
 )
 _DENIED = re.compile(r"\b(?:not|instead of|rather than)\s+(?:\\?\$)?$")
-_NO_UNITS = {
-    "and",
-    "or",
-    "over",
-    "plus",
-    "minus",
-    "times",
-    "mod",
-    "choose",
-    "x",
-    "i",
-    "e",
-    "pi",
-    "sin",
-    "cos",
-    "tan",
-    "log",
-    "ln",
-    "exp",
-}
-_NO_UNITS |= {
-    "sqrt",
-    "sec",
-    "csc",
-    "cot",
-    "arcsin",
-    "arccos",
-    "arctan",
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "theta",
-    "lambda",
-    "sigma",
-}
-_NO_UNITS |= {"omega", "phi", "psi"}
+_NO_UNITS = words(
+    "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta gamma delta"
+    " theta lambda sigma omega phi psi"
+)
 
 
 @dataclass(frozen=True)
@@ -129,8 +85,8 @@ class Quantity:
     fraction: bool = False
 
     def equals(self, other: "Quantity") -> bool:
-        """Whether both mean the same. A unit or name that one of them omits is ignored. A decimal with six or more places may be
-        rounded from an exact value."""
+        """Whether both mean the same. A unit or name that one of them omits is ignored. A decimal with six or more places and
+        significant digits may be rounded from an exact value."""
         if self.name and other.name and self.name != other.name:
             return False
         if self.unit is None or other.unit is None:
@@ -146,27 +102,17 @@ class Quantity:
         if self.value * factor == other.value * other_factor:
             return True
         rounded, exact = (self, other) if other.places is None else (other, self)
-        if factor != other_factor or exact.places is not None or rounded.places is None or rounded.places < ROUNDED:
+        if factor != other_factor or exact.places is not None:
             return False
-        return abs(Fraction(rounded.value) - Fraction(exact.value)) <= Fraction(1, 2) / 10**rounded.places
+        return abs(Fraction(rounded.value) - Fraction(exact.value)) <= tolerance(Fraction(rounded.value), rounded.places)
 
 
-def undelimited(text: str) -> str:
-    r"""The text without LaTeX delimiters and with $ for \$. A single dollar sign is a currency and stays."""
-    text = text.replace("\\$", "\0")
-    if len(_DELIMITERS.findall(text)) % 2 == 0:
-        text = _DELIMITERS.sub("", text)
-    return text.replace("\0", "$").strip(" \t\r\n*")
-
-
-def plain(text: str) -> str:
-    """The text with a uniform spelling of minus signs, separators, fractions, fonts and degrees, and without LaTeX delimiters."""
-    text = undelimited(text)
-    for _ in range(3):  # fonts may be nested
-        text = _WRAPPED.sub(r" \1", text)
-    for pattern, replacement in _SPELLINGS:
-        text = pattern.sub(replacement, text)
-    return text.strip(" \t\r\n*")
+def tolerance(value: Fraction, places: int | None) -> Fraction:
+    """How much a value with that many written decimals may differ from an exact one: half of its last decimal if it has ROUNDED decimals
+    and as many significant digits, else nothing."""
+    if places is None or places < ROUNDED or abs(value) * 10**places < 10 ** (ROUNDED - 1):
+        return Fraction(0)
+    return Fraction(1, 2) / 10**places
 
 
 def read(text: str) -> Quantity | None:
@@ -175,12 +121,10 @@ def read(text: str) -> Quantity | None:
     Args:
         text: the result of `plain`.
     """
-    head, equals, tail = text.rpartition("=")
-    name = head.partition("=")[0].strip()
-    if equals:
-        if not _LEFT.fullmatch(head):
-            return None
-        name, text = (name if _SYMBOL.fullmatch(name) else ""), tail
+    *heads, text = sides.parts(text)
+    if any(_SEVERAL.search(head) or not sides.names(head) for head in heads):
+        return None
+    name = sides.symbol(heads[0]) if heads else ""
     if repeating := _REPEATING.fullmatch(text.strip()):
         sign, digits, cycle = repeating.groups()
         exact = Fraction(digits) + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(digits.partition(".")[2]))
@@ -206,7 +150,7 @@ def _last_in(text: str) -> tuple[Quantity | None, int]:
             last = match
     if last is None:
         return None, -1
-    if last["other"] is not None:
+    if last["other"] is not None or sides.states_relation(text[max(0, last.start() - _END) : last.start()]):
         return None, last.start()
     whole = _QUANTITY.fullmatch(last["number"].rstrip())
     named = simple(whole["unit"].strip()) if whole and whole["unit"] else None
@@ -265,7 +209,7 @@ def _value(match: re.Match[str]) -> tuple[Fraction | str | None, int | None, boo
 
 
 def _strip(digits: str) -> str:
-    return digits.replace(",", "").replace(" ", "")
+    return re.sub("[, '_]", "", digits)
 
 
 def _ratio(over: str, under: str, whole: str = "0") -> Fraction | None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError, Status
 from polyreme_reward.rules import BUILTINS, Builtin, Rule, builtin_version, check_rule, make_rule
-from polyreme_reward.rules.quantity import last_in, plain
+from polyreme_reward.rules.quantity import last_in
 from polyreme_reward.rules.reward import LOOP_CHARS, RuleReward
+from polyreme_reward.rules.spelling import plain
 
 
 def ask(name: str, response: str, label: str, **options: object) -> object:

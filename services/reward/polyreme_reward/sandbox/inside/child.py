@@ -36,6 +36,7 @@ def main(job: "dict[str, Any]", result_fd: int, channel_fd: int) -> None:
         sys.setrecursionlimit(_RECURSION)
         with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(job["program"])
+    _add_builtins()
     null = posix.open("/dev/null", posix.O_WRONLY)
     posix.dup2(null, 2)  # stderr was the sandbox's error output until here
     posix.close(null)
@@ -56,6 +57,32 @@ def main(job: "dict[str, Any]", result_fd: int, channel_fd: int) -> None:
             from polyreme_reward.sandbox.inside import evaluator
 
             posix.write(result_fd, evaluator.verdict(channel_fd, job["test"]).encode("utf-8", "replace"))
+
+
+class _Notice:
+    """A built-in text such as `copyright`, which prints itself."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def __call__(self) -> None:
+        print(self._text)
+
+
+def _add_builtins() -> None:
+    """Adds the names that Python's `site` adds, which does not run here: exit, quit, help and the notices."""
+    import _sitebuiltins
+    import builtins
+
+    for name in ("exit", "quit"):
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    builtins.help = _sitebuiltins._Helper()
+    builtins.copyright = _Notice(sys.copyright)
+    builtins.credits = _Notice("See https://www.python.org for more information.")
+    builtins.license = _Notice("See https://www.python.org/psf/license/")
 
 
 def _make_importable(folder: str) -> None:
