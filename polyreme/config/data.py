@@ -3,10 +3,11 @@
 Invariant: only this section names paths and columns; no reader has other defaults.
 """
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from polyreme.config.section import Operational, Section
 
@@ -29,6 +30,15 @@ class DataSource(Section):
     )
     rename: dict[str, str] = Field({}, description="Columns to add from others of the row: new name to old name or dotted path.")
     add: dict[str, Any] = Field({}, description="Columns to add to every row, with their value.")
+
+    @field_validator("add")
+    @classmethod
+    def _added_values_are_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"`add` has texts, numbers, lists and mappings, as JSON has them ({error})") from None
+        return value
 
     @model_validator(mode="after")
     def _split_has_rows(self) -> "DataSource":
