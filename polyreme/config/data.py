@@ -3,6 +3,7 @@
 Invariant: only this section names paths and columns; no reader has other defaults.
 """
 
+import datetime
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -75,6 +76,15 @@ class TextConfig(Section):
         "chat", description="chat: the tokenizer's chat template. none: the tokenizer's BOS token followed by the unchanged text."
     )
     system: str | None = Field(None, description="System message for prompts that have none.")
+    tools_key: str | None = Field(
+        "tools",
+        description="Column with the tools that the chat template shows: a list, or its JSON text. Optional in each row. null: none.",
+    )
+    date: datetime.date | None = Field(
+        None,
+        description="The day that a chat template shows which writes the date (`strftime_now`). null: the day on which the run starts, also"
+        " after a resume.",
+    )
 
     @model_validator(mode="after")
     def _has_sources(self) -> "TextConfig":

@@ -22,7 +22,8 @@ from polyreme.dataset.source import as_sources, name_of
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
 from polyreme.process.machine import device_count, memory_limit
-from polyreme_trainer.data.prompts import encode_examples, encode_prompts, none_usable, read_rows
+from polyreme_trainer.data.prompts import encode_prompts, none_usable, read_rows
+from polyreme_trainer.data.supervised import encode_examples, read_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.expert_checks import check_experts
 from polyreme_trainer.megatron.families import load_architecture
@@ -162,7 +163,7 @@ def _check_prompts(sources: Sources, config: RunConfig, template: Template) -> I
 
 def _check_examples(path: Path, config: RunConfig, template: Template) -> Iterator[PolyremeError]:
     try:
-        rows = list(islice(read_rows(path, config.data, response_key="response"), _PARSED))
+        rows = list(islice(read_examples(path, config.data), _PARSED))
         encode_examples(rows[:_ENCODED], template, config.rollout.max_model_len)
     except DataError as error:
         yield error

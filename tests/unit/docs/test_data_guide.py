@@ -12,7 +12,8 @@ from polyreme.config.data import DataConfig
 from polyreme.config.load import resolve_paths
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import read_objects
-from polyreme_trainer.data.prompts import load_examples, load_prompts
+from polyreme_trainer.data.prompts import load_prompts
+from polyreme_trainer.data.supervised import load_examples
 from polyreme_trainer.data.template import Template
 from support import guide
 

@@ -14,12 +14,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import xxhash
 
-from polyreme.config.data import DataConfig, Sources
-from polyreme.dataset.columns import TokenIds, chat_messages, column_names, label_text, plain_prompt, value_at
+from polyreme.config.data import DataConfig, Sources, TextConfig
+from polyreme.dataset.chat import PromptSource, plain_prompt, read_prompt
+from polyreme.dataset.columns import TokenIds, column_names, label_text, value_at
+from polyreme.dataset.formats import advice
 from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompt_store import Prompt, PromptStore
-from polyreme_trainer.data.template import PromptSource, Template
+from polyreme_trainer.data.template import Template
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +44,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """One row of a data file. `prompt` is a text or chat messages; `metadata` has every column except label and response."""
+    """One row of a data file. `label` is '' where there is none; `metadata` has every column except the label."""
 
     where: str
     prompt: PromptSource
     label: str | TokenIds
-    response: str
     metadata: dict[str, Any]
 
 
@@ -75,17 +76,14 @@ class Example:
     loss_mask: np.ndarray
 
 
-def read_rows(sources: Sources, data: DataConfig, *, response_key: str | None = None) -> Iterator[DatasetRow]:
+def read_rows(sources: Sources, data: DataConfig) -> Iterator[DatasetRow]:
     """The rows of the data. Reads lazily.
-
-    Args:
-        response_key: the required text column of supervised data; None: rows have no response.
 
     Raises:
         DataError: a file is missing or empty, or a row is unusable.
     """
     for where, fields in read_objects(sources):
-        yield _row(fields, where, data, response_key)
+        yield _row(fields, where, data)
 
 
 def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Dataset:
@@ -165,36 +163,6 @@ def chunks(rows: Iterator[Item]) -> Iterator[list[Item]]:
         yield chunk
 
 
-def load_examples(sources: Sources, data: DataConfig, template: Template, max_tokens: int) -> Iterator[Example]:
-    """Supervised examples of data with a `response` column, in its order: the conversation as the template writes it. Reads lazily.
-
-    Raises:
-        DataError: a row is unusable, or has more than `max_tokens` tokens.
-    """
-    for rows in chunks(read_rows(sources, data, response_key="response")):
-        yield from encode_examples(rows, template, max_tokens)
-
-
-def encode_examples(rows: Sequence[DatasetRow], template: Template, max_tokens: int) -> list[Example]:
-    """The examples of rows. Raises as `load_examples`."""
-    conversations = each_or_blame(
-        lambda some: template.converse([row.prompt for row in some], [row.response for row in some]), rows
-    )
-    examples = []
-    for row, (ids, start) in zip(rows, template.encode_conversations(conversations), strict=True):
-        if len(ids) > max_tokens:
-            raise DataError(
-                f"prompt, response and end token within {max_tokens} tokens in {row.where}",
-                f"{len(ids)}",
-                "Shorten the row, or raise rollout.max_model_len.",
-            )
-        check_ids(ids, template, row.where)
-        mask = np.zeros(len(ids), dtype=np.uint8)
-        mask[start:] = 1
-        examples.append(Example(ids, mask))
-    return examples
-
-
 def check_ids(ids: np.ndarray, template: Template, where: str) -> None:
     """Raises DataError for ids without an embedding: their losses and gradients would be meaningless."""
     if (highest := int(ids.max(initial=0))) >= template.embeddings:
@@ -218,21 +186,27 @@ def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Seque
         raise
 
 
-def _row(fields: Mapping[str, Any], where: str, data: DataConfig, response_key: str | None) -> DatasetRow:
-    prompt, answer = column(fields, data.prompt_key, where, "data.prompt_key"), value_at(fields, data.label_key)
-    if (turns := _with_history(prompt, answer)) is not None:
-        prompt, answer = turns, None
-    source = prompt_of(prompt, f"{data.prompt_key!r} in {where}")
+def _row(fields: Mapping[str, Any], where: str, data: DataConfig) -> DatasetRow:
+    answer, source = value_at(fields, data.label_key), prompt_in(fields, where, data)
+    if _with_history(value_at(fields, data.prompt_key), answer) is not None:
+        answer = None
     label = answer if isinstance(answer, TokenIds) else _text(answer, f"{data.label_key!r} in {where}")
-    response = ""
-    if response_key is not None:
-        value = column(fields, response_key, where, "the data")
-        if not isinstance(value, str):
-            raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Fix the row.")
-        response = value
-    roles = {data.label_key, response_key}  # the prompt is kept, since a reward model renders it with its own template
-    metadata = {key: value for key, value in fields.items() if key not in roles and not isinstance(value, TokenIds)}
-    return DatasetRow(where, source, label, response, metadata)
+    # The prompt and the tools are kept, since a reward model renders them with its own template.
+    metadata = {key: value for key, value in fields.items() if key != data.label_key and not isinstance(value, TokenIds)}
+    return DatasetRow(where, source, label, metadata)
+
+
+def prompt_in(fields: Mapping[str, Any], where: str, data: TextConfig) -> PromptSource:
+    """The prompt of a row, with its tools. Raises DataError."""
+    prompt = column(fields, data.prompt_key, where, "data.prompt_key")
+    if isinstance(data, DataConfig) and (turns := _with_history(prompt, value_at(fields, data.label_key))) is not None:
+        prompt = turns
+    return read_prompt(prompt, f"{data.prompt_key!r} in {where}", tools_in(fields, data))
+
+
+def tools_in(fields: Mapping[str, Any], data: TextConfig) -> Any:
+    """The tools of a row as its column has them; None for a template without messages, whose texts are complete."""
+    return None if data.tools_key is None or data.template == "none" else value_at(fields, data.tools_key)
 
 
 def _with_history(prompt: Any, answers: Any) -> list[dict[str, str]] | None:
@@ -253,26 +227,9 @@ def column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any
     """A required column, by name or dotted path; `setting` names it in the configuration. Raises DataError."""
     value = value_at(fields, key, _MISSING)
     if value is _MISSING:
-        raise DataError(f"a column {key!r} in {where}", f"columns {column_names(fields)}", f"Fix the row, or {setting}.")
+        do = f"Fix the row, or {setting}.{advice(fields, key, where)}"
+        raise DataError(f"a column {key!r} in {where}", f"columns {column_names(fields)}", do)
     return value
-
-
-def prompt_of(value: Any, what: str) -> PromptSource:
-    """A text, a list with one text (PaddleNLP's `src`), or chat messages. Raises DataError."""
-    if isinstance(value, TokenIds):
-        return value
-    value = chat_messages(value)
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        value = value[0]
-    if isinstance(value, str):
-        if not value:
-            raise DataError(f"a prompt in {what}", "an empty text", "Remove or fill the row.")
-        return value
-    if isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-        if value[-1]["role"] == "assistant":
-            raise DataError(f"messages that end before the answer in {what}", "a last message by the assistant", "Remove it.")
-        return tuple(value)
-    raise DataError(f"a text or a list of chat messages {{role, content}} in {what}", f"{value!r:.80}", "Fix the row.")
 
 
 def _text(value: Any, what: str) -> str:
