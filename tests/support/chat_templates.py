@@ -1,7 +1,9 @@
-"""Chat templates in the styles of public families, with a tokenizer of bytes that loses no character."""
+"""Chat templates in the styles of public families, a tokenizer of bytes that loses no character, and conversations for them."""
 
 import json
+from datetime import date
 from functools import cache
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -106,3 +108,66 @@ def _tokenizer_json() -> bytes:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(_ENDS)
     return tokenizer.to_str().encode()
+
+
+DAY = date(2026, 1, 2)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "number", "description": "é"}}},
+    },
+}
+CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 2, "a": [1]}}}
+ASKED = {"role": "user", "content": "What is 1+2?\nSay it."}
+SYSTEM = {"role": "system", "content": " Be brief. "}
+RESULT = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": '{"sum": 3}'}
+
+CASES: dict[str, tuple[list[dict[str, Any]], Any, list[dict[str, Any]], list[dict[str, Any]] | None]] = {
+    # messages and tools of a row, and what the template gets
+    "text": ([ASKED], None, [ASKED], None),
+    "system": ([SYSTEM, ASKED], None, [SYSTEM, ASKED], None),
+    "turns": (
+        [ASKED, {"role": "assistant", "content": "3"}, ASKED],
+        [],
+        [ASKED, {"role": "assistant", "content": "3"}, ASKED],
+        None,
+    ),
+    "parts": (
+        [{"role": "user", "content": [{"type": "text", "text": "What is 1+2?"}, {"type": "text", "text": "\nSay it."}]}],
+        None,
+        [ASKED],
+        None,
+    ),
+    "nulls": ([{**ASKED, "tool_calls": None, "name": None, "reasoning_content": None}], None, [ASKED], None),
+    "sharegpt": ([{"from": "human", "value": ASKED["content"]}], None, [ASKED], None),
+    "tools": ([ASKED], [TOOL], [ASKED], [TOOL]),
+    "tools as text": ([ASKED], json.dumps([TOOL]), [ASKED], [TOOL]),
+    "functions": ([ASKED], [json.dumps(TOOL["function"])], [ASKED], [TOOL]),
+    "calls": (
+        [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT],
+        [TOOL],
+        [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT],
+        [TOOL],
+    ),
+    "calls as text": (
+        [
+            ASKED,
+            {
+                "role": "assistant",
+                "tool_calls": [{**CALL, "function": {"name": "add", "arguments": json.dumps(CALL["function"]["arguments"])}}],
+            },
+            {**RESULT, "content": [{"type": "text", "text": RESULT["content"]}]},
+        ],
+        [TOOL],
+        [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT],
+        [TOOL],
+    ),
+    "thought": (
+        [ASKED, {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}, RESULT],
+        [TOOL],
+        [ASKED, {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}, RESULT],
+        [TOOL],
+    ),
+}
+"""The last message is by the user or a tool: an answer follows."""

@@ -20,70 +20,8 @@ from polyreme_trainer.data.preferences import read_labelled, read_pairs, read_sc
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.supervised import load_examples, read_supervised
 from polyreme_trainer.data.template import Template
-from support.chat_templates import STOPS, TEMPLATES, chat_model_files
+from support.chat_templates import ASKED, CASES, DAY, STOPS, TEMPLATES, TOOL, chat_model_files
 from support.stages import stage_config
-
-DAY = date(2026, 1, 2)
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {"type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "number", "description": "é"}}},
-    },
-}
-CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 2, "a": [1]}}}
-ASKED = {"role": "user", "content": "What is 1+2?\nSay it."}
-SYSTEM = {"role": "system", "content": " Be brief. "}
-RESULT = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": '{"sum": 3}'}
-
-CASES: dict[str, tuple[list[dict[str, Any]], Any, list[dict[str, Any]], list[dict[str, Any]] | None]] = {
-    # messages and tools of a row, and what the template gets
-    "text": ([ASKED], None, [ASKED], None),
-    "system": ([SYSTEM, ASKED], None, [SYSTEM, ASKED], None),
-    "turns": (
-        [ASKED, {"role": "assistant", "content": "3"}, ASKED],
-        [],
-        [ASKED, {"role": "assistant", "content": "3"}, ASKED],
-        None,
-    ),
-    "parts": (
-        [{"role": "user", "content": [{"type": "text", "text": "What is 1+2?"}, {"type": "text", "text": "\nSay it."}]}],
-        None,
-        [ASKED],
-        None,
-    ),
-    "nulls": ([{**ASKED, "tool_calls": None, "name": None, "reasoning_content": None}], None, [ASKED], None),
-    "sharegpt": ([{"from": "human", "value": ASKED["content"]}], None, [ASKED], None),
-    "tools": ([ASKED], [TOOL], [ASKED], [TOOL]),
-    "tools as text": ([ASKED], json.dumps([TOOL]), [ASKED], [TOOL]),
-    "functions": ([ASKED], [json.dumps(TOOL["function"])], [ASKED], [TOOL]),
-    "calls": (
-        [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT],
-        [TOOL],
-        [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT],
-        [TOOL],
-    ),
-    "calls as text": (
-        [
-            ASKED,
-            {
-                "role": "assistant",
-                "tool_calls": [{**CALL, "function": {"name": "add", "arguments": json.dumps(CALL["function"]["arguments"])}}],
-            },
-            {**RESULT, "content": [{"type": "text", "text": RESULT["content"]}]},
-        ],
-        [TOOL],
-        [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT],
-        [TOOL],
-    ),
-    "thought": (
-        [ASKED, {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}, RESULT],
-        [TOOL],
-        [ASKED, {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}, RESULT],
-        [TOOL],
-    ),
-}
-"""The last message is by the user or a tool: an answer follows."""
 
 WHERE = [(style, case) for style in TEMPLATES for case in CASES]
 
