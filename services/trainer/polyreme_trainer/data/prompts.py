@@ -44,12 +44,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """One row of a data file. `label` is '' where there is none; `metadata` has every column except the label."""
+    """One row of a data file. `metadata` has every column except the label.
+
+    Attributes:
+        label: the reference answer; '' where there is none.
+        has_column: whether the row has the label's column. Of several turns it has earlier answers, and no label.
+    """
 
     where: str
     prompt: PromptSource
     label: str | TokenIds
     metadata: dict[str, Any]
+    has_column: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,14 @@ class Dataset:
     Attributes:
         filtered: number of prompts omitted because they are too long.
         duplicates: number of prompts omitted because an earlier one has the same text.
+        unlabelled: number of rows without a reference answer, if others have one.
         sizes: number of usable prompts of each source.
     """
 
     prompts: Sequence[Prompt]
     filtered: int = 0
     duplicates: int = 0
+    unlabelled: int = 0
     sizes: tuple[int, ...] = ()
 
 
@@ -74,6 +82,41 @@ class Example:
 
     ids: np.ndarray
     loss_mask: np.ndarray
+
+
+@dataclass
+class LabelCount:
+    """The reference answers of some data. `columns` are those of the first row."""
+
+    rows: int = 0
+    labelled: int = 0
+    with_column: int = 0
+    columns: Sequence[str] = ()
+
+    def add(self, rows: Sequence[DatasetRow]) -> None:
+        for row in rows:
+            self.columns = self.columns or column_names(row.metadata)
+            self.rows, self.labelled = self.rows + 1, self.labelled + (len(row.label) > 0)
+            self.with_column += row.has_column
+
+    @property
+    def unlabelled(self) -> int:
+        """The number of rows without a reference answer, if others have one."""
+        return self.rows - self.labelled if self.labelled else 0
+
+    def check(self, sources: Sources, data: DataConfig) -> None:
+        """Raises DataError when no row has the column that `data.label_key` names. Its default may be absent."""
+        if self.rows and not self.with_column and data.label_key != DataConfig.model_fields["label_key"].default:
+            raise DataError(
+                f"the column data.label_key = {data.label_key!r} in the rows of {name_of(sources)}",
+                f"none of {self.rows} rows with it; the columns are {', '.join(self.columns)}",
+                "Fix data.label_key, or remove it for data without reference answers.",
+            )
+
+    def notice(self, sources: Sources, data: DataConfig) -> str:
+        """Says that some rows have no reference answer; '' when all or none have one."""
+        missing = f"{self.unlabelled} of {self.rows} rows in {name_of(sources)} have no reference answer ({data.label_key!r})"
+        return missing if self.unlabelled else ""
 
 
 def read_rows(sources: Sources, data: DataConfig) -> Iterator[DatasetRow]:
@@ -90,14 +133,16 @@ def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Data
     """Reads, renders and encodes prompts. Prompts beyond `max_prompt_tokens` are omitted and counted.
 
     Raises:
-        DataError: a row is unusable, a prompt is too long under `overlong: error`, or no prompt of a source is usable.
+        DataError: a row is unusable, a prompt is too long under `overlong: error`, no prompt of a source is usable, or no row has the
+            column that `data.label_key` names.
     """
-    store, seen, sizes = PromptStore(), set[int](), list[int]()
+    store, seen, sizes, labels = PromptStore(), set[int](), list[int](), LabelCount()
     filtered = duplicates = 0
     for source in as_sources(sources):
         before = len(store)
         for chunk in chunks(read_rows((source,), data)):
             encoded = encode_prompts(chunk, data, template)
+            labels.add(chunk)
             filtered += encoded.filtered
             for prompt in encoded.prompts:
                 if data.deduplicate:
@@ -110,11 +155,14 @@ def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Data
         if len(store) == before:
             raise none_usable((source,), data, filtered, duplicates)
         sizes.append(len(store) - before)
+    labels.check(sources, data)
+    if notice := labels.notice(sources, data):
+        logger.warning("%s", notice)
     for count, reason in ((filtered, f"are longer than {data.max_prompt_tokens} tokens"), (duplicates, "repeat an earlier one")):
         if count:
             total = len(store) + filtered + duplicates
             logger.warning("%s: %d of %d prompts %s and are left out", name_of(sources), count, total, reason)
-    return Dataset(store, filtered, duplicates, tuple(sizes))
+    return Dataset(store, filtered, duplicates, labels.unlabelled, tuple(sizes))
 
 
 def encode_prompts(rows: Sequence[DatasetRow], data: DataConfig, template: Template) -> Dataset:
@@ -193,7 +241,7 @@ def _row(fields: Mapping[str, Any], where: str, data: DataConfig) -> DatasetRow:
     label = answer if isinstance(answer, TokenIds) else _text(answer, f"{data.label_key!r} in {where}")
     # The prompt and the tools are kept, since a reward model renders them with its own template.
     metadata = {key: value for key, value in fields.items() if key != data.label_key and not isinstance(value, TokenIds)}
-    return DatasetRow(where, source, label, metadata)
+    return DatasetRow(where, source, label, metadata, value_at(fields, data.label_key) is not None)
 
 
 def prompt_in(fields: Mapping[str, Any], where: str, data: TextConfig) -> PromptSource:

@@ -15,7 +15,7 @@ from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.dataset.columns import value_at
 from polyreme.dataset.source import read_objects
-from polyreme_trainer.data.prompts import Example, chunks, encode_prompts, read_rows
+from polyreme_trainer.data.prompts import Example, LabelCount, chunks, encode_prompts, read_rows
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.supervised import MESSAGES, RESPONSE, encode_examples, read_examples
 from polyreme_trainer.data.template import Template
@@ -83,10 +83,13 @@ def report_prompts(sources: Sources, config: RunConfig, template: Template) -> R
                 found.add(row.where, [example])
         return found
     found, data = Report(config.data.max_prompt_tokens, unlabelled=0), config.data.model_copy(update={"max_prompt_tokens": _ALL})
+    labels = LabelCount()
     for rows in chunks(read_rows(sources, data)):
+        labels.add(rows)
         for row, prompt in zip(rows, encode_prompts(rows, data, template).prompts, strict=True):
             found.add(row.where, [Example(prompt.ids, np.zeros(len(prompt.ids), dtype=np.uint8))])
-            found.unlabelled = (found.unlabelled or 0) + (prompt.label == "")
+    labels.check(sources, data)
+    found.unlabelled = labels.rows - labels.labelled
     return found
 
 
