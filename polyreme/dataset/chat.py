@@ -24,6 +24,7 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 """ShareGPT's names of roles that differ from ours."""
+_NO_TOOLS = "Fix the row, or set data.tools_key: null for a column that the template must not get."
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
@@ -97,14 +98,14 @@ def read_tools(value: Any, what: str) -> tuple[Message, ...] | None:
     Raises:
         DataError: the value is none of these.
     """
-    value = _from_json(value, f"tools of {what}")
+    value = _from_json(value, f"tools of {what}", _NO_TOOLS)
     if not value:
         return None
     if not isinstance(value, list | tuple):
-        raise DataError(f"a list of tools, or its JSON text, in {what}", f"{value!r:.80}", "Fix the row, or data.tools_key.")
+        raise DataError(f"a list of tools, or its JSON text, in {what}", f"{value!r:.80}", _NO_TOOLS)
     tools = []
     for place, each in enumerate(value, 1):
-        tool = _without_nulls(_from_json(each, f"tool {place} of {what}"))
+        tool = _without_nulls(_from_json(each, f"tool {place} of {what}", _NO_TOOLS))
         tool = {"type": "function", "function": tool} if isinstance(tool, dict) and isinstance(tool.get("name"), str) else tool
         named = (
             isinstance(tool, dict) and isinstance(tool.get("function"), dict) and isinstance(tool["function"].get("name"), str)
@@ -113,7 +114,7 @@ def read_tools(value: Any, what: str) -> tuple[Message, ...] | None:
             raise DataError(
                 f"a tool {{type, function: {{name, description, parameters}}}} as tool {place} of {what}",
                 f"{each!r:.80}",
-                "Fix the row, or set data.tools_key: null for tools that the template must not get.",
+                _NO_TOOLS,
             )
         tools.append(tool)
     return tuple(tools)
@@ -253,14 +254,14 @@ def _call(value: Any, what: str) -> Message:
     return {**call, "function": {**named, "arguments": given}}
 
 
-def _from_json(value: Any, what: str) -> Any:
+def _from_json(value: Any, what: str, do: str = "Fix the row.") -> Any:
     """The value of a JSON text; another value as it is."""
     if not isinstance(value, str) or not value:
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"JSON text as {what}", f"{value:.80} ({error})", "Fix the row.") from None
+        raise DataError(f"JSON text as {what}", f"{value:.80} ({error})", do) from None
 
 
 def _without_nulls(value: Any) -> Any:

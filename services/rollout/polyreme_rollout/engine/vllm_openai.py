@@ -12,7 +12,6 @@ from typing import Any
 from fastapi import FastAPI
 
 from polyreme.dataset.chat import clock_of
-from polyreme_rollout.chat_requests import ChatRequests
 
 TIMEOUT = 60.0  # to build vLLM's application
 
@@ -72,7 +71,6 @@ def _build(llm: Any, served_name: str, loop: asyncio.AbstractEventLoop, day: dat
     if day is not None:  # a chat template gets it as a variable, which hides the function of this name
         arguments.default_chat_template_kwargs = {"strftime_now": clock_of(day)}
     app: FastAPI = build_app(arguments, ("generate",), llm.model_config)
-    app.add_middleware(ChatRequests)
     making = asyncio.run_coroutine_threadsafe(init_app_state(llm, app.state, arguments, ("generate",)), loop)
     try:
         making.result(TIMEOUT)

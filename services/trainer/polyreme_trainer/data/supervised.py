@@ -92,7 +92,7 @@ def encode_examples(rows: Sequence[Answered | Turns], template: Template, max_to
 
 
 def _row(fields: Mapping[str, Any], where: str, data: TextConfig, response_key: str, messages_key: str) -> Answered | Turns:
-    if (messages := value_at(fields, messages_key)) is not None and value_at(fields, response_key) is None:
+    if (messages := value_at(fields, messages_key)) is not None:
         return Turns(where, _conversation(messages, f"{messages_key!r} in {where}", tools_in(fields, data)))
     prompt = prompt_in(fields, where, data)
     return Answered(
