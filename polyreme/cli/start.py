@@ -60,12 +60,13 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: s
     if not fork:
         with owned(config.run_dir):
             existing = claim(config, resume)
-            config = dated(config, first_day(config.run_dir, existing and existing.run_id))
+            config = dated(config, first_day(config.run_dir, existing.run_id if existing else None))
             yield Start(config, existing, finished=_finished(config, existing), notices=notices)
         return
     own_run_dir = load_config(path, [each for each in overrides if not each.startswith("name=")]).run_dir
     parent, config = plan_fork(config, own_run_dir)
-    config = dated(config, first_day(parent, (found := read_run_file(parent)) and found.run_id))
+    forked = read_run_file(parent)
+    config = dated(config, first_day(parent, forked.run_id if forked else None))
     was_there = config.run_dir.exists()
     try:
         with owned(config.run_dir):

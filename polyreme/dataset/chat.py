@@ -181,7 +181,7 @@ def _message(value: Any, what: str) -> Message:
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"a role, such as user, of {what}", f"{dict(value)!r:.80}", "Fix the row.")
-    message = {"role": role, "content": _content(fields.get("content"), what)}
+    message: Message = {"role": role, "content": _content(fields.get("content"), what)}
     message |= {key: _without_nulls(each) for key, each in fields.items() if key not in ("role", "content", "function_call")}
     calls = fields.get("tool_calls")
     if calls is None and fields.get("function_call") is not None:  # OpenAI's older form
@@ -238,8 +238,8 @@ def _call(value: Any, what: str) -> Message:
     call = _from_json(value, what)
     call = {key: each for key, each in call.items() if each is not None} if isinstance(call, Mapping) else call
     if isinstance(call, dict) and isinstance(call.get("name"), str) and "function" not in call:
-        function = {key: call.pop(key) for key in ("name", "arguments") if key in call}
-        call = {**call, "type": "function", "function": function}
+        bare = {key: call.pop(key) for key in ("name", "arguments") if key in call}
+        call = {**call, "type": "function", "function": bare}
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{{type, function: {{name, arguments}}}} as {what}", f"{value!r:.80}", "Fix the row.")

@@ -118,7 +118,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "number", "description": "é"}}},
     },
 }
-CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 2, "a": [1]}}}
+CALL: dict[str, Any] = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 2, "a": [1]}}}
 ASKED = {"role": "user", "content": "What is 1+2?\nSay it."}
 SYSTEM = {"role": "system", "content": " Be brief. "}
 RESULT = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": '{"sum": 3}'}

@@ -49,6 +49,11 @@ class Item(NamedTuple):
         return found
 
     @property
+    def size(self) -> int:
+        """The number of its characters and tokens."""
+        return sum(len(each) for each in self if each is not None)
+
+    @property
     def seen(self) -> str:
         """The prompt as the model saw it if that is known, else as plain text."""
         return self.templated_prompt or self.prompt

@@ -72,7 +72,7 @@ def rewritten(body: bytes) -> bytes:
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:
         return body
     chat = read_chat(asked["messages"], "`messages`", asked.get("tools"))
-    found = {**asked, "messages": list(_messages(chat))}
+    found = {**{key: value for key, value in asked.items() if key != "tools"}, "messages": _messages(chat)}
     if chat.tools is not None:
         options = asked.get("chat_template_kwargs")
         found |= {"tools": list(chat.tools), "tool_choice": asked.get("tool_choice") or "none"}

@@ -52,7 +52,7 @@ def run(config: StageConfig, resume: bool, dry_run: bool) -> None:
         return
     with owned(config.run_dir):
         existing = claim(config, resume)
-        config = dated(config, first_day(config.run_dir, existing and existing.run_id))
+        config = dated(config, first_day(config.run_dir, existing.run_id if existing else None))
         if existing is not None and (step := finished(config, existing.run_id)):
             console.print(f"stage {existing.run_id} is done: {step} steps are trained", soft_wrap=True)
             return

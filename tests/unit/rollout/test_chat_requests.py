@@ -58,5 +58,6 @@ def test_tools_and_calls_have_the_form_of_the_schema_and_reach_the_template_unch
     assert json.dumps(found["tools"]) == json.dumps(tools), "in the order of the request"
     (call,) = found["messages"][1]["tool_calls"]
     assert call == {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    assert "tools" not in json.loads(rewritten(json.dumps({"messages": messages, "tools": []}).encode()))
     asked = {**body, "tool_choice": "auto"}
     assert json.loads(rewritten(json.dumps(asked).encode()))["tool_choice"] == "auto"
