@@ -78,9 +78,9 @@ def report_prompts(sources: Sources, config: RunConfig, template: Template) -> R
     first = next(read_objects(sources)).fields
     if RESPONSE in first or (MESSAGES in first and value_at(first, config.data.prompt_key) is None):
         found = Report(config.rollout.max_model_len)
-        for rows in chunks(read_examples(sources, config.data)):
-            for row, example in zip(rows, encode_examples(rows, template, _ALL), strict=True):
-                found.add(row.where, [example])
+        for examples in chunks(read_examples(sources, config.data)):
+            for each, example in zip(examples, encode_examples(examples, template, _ALL), strict=True):
+                found.add(each.where, [example])
         return found
     found, data = Report(config.data.max_prompt_tokens, unlabelled=0), config.data.model_copy(update={"max_prompt_tokens": _ALL})
     labels = LabelCount()

@@ -223,7 +223,8 @@ class Template:
         if isinstance(prompt, TokenIds):
             raise DataError("a text or messages for a conversation", "token ids", "Use data with texts.")
         chat = Chat(({"role": "user", "content": prompt},)) if isinstance(prompt, str) else prompt
-        chat = for_template(chat, self._tokenizer.get_chat_template(tools=chat.tools))
+        tools = None if chat.tools is None else list(chat.tools)
+        chat = for_template(chat, self._tokenizer.get_chat_template(tools=tools))
         if self._system is not None and chat.messages[0]["role"] != "system":
             return Chat(({"role": "system", "content": self._system}, *chat.messages), chat.tools)
         return chat
