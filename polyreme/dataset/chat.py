@@ -128,6 +128,32 @@ def plain_prompt(prompt: PromptSource) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
+def render(tokenizer: Any, chats: Sequence[Chat], *, opened: bool, day: date | None) -> list[str]:
+    """The text that the chat template of a Hugging Face tokenizer writes for each conversation. Nothing else calls a template.
+
+    Args:
+        opened: whether the text ends with the beginning of an answer.
+        day: the day that the template shows; None: today.
+
+    Raises:
+        DataError: the template refuses a conversation.
+    """
+    if len(chats) > 1 and any(chat.tools != chats[0].tools for chat in chats):
+        return [text for chat in chats for text in render(tokenizer, [chat], opened=opened, day=day)]
+    tools = [*chats[0].tools] if chats and chats[0].tools is not None else None
+    template = tokenizer.get_chat_template(tools=tools)
+    fitted = [list(for_template(chat, template).messages) for chat in chats]
+    clock = {"strftime_now": clock_of(day)} if day is not None else {}
+    try:
+        return list(tokenizer.apply_chat_template(fitted, tools=tools, tokenize=False, add_generation_prompt=opened, **clock))
+    except Exception as error:  # a template is a program: it may raise anything for messages that it does not expect
+        raise DataError(
+            "messages that the chat template accepts",
+            f"{type(error).__name__}: {error}",
+            "Change the messages, or the model's chat template.",
+        ) from error
+
+
 def for_template(chat: Chat, template: str) -> Chat:
     """The conversation for this template. A developer message is a system message for a template that knows no developer.
 

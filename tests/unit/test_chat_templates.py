@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from polyreme.config.data import DataConfig
 from polyreme.config.stage import PreferenceData, RewardModelConfig, RewardModelData, SftData
-from polyreme.dataset.chat import clock_of
+from polyreme.dataset.chat import clock_of, read_chat
 from polyreme.errors import DataError
 from polyreme_rollout.chat_requests import rewritten
+from polyreme_rollout.engine.plain_openai import TokenizerCodec
 from polyreme_trainer.data.preferences import read_labelled, read_pairs, read_scored_pairs
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.supervised import load_examples, read_supervised
@@ -106,16 +107,23 @@ def test_one_conversation_has_the_same_tokens_everywhere(
     assert isinstance(stage, RewardModelConfig)
     scored = read_scored_pairs(rows, stage.model_copy(update={"data": RewardModelData(**limits)}), template)
     assert scored.ids[0].tolist() == rendered(tokenizer, [*given, *answer], given_tools, opened=False)
-    assert v1_ids(tokenizer, {"messages": messages, "tools": tools}) == prompt
+    asked = rewritten(json.dumps({"messages": messages, "tools": tools}).encode())
+    assert vllm_ids(tokenizer, json.loads(asked)) == prompt
+    assert plain_ids(tokenizer, json.loads(asked)) == prompt
 
 
-def v1_ids(tokenizer: Any, body: dict[str, Any]) -> list[int]:
+def vllm_ids(tokenizer: Any, asked: dict[str, Any]) -> list[int]:
     """What vLLM's application makes of a request: arguments of calls are read from text, and options replace its own variables."""
-    asked = json.loads(rewritten(json.dumps(body).encode()))
     for message in asked["messages"]:
         for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            call["function"] = {**call["function"], "arguments": json.loads(call["function"]["arguments"])}
     return rendered(tokenizer, asked["messages"], asked.get("chat_template_kwargs", {}).get("tools"), opened=True)
+
+
+def plain_ids(tokenizer: Any, asked: dict[str, Any]) -> list[int]:
+    """What the application of the other engines makes of a request."""
+    codec = TokenizerCodec(tokenizer, (), DAY)
+    return codec.chat(read_chat(asked["messages"], "messages", asked.get("tools")))
 
 
 @pytest.mark.parametrize("style", ["chatml", "thinking", "headers"])

@@ -20,7 +20,7 @@ import xxhash
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
-from polyreme.dataset.chat import Chat, for_template, read_prompt, shows_tools
+from polyreme.dataset.chat import Chat, read_prompt, render, shows_tools
 from polyreme.errors import ConfigError, DataError
 from polyreme.experience.loading import Loaded
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
@@ -139,19 +139,10 @@ class Classifier:
             asked = self._prompt(item)
             asked = asked if asked == "" else read_prompt(asked, f"{self._column or 'prompt'!r} of the item", tools)
             chat = asked if isinstance(asked, Chat) else Chat(({"role": "user", "content": asked},))
-            chat = for_template(chat, template)
+            answered = Chat((*chat.messages, {"role": "assistant", "content": item.response}), chat.tools)
+            return render(self._tokenizer, [answered], opened=False, day=None)[0]
         except DataError as error:
             raise RewardError(f"expected {error.expected}; found {error.found}") from None
-        messages = [*chat.messages, {"role": "assistant", "content": item.response}]
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=None if chat.tools is None else list(chat.tools), tokenize=False
-            )
-        except Exception as error:  # noqa: BLE001 a model's template may raise anything
-            raise RewardError(
-                f"expected messages that the model's chat template accepts; found {type(error).__name__}: {error}"
-            ) from None
-        return text
 
     def _probe(self, path: str) -> None:
         """Scores a short text, so that a model that cannot score fails at start. This also warms up an accelerator."""

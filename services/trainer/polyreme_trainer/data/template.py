@@ -9,20 +9,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import jinja2
 import numpy as np
 import xxhash
 from tokenizers import Encoding
 from tokenizers.decoders import DecodeStream
 
 from polyreme.config.data import TextConfig
-from polyreme.dataset.chat import Answer, Chat, Message, PromptSource, clock_of, for_template
+from polyreme.dataset.chat import Answer, Chat, Message, PromptSource, for_template, render
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import ConfigError, DataError
 from polyreme_trainer.data.tokenizer_files import find_stop_ids, load_tokenizer, read_embeddings
 
-_MISFITS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
-"""Errors of a template's code for messages that it does not expect."""
 _SENTINEL = "a7"  # stands for the assistant's answer when a template is probed; any plain text would work
 
 
@@ -255,25 +252,7 @@ class Template:
         return ids, mask
 
     def _apply(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
-        """The text of each conversation. Raises DataError."""
-        if len(chats) > 1 and any(chat.tools != chats[0].tools for chat in chats):
-            return [text for chat in chats for text in self._apply([chat], generation_prompt=generation_prompt)]
-        try:
-            return list(
-                self._tokenizer.apply_chat_template(
-                    [list(chat.messages) for chat in chats],
-                    tools=None if not chats or chats[0].tools is None else list(chats[0].tools),
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                    strftime_now=clock_of(self._day),
-                )
-            )
-        except _MISFITS as error:
-            raise DataError(
-                "messages that the chat template accepts",
-                f"{type(error).__name__}: {error}",
-                "Change the messages, or the model's chat template.",
-            ) from error
+        return render(self._tokenizer, chats, opened=generation_prompt, day=self._day)
 
     def _check_chat_template(self) -> None:
         if not self._tokenizer.chat_template:
