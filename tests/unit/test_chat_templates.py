@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from polyreme.config.data import DataConfig
 from polyreme.config.stage import PreferenceData, RewardModelConfig, RewardModelData, SftData
 from polyreme.dataset.chat import clock_of, read_chat
-from polyreme.errors import DataError
+from polyreme.errors import ConfigError, DataError
 from polyreme_rollout.chat_requests import rewritten
 from polyreme_rollout.engine.plain_openai import TokenizerCodec
 from polyreme_trainer.data.preferences import read_labelled, read_pairs, read_scored_pairs
@@ -180,3 +180,8 @@ def test_the_day_of_a_template_is_that_of_the_configuration(tmp_path: Path) -> N
     assert one.digest != other.digest and one.render(["q"]) != today.render(["q"])
     plain = [Template(chat_model_files("chatml"), DataConfig(train=tmp_path, date=day)) for day in (DAY, None)]
     assert plain[0].digest == plain[1].digest
+
+
+def test_a_template_without_a_system_message_refuses_that_of_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"after data\.system.*System role not supported"):
+        Template(chat_model_files("strict"), DataConfig(train=tmp_path, system="Be brief."))

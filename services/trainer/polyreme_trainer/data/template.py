@@ -262,7 +262,13 @@ class Template:
                 "Add one, or set data.template: none for prompts that are complete texts.",
             )
         question = self._fitted("q")
-        opened, bare = (self._apply([question], generation_prompt=flag)[0] for flag in (True, False))
+        try:
+            opened, bare = (self._apply([question], generation_prompt=flag)[0] for flag in (True, False))
+        except DataError as error:
+            asked = "a question" if self._system is None else "a question after data.system"
+            raise ConfigError(
+                f"a chat template that accepts {asked}", error.found, "Change the template, or remove data.system."
+            ) from error
         # Some templates (Mistral's) need no opening: the answer directly follows the user's turn.
         if opened == bare and (gap := self._turn_parts(question, opened)[0].strip()):
             raise ConfigError(

@@ -52,7 +52,8 @@ def test_data_without_answers_needs_none(tmp_path: Path) -> None:
 
 
 def test_rows_without_an_answer_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"prompt": "1=", "answer": answer} for answer in ("1", "", None, [], 0, 2.5)]
+    answers: list[Any] = ["1", "", None, [], 0, 2.5]
+    rows = [{"prompt": "1=", "answer": answer} for answer in answers]
     with caplog.at_level(logging.WARNING):
         found = prompts(write(tmp_path / "rows.jsonl", *rows))
     assert found.unlabelled == 3 and "3 of 6 rows" in caplog.text
