@@ -12,6 +12,7 @@ from typing import TypeVar
 from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
+from polyreme.config.yaml_text import load_yaml
 
 Config = TypeVar("Config", RunConfig, StageConfig, RunConfig | StageConfig)
 
@@ -33,3 +34,14 @@ def first_day(run_dir: Path, run_id: str | None) -> datetime.date:
     started = _STARTED.search(run_id)
     recorded = load_any(run_dir / "config.yaml").data.date
     return recorded or (datetime.datetime.strptime(started[1], "%Y%m%d").date() if started else today)
+
+
+def day_of_export(model_dir: Path) -> datetime.date | None:
+    """The day of the run or stage that exported a model directory (RUN_DIR/hf/NAME); None: it is no export, or has no recorded day."""
+    folder = model_dir.resolve().parent
+    config = folder.parent / "config.yaml"
+    if folder.name != "hf" or not config.is_file():
+        return None
+    tree = load_yaml(config.read_text(), str(config))
+    day = tree.get("data", {}).get("date")
+    return None if day is None else datetime.date.fromisoformat(str(day))

@@ -10,7 +10,7 @@ import yaml
 from polyreme.cli import start
 from polyreme.cli.run_directory import EMBEDDED, RunFile, claim, write_run_file
 from polyreme.cli.start import prepared
-from polyreme.cli.start_day import dated, first_day
+from polyreme.cli.start_day import dated, day_of_export, first_day
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from support.configs import run_config
@@ -72,3 +72,12 @@ def test_a_resume_and_a_fork_start_with_the_first_day(
         assert found.config.data.date == STARTED
     with prepared(file, ["name=another"], False, False) as found:
         assert found.config.data.date == datetime.date.today()
+
+
+def test_an_export_has_the_day_of_its_run(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    started(dated(config, OTHER))
+    assert day_of_export(config.run_dir / "hf" / "final") == OTHER
+    assert day_of_export(config.run_dir / "checkpoints" / "final") is None and day_of_export(tmp_path / "hf" / "final") is None
+    (config.run_dir / "config.yaml").write_text(yaml.safe_dump(without_day(config)))
+    assert day_of_export(config.run_dir / "hf" / "final") is None

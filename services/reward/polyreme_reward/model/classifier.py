@@ -20,6 +20,7 @@ import xxhash
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
+from polyreme.cli.start_day import day_of_export
 from polyreme.dataset.chat import Chat, read_prompt, render, shows_tools
 from polyreme.errors import ConfigError, DataError
 from polyreme.experience.loading import Loaded
@@ -48,6 +49,7 @@ class Classifier:
         disable_progress_bar()
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._chat, self._column = options["template"] == "chat", options["prompt_column"]
+        self._day = day_of_export(Path(path))  # the template then writes what it wrote in training
         self._device = open_device(options["device"], options["threads"])
         with _reported(report):
             self._model, self._tokenizer = _load(path, options["dtype"])
@@ -140,7 +142,7 @@ class Classifier:
             asked = asked if asked == "" else read_prompt(asked, f"{self._column or 'prompt'!r} of the item", tools)
             chat = asked if isinstance(asked, Chat) else Chat(({"role": "user", "content": asked},))
             answered = Chat((*chat.messages, {"role": "assistant", "content": item.response}), chat.tools)
-            return render(self._tokenizer, [answered], opened=False, day=None)[0]
+            return render(self._tokenizer, [answered], opened=False, day=self._day)[0]
         except DataError as error:
             raise RewardError(f"expected {error.expected}; found {error.found}") from None
 
