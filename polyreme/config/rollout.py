@@ -86,7 +86,7 @@ class RolloutConfig(Section):
         1.0,
         ge=0.01,
         le=2,
-        description="Sampling temperature in training, within the range that vLLM uses unchanged. The learner uses the same value.",
+        description="Sampling temperature in training, within the range that vLLM uses unchanged. The learner uses the same value for samples, and 1 for supervised rows.",
     )
     max_num_seqs: int = Field(256, ge=1, description="Maximum number of samples that a replica decodes at once.")
     start_timeout: Operational[float] = Field(300.0, gt=0, description="Maximum seconds for the replicas' registration.")
