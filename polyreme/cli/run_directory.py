@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 from polyreme.cli.checkpoint_manifest import numbered
 from polyreme.cli.input_files import read_model_files
 from polyreme.cli.run_records import write_atomically
+from polyreme.cli.start_day import dated, first_day
 from polyreme.config.base import BaseConfig
 from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
@@ -96,7 +97,8 @@ def claim(config: RunConfig | StageConfig, resume: bool) -> RunFile | None:
             "Add --resume to continue it, or name=... to start another run. "
             "--fork starts a new run in a new directory from a copy of its newest checkpoint.",
         )
-    before = _read_config(config.run_dir, type(config))
+    before = dated(_read_config(config.run_dir, type(config)), first_day(config.run_dir, existing.run_id))
+    config = dated(config, before.data.date)
     if before.fingerprint() != config.fingerprint():
         if not saved:
             return None

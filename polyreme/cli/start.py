@@ -13,6 +13,7 @@ from polyreme.cli.checks import check_run
 from polyreme.cli.fork import copy_start, plan_fork
 from polyreme.cli.run_directory import Origin, RunFile, claim, owned, read_config, read_run_file
 from polyreme.cli.run_records import read_summary
+from polyreme.cli.start_day import dated, first_day
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
@@ -59,10 +60,13 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: s
     if not fork:
         with owned(config.run_dir):
             existing = claim(config, resume)
+            config = dated(config, first_day(config.run_dir, existing.run_id if existing else None))
             yield Start(config, existing, finished=_finished(config, existing), notices=notices)
         return
     own_run_dir = load_config(path, [each for each in overrides if not each.startswith("name=")]).run_dir
     parent, config = plan_fork(config, own_run_dir)
+    forked = read_run_file(parent)
+    config = dated(config, first_day(parent, forked.run_id if forked else None))
     was_there = config.run_dir.exists()
     try:
         with owned(config.run_dir):

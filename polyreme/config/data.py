@@ -3,10 +3,12 @@
 Invariant: only this section names paths and columns; no reader has other defaults.
 """
 
+import datetime
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from polyreme.config.section import Operational, Section
 
@@ -29,6 +31,15 @@ class DataSource(Section):
     )
     rename: dict[str, str] = Field({}, description="Columns to add from others of the row: new name to old name or dotted path.")
     add: dict[str, Any] = Field({}, description="Columns to add to every row, with their value.")
+
+    @field_validator("add")
+    @classmethod
+    def _added_values_are_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"`add` has texts, numbers, lists and mappings, as JSON has them ({error})") from None
+        return value
 
     @model_validator(mode="after")
     def _split_has_rows(self) -> "DataSource":
@@ -65,6 +76,15 @@ class TextConfig(Section):
         "chat", description="chat: the tokenizer's chat template. none: the tokenizer's BOS token followed by the unchanged text."
     )
     system: str | None = Field(None, description="System message for prompts that have none.")
+    tools_key: str | None = Field(
+        "tools",
+        description="Column with the tools that the chat template shows: a list, or its JSON text. Optional in each row. null: none.",
+    )
+    date: datetime.date | None = Field(
+        None,
+        description="The day that a chat template shows which writes the date (`strftime_now`). null: the day on which the run starts, also"
+        " after a resume.",
+    )
 
     @model_validator(mode="after")
     def _has_sources(self) -> "TextConfig":

@@ -3,6 +3,7 @@
 Invariant: every description, default and bound comes from the schema itself, so the texts cannot disagree with the code. Pure.
 """
 
+import datetime
 import json
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,14 @@ from polyreme.config.section import Section, is_operational, subsections
 from polyreme.config.stage import STAGES, StageTrainer
 
 _WIDTH = 120
-_PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
+_PLAIN = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    Path: "path",
+    datetime.date: "date, such as 2026-01-31",
+}
 _SIGNS = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}
 _HEAD = """# Configuration
 

@@ -19,6 +19,7 @@ from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, holds_path, known_keys, required_keys, subsections
 from polyreme.config.stage import STAGES, StageConfig
+from polyreme.config.yaml_text import load_yaml
 from polyreme.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=BaseConfig)
@@ -117,7 +118,7 @@ def parse(tree: dict[str, Any], source: str, schema: type[Schema]) -> Schema:
 def _read_tree(path: Path) -> dict[str, Any]:
     advice = "Pass the path of a run's or a stage's YAML file; `polyreme init FOLDER` writes a first run.yaml."
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = load_yaml(path.read_text(encoding="utf-8-sig"), str(path))
     except FileNotFoundError:
         raise ConfigError(f"a configuration file {path}", "no such file", advice) from None
     except OSError as error:
@@ -134,7 +135,7 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     if not equals or not key:
         raise ConfigError("an override like trainer.optimizer.lr=1e-4", repr(override), "Write key=value.")
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text, f"the override of {key}")
     except yaml.YAMLError:
         value = text
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", value):  # YAML 1.1 reads 1e-4 as text

@@ -4,10 +4,12 @@ Invariant: a row has the values that the same row would have in JSON lines. File
 """
 
 import datetime
+import math
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from polyreme.dataset.reading import advance
 from polyreme.dataset.text_files import Row
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _BATCH = 1024
+_PLAIN = ("string", "large_string", "int", "uint", "bool", "null")
+"""Beginnings of the names of types whose values are the same in JSON."""
+_NO_VALUE = (ValueError, LookupError, ArithmeticError, TypeError, NotImplementedError)
+"""Errors of pyarrow for a value that Python does not have: text that is not UTF-8, a time beyond the year 9999, a repeated key of a map."""
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
@@ -62,14 +68,18 @@ def _rows(path: Path, batches: "Iterator[pa.RecordBatch]") -> Iterator[Row]:
         raise ConfigError(
             f"the package pyarrow, which reads {path.name}", "none that Python finds here", "Install it: pip install pyarrow"
         ) from None
-    number, odd = 0, None
+    number, plain = 0, None
     try:
         for batch in batches:
-            odd = _odd_columns(batch.schema, path) if odd is None else odd
+            plain = _plain_columns(batch.schema, path) if plain is None else plain
             for start in range(0, len(batch), _BATCH):  # a batch of an Arrow file may have any size
-                for fields in batch.slice(start, _BATCH).to_pylist():
+                part = batch.slice(start, _BATCH)
+                for fields in _values(part, path, number):
                     number += 1
-                    yield Row(f"{path} row {number}", {**fields, **{name: _plain(fields[name]) for name in odd}})
+                    where = f"{path} row {number}"
+                    yield Row(
+                        where, {name: value if name in plain else _as_json(value, name, where) for name, value in fields.items()}
+                    )
     except FileNotFoundError:
         raise DataError(f"a data file at {path}", "no such file", "Fix the path in `data`.") from None
     except (pa.ArrowException, OSError) as error:
@@ -78,39 +88,100 @@ def _rows(path: Path, batches: "Iterator[pa.RecordBatch]") -> Iterator[Row]:
         ) from error
 
 
-def _odd_columns(schema: "pa.Schema", path: Path) -> list[str]:
-    """The columns with values that JSON does not have: times and decimals. Raises DataError for columns of bytes."""
-    found = []
+def _plain_columns(schema: "pa.Schema", path: Path) -> frozenset[str]:
+    """The columns whose values are the same in JSON. Raises DataError for a repeated name and for columns of bytes."""
+    names, plain = schema.names, []
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"one column of each name in {path}", f"several of {', '.join(repeated)}", "Rename or remove the others.")
     for column in schema:
-        kinds = set(_leaves(column.type))
+        kinds = {_stored(kind) for kind in _leaves(column.type)}
         if any("binary" in kind for kind in kinds):
             raise DataError(
                 f"columns of texts, numbers, lists and mappings in {path}",
-                f"bytes in the column {column.name!r}",
-                "Write the file without this column.",
+                f"bytes in the column {column.name!r}, from row 1 on",
+                "Write the file without this column, or its values as text.",
             )
-        if any(kind.startswith(("date", "time", "duration", "decimal")) for kind in kinds):
-            found.append(column.name)
-    return found
+        if all(kind.startswith(_PLAIN) for kind in kinds) and not _has_map(column.type):
+            plain.append(column.name)
+    return frozenset(plain)
 
 
-def _leaves(kind: "pa.DataType") -> Iterator[str]:
-    """The names of the plain types inside a type."""
+def _leaves(kind: "pa.DataType") -> "Iterator[pa.DataType]":
+    """The types inside a type that have no parts."""
     if kind.num_fields == 0:
-        yield str(kind.value_type) if hasattr(kind, "value_type") else str(kind)
+        yield kind.value_type if hasattr(kind, "value_type") else kind
     for place in range(kind.num_fields):
         yield from _leaves(kind.field(place).type)
 
 
-def _plain(value: Any) -> Any:
+def _stored(kind: "pa.DataType") -> str:
+    """The name of a type. That of an extension is `extension<NAME>`, except where it only names its bytes."""
+    storage = getattr(kind, "storage_type", kind)
+    return str(kind) if "uuid" in str(kind) or "binary" not in str(storage) else str(storage)
+
+
+def _has_map(kind: "pa.DataType") -> bool:
+    return str(kind).startswith("map<") or any(_has_map(kind.field(place).type) for place in range(kind.num_fields))
+
+
+def _values(batch: "pa.RecordBatch", path: Path, before: int) -> list[dict[str, Any]]:
+    """The rows of a batch as Python values. When one has none, finds the row and the column. `before`: the number of earlier rows."""
+    try:
+        return batch.to_pylist(maps_as_pydicts="strict")
+    except _NO_VALUE as problem:
+        for row in range(len(batch)):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column[row].as_py(maps_as_pydicts="strict")
+                except _NO_VALUE as error:
+                    found = f"a value of type {column.type}: {error!s:.200}"
+                    raise _unusable(name, f"{path} row {before + row + 1}", found) from None
+        raise DataError(
+            f"values that Python has in {path}, from row {before + 1} on", str(problem), "Write the file again."
+        ) from problem
+
+
+def _as_json(value: Any, column: str, where: str) -> Any:
+    """The value as JSON has it: times and decimals are texts, durations are seconds, a number that is none (NaN) is null.
+
+    Raises:
+        DataError: JSON has no such value.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise _unusable(column, where, str(value))
+        return None if math.isnan(value) else float(value)
+    if isinstance(value, list):
+        return [_as_json(each, column, where) for each in value]
+    if isinstance(value, dict):
+        return _mapping(value, column, where)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
-    if isinstance(value, Decimal):
+    if isinstance(value, Decimal | UUID):
         return str(value)
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return value
+    if hasattr(value, "tolist") and not isinstance(value, bytes):  # an array or a number of numpy
+        return _as_json(value.tolist(), column, where)
+    raise _unusable(column, where, f"a value of type {type(value).__name__}: {value!r:.80}")
+
+
+def _mapping(value: dict[Any, Any], column: str, where: str) -> dict[str, Any]:
+    """A struct, or a map, whose keys become texts."""
+    named: dict[str, Any] = {}
+    for key, each in value.items():
+        name = key if isinstance(key, str) else str(_as_json(key, column, where))
+        if name in named:
+            raise _unusable(column, where, f"the key {name!r} twice")
+        named[name] = _as_json(each, column, where)
+    return named
+
+
+def _unusable(column: str, where: str, found: str) -> DataError:
+    return DataError(
+        f"a text, number, list or mapping in the column {column!r} in {where}",
+        found,
+        "Fix the row, or write the file without this column, or its values as text.",
+    )

@@ -1,14 +1,11 @@
-"""The values of a row's columns: dotted paths, reference answers, prompts.
+"""The values of a row's columns: dotted paths and reference answers.
 
 Invariant: all parts of the system interpret a row the same way. Pure.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-_ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names of roles that differ from ours."""
 
 
 class TokenIds(tuple[int, ...]):
@@ -42,13 +39,6 @@ def column_names(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
     return sorted(found)
 
 
-def chat_messages(value: Any) -> Any:
-    """Messages of ShareGPT's form, `{from, value}`, as `{role, content}`. Any other value is returned unchanged."""
-    if not isinstance(value, list) or not value or not all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
-        return value
-    return [{"role": _ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in value]
-
-
 def label_text(value: Any) -> str:
     """A reference answer as text.
 
@@ -67,23 +57,3 @@ def label_text(value: Any) -> str:
     if isinstance(value, int | float):
         return json.dumps(value)
     raise TypeError(f"{value!r:.80}")
-
-
-def plain_prompt(value: Any) -> str:
-    """A prompt as plain text: a string, the only string of a list (PaddleNLP's `src`), or the last user message of a chat.
-
-    Raises:
-        TypeError: the value is none of these.
-    """
-    if isinstance(value, str):
-        return value
-    messages = value if isinstance(value, Sequence) else ()
-    if len(messages) == 1 and isinstance(messages[0], str):
-        return messages[0]
-    if not messages or not all(isinstance(message, Mapping) for message in messages):
-        raise TypeError(f"{value!r:.80}")
-    by_user = [message for message in messages if message.get("role") == "user"]
-    content = (by_user or messages)[-1].get("content")
-    if isinstance(content, list):  # a message of several parts: text, images, ...
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return content if isinstance(content, str) else ""

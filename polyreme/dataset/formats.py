@@ -3,14 +3,18 @@
 Invariant: a row keeps every column that has no counterpart here. Pure.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme.dataset.columns import chat_messages, value_at
+from polyreme.dataset.chat import read_answer, read_chat
+from polyreme.dataset.columns import value_at
 from polyreme.errors import DataError
 
 Fields = Mapping[str, Any]
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError)
+"""Errors of a conversion for a row that is not of its format."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +81,41 @@ def _pair_of_messages(row: Fields) -> dict[str, Any]:
     *other, rejected = row["rejected"]
     if asked != other:
         raise ValueError("two conversations that differ before the last answer")
-    return {"prompt": asked, "chosen": chosen["content"], "rejected": rejected["content"]}
+    return {"prompt": asked, "chosen": _told(chosen), "rejected": _told(rejected)}
+
+
+def _told(answer: Any) -> Any:
+    """An answer as text, or as a list of one message if it has more than a text."""
+    found = read_answer(answer, "an answer")
+    return found if isinstance(found, str) else [found]
 
 
 def _completion(row: Fields) -> dict[str, Any]:
-    answer = row["completion"]
-    return {"prompt": row["prompt"], "response": answer if isinstance(answer, str) else answer[-1]["content"]}
+    return {"prompt": row["prompt"], "response": _told(row["completion"])}
+
+
+def _sharegpt(row: Fields) -> dict[str, Any]:
+    system = row.get("system")
+    messages = list(read_chat(row["conversations"], "conversations").messages)
+    return {"messages": [{"role": "system", "content": system}, *messages] if system else messages}
+
+
+def _sharegpt_pair(row: Fields) -> dict[str, Any]:
+    return {"prompt": _sharegpt(row)["messages"], "chosen": _told(row["chosen"]), "rejected": _told(row["rejected"])}
+
+
+def _question_pair(row: Fields) -> dict[str, Any]:
+    """Orca's pairs: a question, perhaps with a system message."""
+    asked = {"role": "user", "content": row["question"]}
+    prompt = [{"role": "system", "content": row["system"]}, asked] if row.get("system") else row["question"]
+    return {"prompt": prompt, "chosen": _told(row["chosen"]), "rejected": _told(row["rejected"])}
 
 
 FORMATS = (
     Format("verl", ("data_source", "prompt", "reward_model.ground_truth"), _verl),
     Format("paddlenlp", ("src", "tgt"), _paddlenlp),
-    Format("sharegpt", ("conversations",), lambda row: {"messages": chat_messages(row["conversations"])}),
+    Format("sharegpt-pair", ("conversations", "chosen", "rejected"), _sharegpt_pair, ("system",)),
+    Format("sharegpt", ("conversations",), _sharegpt, ("system",)),
     Format("alpaca", ("instruction", "output"), _alpaca, ("input",)),
     Format("openrlhf", ("input", "label"), lambda row: {"prompt": row["input"], "answer": row["label"]}),
     Format("openrlhf-sft", ("input", "output"), lambda row: {"prompt": row["input"], "response": row["output"]}),
@@ -96,6 +123,7 @@ FORMATS = (
     Format("trl-completion", ("prompt", "completion"), _completion),
     Format("pairs", ("prompt", "chosen", "rejected"), dict),
     Format("alpaca-pair", ("instruction", "chosen", "rejected"), _alpaca_pair, ("input",)),
+    Format("orca-pair", ("question", "chosen", "rejected"), _question_pair, ("system",)),
     Format("trl-pair", ("chosen.0.role", "rejected.0.role"), _pair_of_messages),
     Format("hh-rlhf", ("chosen", "rejected"), _human_assistant),
     Format(
@@ -114,14 +142,27 @@ def format_of(row: Fields) -> Format:
     return next(each for each in FORMATS if all(value_at(row, key, missing) is not missing for key in each.columns))
 
 
+def advice(row: Fields, column: str, where: str) -> str:
+    """The command that writes a column which a row lacks; '' when none does."""
+    kind = format_of(row)
+    try:
+        converted = {} if kind.to_ours is dict else kind.to_ours(row)
+    except _MISFITS:
+        return ""
+    if not {column, "messages"} & converted.keys():
+        return ""
+    path = re.sub(r"(:| row | element )\d+( in line \d+)?$", "", where)
+    return f" The row has the form {kind.name}: `polyreme data convert {path} TARGET.jsonl` writes it with our columns."
+
+
 def to_ours(row: Fields, kind: Format, where: str) -> dict[str, Any]:
     """A row of a format in our columns. Raises DataError: it is not of this format."""
     try:
         converted = kind.to_ours(row)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except _MISFITS as error:
         raise DataError(
             f"a row of the format {kind.name} in {where}",
-            f"{type(error).__name__}: {error}",
+            f"no {error.expected}, but {error.found}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}",
             "Fix the row, or name its --format.",
         ) from None
     replaced = {key.partition(".")[0] for key in (*kind.columns, *kind.also)}

@@ -5,6 +5,8 @@ Invariant: a row is a JSON object, and every error names its file and line. JSON
 
 import csv
 import json
+import math
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +16,9 @@ from polyreme.errors import DataError
 
 _LONGEST_CELL = 1 << 27
 """Maximum characters of a CSV cell. The csv module's own limit is 131,072, shorter than some documents."""
+_DEEPEST = 200
+"""Maximum levels of nesting. Every later reader and writer of a row can use more."""
+_SPACES = (" ", "\t", "\r", "\n")
 
 
 class Row(NamedTuple):
@@ -31,7 +36,7 @@ def read_json(path: Path) -> Iterator[Row]:
     for number, line in _lines(path):
         if line.strip():
             where = f"{path}:{number}"
-            yield Row(where, _object(line, where))
+            yield Row(where, _object(_parsed(line, where), line, where))
 
 
 def read_csv(path: Path) -> Iterator[Row]:
@@ -44,7 +49,13 @@ def read_csv(path: Path) -> Iterator[Row]:
         for cells in reader:
             where = f"{path}:{reader.line_num}"
             if header is None:
-                header = [name.removeprefix("\ufeff") for name in cells]
+                header = cells
+                if repeated := sorted({name for name in cells if cells.count(name) > 1}):
+                    raise DataError(
+                        f"one column of each name in {where}",
+                        f"several of {', '.join(map(repr, repeated))}",
+                        "Rename the others.",
+                    )
             elif cells:
                 if len(cells) != len(header):
                     raise DataError(f"{len(header)} values, one per column, in {where}", str(len(cells)), "Fix the line.")
@@ -58,41 +69,116 @@ def _begins_with_array(path: Path) -> bool:
 
 
 def _read_array(path: Path) -> Iterator[Row]:
+    """The elements of the array, read one by one, so that an error names its element and line."""
     text = "".join(line for _, line in _lines(path))
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"a JSON array in {path}", f"{error.msg} in line {error.lineno}", "Fix the file.") from None
-    for number, fields in enumerate(rows, 1):
-        where = f"{path} element {number}"
-        _check_characters(fields, where)
-        if not isinstance(fields, dict):
-            raise DataError(f"a JSON object in {where}", type(fields).__name__, "Fix the element.")
-        yield Row(where, fields)
+    place, number, line = _skip(text, text.index("[") + 1), 0, 1
+    line += text.count("\n", 0, place)
+    ended = text[place : place + 1] == "]"
+    while not ended:
+        number += 1
+        where = f"{path} element {number} in line {line}"
+        fields, end = _parsed_at(text, place, where)
+        yield Row(f"{path} element {number}", _object(fields, text[place:end], where))
+        begin, place = place, _skip(text, end)
+        ended = text[place : place + 1] == "]"
+        if not ended and text[place : place + 1] != ",":
+            found = f"{text[place : place + 20]!r}" if place < len(text) else "the end of the file"
+            raise DataError(f"a comma or the end of the JSON array after {where}", found, "Fix the file.")
+        place = place if ended else _skip(text, place + 1)
+        line += text.count("\n", begin, place)
+    if rest := text[place + 1 :].strip():
+        raise DataError(f"the end of {path} after its JSON array", f"{rest:.40}", "Write one array, or one object per line.")
+
+
+def _skip(text: str, place: int) -> int:
+    """The next place without white space."""
+    while text[place : place + 1] in _SPACES:
+        place += 1
+    return place
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The number and the text of each line. A string may contain line endings other than \\n."""
+    number = 0
     try:
-        with open(path, encoding="utf-8", newline="\n") as file:  # a string may contain other line endings
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                advance(len(line) if line.isascii() else len(line.encode(errors="replace")))
-                yield number, line
+                advance(len(line))
+                yield number, (line.removeprefix(BOM_UTF8) if number == 1 else line).decode()
     except OSError as error:
         raise DataError(f"a data file at {path}", error.strerror or str(error), "Fix the path in `data`.") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"UTF-8 text in {path}", str(error), "Save the file as UTF-8.") from error
+        raise DataError(f"UTF-8 text in {path}:{number}", str(error), "Save the file as UTF-8.") from error
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"a JSON object in {where}", f"{error.msg} at column {error.colno}", "Fix the line.") from None
-    if "\\u" in line:
+def _object(fields: Any, text: str, where: str) -> dict[str, Any]:
+    """The object that was read from `text`. Raises DataError for another value, and for characters and depths that cannot go on."""
+    if "\\u" in text:
         _check_characters(fields, where)
     if not isinstance(fields, dict):
-        raise DataError(f"a JSON object in {where}", type(fields).__name__, "Write one object per line.")
+        raise DataError(f"a JSON object in {where}", type(fields).__name__, "Write one object per line, or one array of objects.")
     return fields
+
+
+def _parsed(text: str, where: str) -> Any:
+    """The value of a JSON text."""
+    value, end = _parsed_at(text, _skip(text, 0), where)
+    if rest := text[end:].strip():
+        raise DataError(f"one JSON object in {where}", f"more after it: {rest:.40}", "Write one object per line.")
+    return value
+
+
+def _parsed_at(text: str, place: int, where: str) -> tuple[Any, int]:
+    """The JSON value at a place of `text`, and its end. Raises DataError for what is no JSON, and for what no other part could read."""
+    try:
+        value, end = _DECODER.raw_decode(text, place)
+    except json.JSONDecodeError as error:
+        column = error.pos - text.rfind("\n", 0, error.pos)
+        raise DataError(f"a JSON object in {where}", f"{error.msg} at column {column}", "Fix the line.") from None
+    except ValueError as error:  # a value that `_DECODER` refuses, or an integer beyond Python's limit of digits
+        raise DataError(f"a JSON object in {where}", str(error).partition(";")[0], "Fix the line.") from None
+    except RecursionError:
+        raise _too_deep(where) from None
+    if text.count("{", place, end) + text.count("[", place, end) > _DEEPEST and _is_deep(value):
+        raise _too_deep(where)
+    return value, end
+
+
+def _too_deep(where: str) -> DataError:
+    return DataError(f"at most {_DEEPEST} levels of nesting in {where}", "more", "Write the inner value as text.")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return any(isinstance(each, dict | list) for each in level)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in one object")
+    return fields
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text:.40}, which is beyond the numbers of JSON's readers")
+    return number
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant}, which JSON does not have. A missing value is null")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse)
 
 
 def _check_characters(fields: Any, where: str) -> None:

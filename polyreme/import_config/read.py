@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from polyreme.config.yaml_text import load_yaml
 from polyreme.errors import ConfigError
 from polyreme.import_config.rules import flatten
 
@@ -38,7 +39,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 def _load(text: str, path: Path) -> Mapping[str, Any]:
     try:
-        tree = yaml.safe_load(text)  # JSON is YAML
+        tree = load_yaml(text, str(path))  # JSON is YAML
     except yaml.YAMLError as error:
         raise ConfigError(f"YAML or JSON in {path}", str(error).replace("\n", " "), "Fix the file.") from None
     if not isinstance(tree, dict):

@@ -17,7 +17,7 @@ from polyreme.config.evaluation import EvaluationSet, best_metric, without_part
 from polyreme.config.python_source import find_source
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.config.run import RunConfig
-from polyreme.dataset.columns import label_text, value_at
+from polyreme.dataset.columns import column_names, label_text, value_at
 from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
@@ -38,11 +38,9 @@ class Need:
 
     Attributes:
         columns: names of columns; empty: the reward needs none.
-        certain: whether the reward always fails for a row without them. A user's function may not.
     """
 
     columns: tuple[str, ...] = ()
-    certain: bool = True
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
@@ -83,10 +81,11 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
         path = spec.file or find_source(str(spec.module))
         function = stand_in(read_file(path), str(spec.file or spec.module), spec.function) if path else None
         if function is not None:
-            adapt(function, spec.options)
+            convention = adapt(function, spec.options).convention
             parameters = inspect.signature(function).parameters.values()
             required = {p.name for p in parameters if p.default is p.empty} - set(spec.options)
-            return Need(("label",) if required & set(LABEL_NAMES) else (), certain=False)
+            if named := sorted(required & set(LABEL_NAMES)):
+                return Need(("label", *named) if convention == "trl" else ("label",))
     return Need()
 
 
@@ -127,9 +126,10 @@ def _check_rows(
     sources: Sources, section: RewardConfig, data: DataConfig, needs: dict[str, Need]
 ) -> Iterator[str | PolyremeError]:
     """Yields notices and errors about rows that lack columns their rewards need."""
-    asked, lacking = Counter[str](), Counter[str]()
+    asked, lacking, first = Counter[str](), Counter[str](), list[str]()
     try:
         for where, fields in islice(read_objects(sources), _ROWS):
+            first = first or column_names(fields)
             for name in _rewards_of(fields, section, where):
                 asked[name] += 1
                 lacking[name] += not _has(fields, needs[name], data)
@@ -139,13 +139,14 @@ def _check_rows(
     for name, count in lacking.items():
         if not count:
             continue
-        columns = " or ".join(data.label_key if need == "label" else need for need in needs[name].columns)
+        columns = " or ".join(dict.fromkeys(data.label_key if need == "label" else need for need in needs[name].columns))
         found = f"{asked[name] - count} of {asked[name]} rows have one"
-        if count == asked[name] and needs[name].certain:
+        if count == asked[name]:
             yield DataError(
                 f"a column {columns} in {name_of(sources)}, for the reward {name}",
-                found,
-                "Add the column, set data.label_key to the column with the reference answers, or choose another reward.",
+                f"{found}; the columns are {', '.join(first)}",
+                "Add the column, set data.label_key to the column with the reference answers, or choose another reward. A function that"
+                " can do without has a default: `label=None`.",
             )
         else:
             yield f"the reward {name} reads the column {columns}: {found} in {name_of(sources)}"

@@ -19,10 +19,10 @@ from polyreme_reward.scorer import Scored, Scorer
 
 
 class PaddleNlpRequest(BaseModel):
-    """The request of PaddleNLP's trainers: lists of equal length."""
+    """The request of PaddleNLP's trainers: lists of equal length. A label may be null or empty: there is none."""
 
     src: list[str]
-    tgt: list[str]
+    tgt: list[str | None]
     response: list[str]
 
 
@@ -133,9 +133,9 @@ def _openrlhf_items(body: OpenRlhfRequest, tokens: SpecialTokens) -> list[Item]:
     return items
 
 
-def _item(tokens: SpecialTokens, prompt: str, response: str, label: str) -> Item:
+def _item(tokens: SpecialTokens, prompt: str, response: str, label: str | None) -> Item:
     clean = tokens.removed
-    return Item("", clean(prompt), clean(response), response, clean(label), templated_prompt=prompt)
+    return Item("", clean(prompt), clean(response), response, clean(label or "") or None, templated_prompt=prompt)
 
 
 def _failures(answers: Sequence[Scored]) -> str:

@@ -32,7 +32,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 i.prompt,
                 i.response,
                 i.response_raw,
-                i.label,
+                i.label or None,
                 i.metadata_json,
                 i.templated_prompt,
                 tuple(i.token_ids),

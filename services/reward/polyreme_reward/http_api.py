@@ -27,7 +27,7 @@ class NativeItem(BaseModel):
     templated_prompt: str = Field("", description="The prompt as the model saw it, including template and special tokens.")
     response: str = Field(description="The response without special tokens.")
     response_raw: str = Field("", description="The response with special tokens.")
-    label: str = Field("", description="The reference answer.")
+    label: str | None = Field(None, description="The reference answer; null or empty: the row has none.")
     metadata: dict[str, Any] = Field({}, description="The other columns of the row.")
     token_ids: list[StrictInt] = Field(
         [], description="The response's tokens, including the stop token; empty: only texts are known."
@@ -113,7 +113,7 @@ def _native_wire(scorer: Scorer) -> APIRouter:
                 i.prompt,
                 i.response,
                 i.response_raw,
-                i.label,
+                i.label or None,
                 json.dumps(i.metadata) if i.metadata else "",
                 i.templated_prompt,
                 tuple(i.token_ids),

@@ -18,7 +18,7 @@ class Item(NamedTuple):
         prompt: the row's prompt as plain text; for chat messages, the last user message.
         response: text without special tokens.
         response_raw: text with special tokens, or '' when it is unknown.
-        label: the reference answer, or ''.
+        label: the reference answer, or None when the row has none. An empty text is none, too.
         metadata_json: a JSON object with the row's other columns, or ''.
         templated_prompt: the prompt as the model saw it, including chat template and special tokens, or '' when it is unknown.
         token_ids: ids of the response's tokens, including the stop token; empty when only texts are known.
@@ -29,7 +29,7 @@ class Item(NamedTuple):
     prompt: str
     response: str
     response_raw: str = ""
-    label: str = ""
+    label: str | None = None
     metadata_json: str = ""
     templated_prompt: str = ""
     token_ids: Sequence[int] = ()
@@ -47,6 +47,11 @@ class Item(NamedTuple):
         if not isinstance(found, dict):
             raise RewardError(f"expected metadata_json to be a JSON object; found a {type(found).__name__}")
         return found
+
+    @property
+    def size(self) -> int:
+        """The number of its characters and tokens."""
+        return sum(len(each) for each in self if each is not None)
 
     @property
     def seen(self) -> str:

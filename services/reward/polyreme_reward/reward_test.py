@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from polyreme.config.reward import RewardConfig
-from polyreme.dataset.columns import label_text, plain_prompt, value_at
+from polyreme.dataset.chat import plain_prompt, read_prompt
+from polyreme.dataset.columns import label_text, value_at
 from polyreme.dataset.source import read_objects
 from polyreme.errors import DataError
 from polyreme_reward.build import open_rewards
@@ -75,12 +76,14 @@ def _item(row: Mapping[str, Any], where: str, columns: tuple[str, str]) -> Item:
         for name, usual in zip(columns, ("prompt", "label"), strict=True)
     )
     texts = {name: row.get(name, "") for name in _TEXTS}
-    for name, key, read in (("prompt", prompt_key, plain_prompt), ("label", label_key, label_text)):
-        try:
-            value = value_at(row, key, missing)
-            texts[name] = "" if value is missing else read(value)
-        except TypeError as error:
-            raise DataError(f"text under {key} in {where}", str(error), "Fix the line.") from None
+    prompt = value_at(row, prompt_key, missing)
+    texts["prompt"] = (
+        "" if prompt is missing else prompt if prompt == "" else plain_prompt(read_prompt(prompt, f"{prompt_key!r} in {where}"))
+    )
+    try:
+        label = label_text(value_at(row, label_key))
+    except TypeError as error:
+        raise DataError(f"text under {label_key} in {where}", str(error), "Fix the line.") from None
     if odd := [name for name, text in texts.items() if not isinstance(text, str)]:
         raise DataError(f"text under {', '.join(odd)} in {where}", f"{dict(row)!r:.100}", "Fix the line.")
     ids, words = (row.get(name, []) for name in _TOKENS)
@@ -91,7 +94,7 @@ def _item(row: Mapping[str, Any], where: str, columns: tuple[str, str]) -> Item:
         )
     metadata = {name: value for name, value in row.items() if name not in (*_TEXTS, *_TOKENS, label_key)}
     packed = json.dumps(metadata) if metadata else ""
-    return Item("", **texts, metadata_json=packed, token_ids=tuple(ids), token_texts=tuple(words))
+    return Item("", **texts, label=label or None, metadata_json=packed, token_ids=tuple(ids), token_texts=tuple(words))
 
 
 def shown_lines(items: Sequence[Item], answers: Sequence[Scored]) -> Iterator[str]:
@@ -106,7 +109,7 @@ def shown_lines(items: Sequence[Item], answers: Sequence[Scored]) -> Iterator[st
         numbers = "  ".join(f"{name} {row.get(name, ''):<{width}}" for name, width in widths.items())
         yield f"{number:<4} {answer.status.name:<8} {numbers}".rstrip()
         yield f"     response {_short(item.response)}"
-        yield f"     label    {_short(item.label)}" if answer.status is Status.OK else f"     message  {answer.message}"
+        yield f"     label    {_short(item.label or '')}" if answer.status is Status.OK else f"     message  {answer.message}"
 
 
 def shown_part(part: Part) -> str:

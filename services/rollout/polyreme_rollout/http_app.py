@@ -1,7 +1,8 @@
 """A replica's HTTP application: /health, /ready, /metrics, and the engine's OpenAI-compatible /v1.
 
 Invariant: /v1 answers from a served policy version or not at all, never from the initial random weights, and each reply names
-that version. The engine salts its requests, so that they share no cached prefix with an earlier policy.
+that version. A chat is rendered as in training (see `chat_requests`). The engine salts its requests, so that they share no cached prefix
+with an earlier policy.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp
 
+from polyreme_rollout.chat_requests import ChatRequests
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.reply_version import VersionedReplies
 
@@ -52,7 +54,7 @@ def make_app(
             return await own(scope, receive, send)
         if not ready():
             return await _status(False, "no policy version is served")(scope, receive, send)
-        await VersionedReplies(await v1(), version)(scope, receive, send)
+        await VersionedReplies(ChatRequests(await v1()), version)(scope, receive, send)
 
     return app
 

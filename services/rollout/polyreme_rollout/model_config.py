@@ -1,6 +1,7 @@
 """The configuration with which a model directory is served without a run.
 
-Invariant: an export of a run is served with that run's settings. Any other model is served with the defaults, within its own context.
+Invariant: an export of a run is served with that run's settings. Any other model is served with the defaults, within its own context; that
+of a stage shows the stage's day.
 """
 
 import json
@@ -8,7 +9,7 @@ import re
 from pathlib import Path
 
 from polyreme.cli.input_files import read_model_files
-from polyreme.config.load import load_config
+from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
 
 _NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
@@ -27,8 +28,8 @@ def config_for_model(model_dir: Path) -> RunConfig:
     """
     files = read_model_files(model_dir)
     run_config = model_dir.resolve().parent.parent / "config.yaml"
-    if model_dir.resolve().parent.name == "hf" and run_config.is_file():
-        config = load_config(run_config)
+    config = load_any(run_config) if model_dir.resolve().parent.name == "hf" and run_config.is_file() else None
+    if isinstance(config, RunConfig):
         return config.model_copy(update={"model": config.model.model_copy(update={"path": model_dir})})
     context = min(json.loads(files["config.json"]).get("max_position_embeddings") or _CONTEXT, _CONTEXT)
     return RunConfig.model_validate(
@@ -38,7 +39,7 @@ def config_for_model(model_dir: Path) -> RunConfig:
             "groups_per_iteration": 1,
             "group_size": 2,
             "model": {"path": model_dir},
-            "data": {"train": model_dir, "max_prompt_tokens": context - 1},
+            "data": {"train": model_dir, "max_prompt_tokens": context - 1, "date": config and config.data.date},
             "reward": {"rewards": [{"name": "length"}]},
             "rollout": {"max_new_tokens": 1, "max_model_len": context},
             "trainer": {"optimizer": {"lr": 1e-6}},

@@ -22,7 +22,8 @@ from polyreme.dataset.source import as_sources, name_of
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
 from polyreme.process.machine import device_count, memory_limit
-from polyreme_trainer.data.prompts import encode_examples, encode_prompts, none_usable, read_rows
+from polyreme_trainer.data.prompts import LabelCount, encode_prompts, none_usable, read_rows
+from polyreme_trainer.data.supervised import encode_examples, read_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.expert_checks import check_experts
 from polyreme_trainer.megatron.families import load_architecture
@@ -61,8 +62,10 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     )  # raises when there is none: nothing else can be checked then
     yield from check_template(template)
     for sources in config.prompt_data:
+        labels = LabelCount()
         for source in as_sources(sources):
-            yield from _check_prompts((source,), config, template)
+            yield from _check_prompts((source,), config, template, labels)
+        yield from _check_labels(sources, config, labels)
     for phase in config.trainer.sft:
         yield from _check_examples(phase.data, config, template)
     if config.teacher is not None and (security := config.teacher.security) is not None:
@@ -143,9 +146,19 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
         )
 
 
-def _check_prompts(sources: Sources, config: RunConfig, template: Template) -> Iterator[str | PolyremeError]:
+def _check_labels(sources: Sources, config: RunConfig, labels: LabelCount) -> Iterator[str | PolyremeError]:
+    try:
+        labels.check(sources, config.data)
+    except DataError as error:
+        yield error
+    if notice := labels.notice(sources, config.data):
+        yield notice
+
+
+def _check_prompts(sources: Sources, config: RunConfig, template: Template, labels: LabelCount) -> Iterator[str | PolyremeError]:
     try:
         rows = list(islice(read_rows(sources, config.data), _PARSED))
+        labels.add(rows)
         dataset = encode_prompts(rows[:_ENCODED], config.data, template)
     except DataError as error:
         yield error
@@ -162,7 +175,7 @@ def _check_prompts(sources: Sources, config: RunConfig, template: Template) -> I
 
 def _check_examples(path: Path, config: RunConfig, template: Template) -> Iterator[PolyremeError]:
     try:
-        rows = list(islice(read_rows(path, config.data, response_key="response"), _PARSED))
+        rows = list(islice(read_examples(path, config.data), _PARSED))
         encode_examples(rows[:_ENCODED], template, config.rollout.max_model_len)
     except DataError as error:
         yield error

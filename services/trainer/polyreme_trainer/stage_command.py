@@ -14,6 +14,7 @@ from rich.console import Console
 from polyreme.cli.checks import check_run
 from polyreme.cli.run_directory import claim, next_attempt, open_stage, owned, read_stage_config
 from polyreme.cli.run_records import read_summary
+from polyreme.cli.start_day import dated, first_day
 from polyreme.cli.summary import stage_lines
 from polyreme.cli.terminal import TerminalConsole
 from polyreme.config.load import load_stage
@@ -51,6 +52,7 @@ def run(config: StageConfig, resume: bool, dry_run: bool) -> None:
         return
     with owned(config.run_dir):
         existing = claim(config, resume)
+        config = dated(config, first_day(config.run_dir, existing.run_id if existing else None))
         if existing is not None and (step := finished(config, existing.run_id)):
             console.print(f"stage {existing.run_id} is done: {step} steps are trained", soft_wrap=True)
             return

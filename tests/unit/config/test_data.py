@@ -1,6 +1,8 @@
 """The section `data` with several sources, read from and written to a file."""
 
+import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -64,3 +66,9 @@ def test_choices_name_rewards_by_a_column() -> None:
         RewardConfig.model_validate({**rewards, "choose_by": "data_source", "choices": {"gsm8k": "exat"}})
     with pytest.raises(ValueError, match="choose_by"):
         RewardConfig.model_validate({**rewards, "choices": {"gsm8k": "exact"}})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), datetime.date(2026, 1, 1), {1, 2}])
+def test_an_added_column_has_what_json_has(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="as JSON has them"):
+        DataSource(path=tmp_path, add={"a": [value]})

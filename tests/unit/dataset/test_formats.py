@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polyreme.dataset.formats import FORMATS, format_of, to_ours
+from polyreme.dataset.formats import FORMATS, advice, format_of, to_ours
 from polyreme.errors import DataError
 
 ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -21,6 +21,35 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "sharegpt",
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "id": 1},
         {"messages": [ASKED, ANSWERED], "id": 1},
+    ),
+    (
+        "sharegpt",
+        {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"messages": [{"role": "system", "content": "s"}, ASKED, ANSWERED]},
+    ),
+    (
+        "sharegpt-pair",
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+        {"prompt": [ASKED], "chosen": "a", "rejected": "b"},
+    ),
+    (
+        "orca-pair",
+        {"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": [{"role": "system", "content": "s"}, ASKED], "chosen": "a", "rejected": "b"},
+    ),
+    (
+        "orca-pair",
+        {"system": "", "question": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+    ),
+    (
+        "trl-completion",
+        {"prompt": "q", "completion": "a", "label": True},
+        {"prompt": "q", "response": "a", "label": True},
     ),
     ("alpaca", {"instruction": "do", "input": "x", "output": "y"}, {"prompt": "do\nx", "response": "y"}),
     ("alpaca", {"instruction": "do", "output": "y"}, {"prompt": "do", "response": "y"}),
@@ -72,3 +101,21 @@ def test_a_row_of_another_format_is_named() -> None:
     ):
         with pytest.raises(DataError, match=rf"{name} in rows:3"):
             to_ours(row, kinds[name], "rows:3")
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "helps"),
+    [
+        ({"question": "q", "chosen": "a", "rejected": "b"}, "prompt", True),
+        ({"conversations": [{"from": "human", "value": "q"}]}, "prompt", True),
+        ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, "prompt", True),
+        ({"prompt": "q", "completion": "a", "label": True}, "response", True),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "response", False),
+        ({"text": "q"}, "prompt", False),
+        ({"chosen": "x", "rejected": "y"}, "prompt", False),
+    ],
+)
+def test_a_missing_column_is_advised_on_when_a_conversion_writes_it(row: dict[str, Any], column: str, helps: bool) -> None:
+    for where in ("a b/rows.jsonl:12", "a b/rows.jsonl row 12", "a b/rows.jsonl element 12"):
+        text = advice(row, column, where)
+        assert ("`polyreme data convert a b/rows.jsonl TARGET.jsonl`" in text) == helps == bool(text)

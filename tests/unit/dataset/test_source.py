@@ -93,15 +93,22 @@ def test_times_and_decimals_become_what_json_has(tmp_path: Path) -> None:
     [
         ("rows.csv", "a,b\n1\n", r"rows.csv:2; found 1\."),
         ("rows.csv", 'a\n"1', r"CSV in .*rows.csv:2"),
-        ("rows.json", '[{"a": 1}, 2]', r"rows.json element 2; found int"),
-        ("rows.json", '[{"a": 1},\n 2', r"JSON array in .*line 2"),
+        ("rows.csv", "a,b,a\n1,2,3\n", r"rows.csv:1; found several of 'a'"),
+        ("rows.csv", b"a\n\xff\n", r"UTF-8 text in .*rows.csv:2"),
+        ("rows.json", '[{"a": 1}, 2]', r"rows.json element 2 in line 1; found int"),
+        ("rows.json", '[{"a": 1},\n 2', r"rows.json element 2 in line 2; found int"),
+        ("rows.json", '[{"a": 1}\n {"a": 2}]', r"end of the JSON array after .*element 1"),
+        ("rows.json", '[{"a": 1}', r"element 1 in line 1; found the end of the file"),
+        ("rows.json", '[{"a": 1},\n]', r"rows.json element 2 in line 2; found Expecting value at column 1"),
+        ("rows.json", '[{"a": 1}] {"a": 2}', "end of .* after its JSON array"),
+        ("rows.json", '[{"a": 1},\n\n{"a": Infinity}]', r"element 2 in line 3; found Infinity"),
         ("rows.json", "[]", "at least one row"),
         ("rows.parquet", "PAR1", "readable parquet file"),
         ("rows.arrow", "ARROW1 and more", "readable arrow file"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str, complaint: str) -> None:
-    (tmp_path / name).write_text(content)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str | bytes, complaint: str) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=complaint):
         list(read_objects(tmp_path / name))
 

@@ -12,9 +12,11 @@ from polyreme.config.data import DataConfig
 from polyreme.config.load import resolve_paths
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import read_objects
-from polyreme_trainer.data.prompts import load_examples, load_prompts
+from polyreme_trainer.data.prompts import load_prompts
+from polyreme_trainer.data.supervised import load_examples
 from polyreme_trainer.data.template import Template
 from support import guide
+from support.chat_templates import chat_model_files
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -74,3 +76,11 @@ def test_the_sources_of_the_guide_are_mixed(folder: Path) -> None:
     held_out = {row.fields["reward_model"]["ground_truth"] for row in read_objects(data.eval)}
     assert held_out.isdisjoint(prompt.label for prompt in train.prompts)
     assert held_out | {prompt.label for prompt in train.prompts} == {"5", "2", "a", "b", "c", "d"}
+
+
+def test_messages_and_tools_of_the_guide_reach_the_template(folder: Path) -> None:
+    data = DataConfig(train=folder / "tools.jsonl")
+    one, other = load_prompts(data.train, data, Template(chat_model_files("chatml"), data)).prompts
+    assert one.plain == "What is 2+3?" and "What is 2+3?<|im_end|>" in one.text
+    assert '{"type": "function", "function": {"name": "add", "description": "Adds."}}' in other.text
+    assert '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}<|im_end|>' in other.text

@@ -32,6 +32,22 @@ def test_requests_carry_what_each_protocol_names() -> None:
     }
 
 
+def test_a_missing_label_is_null_in_every_protocol() -> None:
+    items = [Item("", "p", "r"), Item("", "p", "r", label="l")]
+    assert PROTOCOLS["paddlenlp"].encode(items)["tgt"] == [None, "l"]
+    assert PROTOCOLS["openrlhf"].encode(items)["labels"] == [None, "l"]
+    assert [item["label"] for item in PROTOCOLS["native"].encode(items)["items"]] == [None, "l"]
+
+
+async def test_a_number_that_json_does_not_have_is_an_error_and_never_sent() -> None:
+    reward = HttpReward("far", 1.0, ["http://127.0.0.1:9/"], "native", 5.0, {"tries": 1})
+    try:
+        (outcome,) = await reward.score([Item("", "p", "r", metadata_json='{"level": NaN}')])
+    finally:
+        await reward.close()
+    assert outcome.status is Status.ERROR and "values of JSON" in outcome.message
+
+
 @pytest.mark.parametrize(
     ("protocol", "tree"),
     [

@@ -41,16 +41,16 @@ def test_rows_mean_what_they_mean_in_a_run(tmp_path: Path) -> None:
         {"response": "r", "label": None},
     ]
     path = write(tmp_path / "rows.jsonl", rows)
-    assert [(item.response, item.label) for item in read_items(path)] == [("a\u2028b", "42"), ("", "x"), ("r", "")]
+    assert [(item.response, item.label) for item in read_items(path)] == [("a\u2028b", "42"), ("", "x"), ("r", None)]
 
 
 def test_a_reward_gets_the_texts_and_columns_of_a_run(tmp_path: Path) -> None:
-    rows = ROWS[:2] + ROWS[3:]  # the template of this test takes no parts of messages
+    rows = ROWS
     data = DataConfig(train=tmp_path / "unused", prompt_key="question", label_key="answer")
     trained = load_prompts(write(tmp_path / "train.jsonl", rows), data, Template(model_files(), data)).prompts
     tried = list(read_items(write(tmp_path / "tried.jsonl", [{**row, "response": "r"} for row in rows]), ("question", "answer")))
     assert [(item.prompt, item.label, json.loads(item.metadata_json)) for item in tried] == [
-        (prompt.plain, prompt.label, json.loads(prompt.metadata_json)) for prompt in trained
+        (prompt.plain, prompt.label or None, json.loads(prompt.metadata_json)) for prompt in trained
     ]
     assert all(prompt.plain != prompt.text for prompt in trained)
 
@@ -83,7 +83,7 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, row: dict[str, objec
 @pytest.mark.parametrize("row", [{"response": "r", "label": {"a": 1}}, {"response": "r", "prompt": 3}, {"response": 3}])
 def test_a_column_that_is_not_text_is_reported_with_its_line(tmp_path: Path, row: dict[str, object]) -> None:
     path = write(tmp_path / "rows.jsonl", [{"response": "r"}, row])
-    with pytest.raises(DataError, match=r"text under \w+ in .*rows.jsonl:2"):
+    with pytest.raises(DataError, match=r"text .*rows.jsonl:2"):
         list(read_items(path))
 
 

@@ -158,3 +158,32 @@ def test_token_ids_become_texts(config: Path) -> None:
     assert json.loads((folder / "sums.jsonl").read_text()) == {"prompt": "<user>1+1=<assistant>", "answer": "2"}
     with pytest.raises(ConfigError, match="--model"):
         convert(folder / "sums", folder / "none.jsonl")
+
+
+BAD_ROWS: dict[str, dict[str, Any]] = {
+    "part 1, of type 'image_url'": {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": 1},
+    "found null": {"prompt": [{"role": "user", "content": None}], "answer": 1},
+    "found 'usr'": {"prompt": [{"role": "usr", "content": "1"}], "answer": 1},
+    "1 tools, which this one leaves out": {"prompt": "1", "tools": [{"name": "f"}], "answer": 1},
+    "The row has the form gsm8k": {"question": "1", "answer": "1 #### 1"},
+}
+
+
+@pytest.mark.parametrize("complaint", BAD_ROWS)
+def test_a_row_that_a_run_would_refuse_is_named(config: Path, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write(config.parent / "train.jsonl", [{"prompt": "1", "answer": 1}, BAD_ROWS[complaint]])
+    with pytest.raises(DataError, match=r"train\.jsonl:2") as caught:
+        report(capsys, config)
+    assert complaint in str(caught.value)
+
+
+def test_a_label_key_that_no_row_has_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="the columns are answer, prompt"):
+        report(capsys, config, None, ["data.label_key=gold"])
+
+
+def test_conversations_of_a_warm_start_are_reported(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    write(config.parent / "sft.jsonl", [{"messages": messages * 2}, {"prompt": "3", "response": "4"}])
+    found = report(capsys, config, config.parent / "sft.jsonl")
+    assert found["rows"] == "2" and "[trained:] |2|<eos> [not trained:] " in found["example"]

@@ -33,7 +33,7 @@ class _Job:
 
     def __init__(self, number: int, index: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
         self.number, self.index, self.fields, self.answer = number, index, tuple(item), answer
-        self.chars, self.tokens = sum(map(len, item)), len(item.token_ids)
+        self.chars, self.tokens = item.size, len(item.token_ids)
         self.suspect = False  # a worker failed on it: the retry runs alone, on a fresh worker
 
     @property

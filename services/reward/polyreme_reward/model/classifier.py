@@ -20,7 +20,9 @@ import xxhash
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
-from polyreme.errors import ConfigError
+from polyreme.cli.start_day import day_of_export
+from polyreme.dataset.chat import Chat, read_prompt, render, shows_tools
+from polyreme.errors import ConfigError, DataError
 from polyreme.experience.loading import Loaded
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
 from polyreme_reward.model.device import open_device
@@ -47,6 +49,7 @@ class Classifier:
         disable_progress_bar()
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._chat, self._column = options["template"] == "chat", options["prompt_column"]
+        self._day = day_of_export(Path(path))  # the template then writes what it wrote in training
         self._device = open_device(options["device"], options["threads"])
         with _reported(report):
             self._model, self._tokenizer = _load(path, options["dtype"])
@@ -128,22 +131,20 @@ class Classifier:
                 f"expected the prompt in the row's column {self._column!r}; found the columns {sorted(columns)}. "
                 "Fix options.prompt_column; null takes the plain prompt of the request"
             )
-        value = columns[self._column]
-        return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
+        return columns[self._column]
 
     def _conversation(self, item: Item) -> str:
-        prompt = self._prompt(item)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise RewardError(f"expected a text or a list of chat messages as prompt; found {prompt!r:.200}")
-        messages = [*messages, {"role": "assistant", "content": item.response}]
+        """The prompt and the response as a stage's rows are rendered. Tools are left out by a template that shows none."""
+        template = self._tokenizer.get_chat_template()
         try:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception as error:  # noqa: BLE001 a model's template may raise anything
-            raise RewardError(
-                f"expected messages that the model's chat template accepts; found {type(error).__name__}: {error}"
-            ) from None
-        return text
+            tools = item.metadata.get("tools") if shows_tools(template) else None
+            asked = self._prompt(item)
+            asked = asked if asked == "" else read_prompt(asked, f"{self._column or 'prompt'!r} of the item", tools)
+            chat = asked if isinstance(asked, Chat) else Chat(({"role": "user", "content": asked},))
+            answered = Chat((*chat.messages, {"role": "assistant", "content": item.response}), chat.tools)
+            return render(self._tokenizer, [answered], opened=False, day=self._day)[0]
+        except DataError as error:
+            raise RewardError(f"expected {error.expected}; found {error.found}") from None
 
     def _probe(self, path: str) -> None:
         """Scores a short text, so that a model that cannot score fails at start. This also warms up an accelerator."""

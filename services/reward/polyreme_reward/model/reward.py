@@ -67,7 +67,7 @@ class _Job:
 
     def __init__(self, number: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
         self.number, self.fields, self.answer = number, tuple(item), answer
-        self.chars = sum(map(len, item))
+        self.chars = item.size
         self.alone = False  # a process failed while scoring it
 
     def end(self, outcome: Outcome) -> None:

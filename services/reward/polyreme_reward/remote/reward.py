@@ -157,7 +157,9 @@ class HttpReward:
         try:
             if not self.reads_tokens:
                 items = [item._replace(token_ids=(), token_texts=()) for item in items]
-            body = json.dumps(self._protocol.encode(items)).encode()
+            body = json.dumps(self._protocol.encode(items), allow_nan=False).encode()
+        except ValueError as error:
+            return _Failure(Status.ERROR, f"expected metadata_json with values of JSON; found {error}", answered=True)
         except RewardError as error:
             return _Failure(Status.ERROR, str(error), answered=True)
         last, endpoint = _Failure(Status.TIMEOUT, "", answered=False), None

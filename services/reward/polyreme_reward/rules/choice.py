@@ -78,7 +78,7 @@ def choice(letters: str = "ABCDEFGHIJ", after: str | None = None, before: str | 
         box = last_box(label)
         expected = _stated(label if box is None else box[0], letters) or (_named(label, letters)[0] if box is None else None)
         if expected is None:
-            raise RewardError(f"expected one of the letters {letters} as label; found {item.label[:200]!r}")
+            raise RewardError(f"expected one of the letters {letters} as label; found {label[:200]!r}")
         answer = answer_text(item, after, before)
         return 1.0 if answer is not None and _chosen(unified(answer), letters) == expected else 0.0
 

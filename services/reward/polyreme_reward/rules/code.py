@@ -80,7 +80,7 @@ def _tests(item: Item) -> Sequence[Test]:
     found = item.metadata.get("tests")
     if found is None:
         try:
-            found = json.loads(item.label)
+            found = json.loads(item.label or "")
         except (ValueError, RecursionError):
             raise RewardError("expected tests: a column `tests` in the row, or the label as JSON; found neither") from None
     if isinstance(found, str):

@@ -29,9 +29,10 @@ def knights_and_knaves(scores: Literal["binary", "paddlenlp"] = "binary") -> Cal
     """
 
     def score(item: Item) -> float:
-        expected = _roles(required_label(item))
+        label = required_label(item)
+        expected = _roles(label)
         if not expected:
-            raise RewardError(f"expected roles in the label, such as 'Zoey is a knave'; found {item.label[:200]!r}")
+            raise RewardError(f"expected roles in the label, such as 'Zoey is a knave'; found {label[:200]!r}")
         text = item.response
         _, opened, inside = text.rpartition("<answer>")
         found = _roles(inside.partition("</answer>")[0] if opened else text)

@@ -42,7 +42,7 @@ _MATHEMATICAL = re.compile(r"[\d$\\]")
 
 def required_label(item: Item) -> str:
     """The item's label. Raises RewardError when it has none."""
-    if not item.label.strip():
+    if item.label is None or not item.label.strip():
         raise RewardError(f"{NO_LABEL}. Add one to every row (data.label_key)")
     return item.label
 

@@ -32,7 +32,7 @@ class RuleReward:
         outcomes: list[Outcome] = []
         chars = 0
         for item in items:
-            size = len(item.response) + len(item.label) + len(item.metadata_json) + 100
+            size = len(item.response) + len(item.label or "") + len(item.metadata_json) + 100
             if size > LOOP_CHARS:
                 outcomes.append(await asyncio.get_running_loop().run_in_executor(self._thread, self._one, item))
                 continue

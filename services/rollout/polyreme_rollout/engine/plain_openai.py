@@ -7,13 +7,16 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from datetime import date
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from polyreme.dataset.chat import Chat, read_chat, render
+from polyreme.errors import DataError
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, NewTokens, Sampling
 
 
@@ -24,21 +27,21 @@ class Codec(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The tokens of a conversation, up to where the answer begins. Raises ValueError if the template refuses it."""
+    def chat(self, chat: Chat) -> list[int]:
+        """The tokens of a conversation, up to where the answer begins. Raises DataError if the template refuses it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class TokenizerCodec:
-    """The text of a Hugging Face tokenizer."""
+    """The text of a Hugging Face tokenizer. `day`: the day that its chat template shows; None: today."""
 
-    def __init__(self, tokenizer: Any, stop_ids: tuple[int, ...]) -> None:
-        self._tokenizer, self.stop_ids = tokenizer, stop_ids
+    def __init__(self, tokenizer: Any, stop_ids: tuple[int, ...], day: date | None = None) -> None:
+        self._tokenizer, self.stop_ids, self._day = tokenizer, stop_ids, day
 
     @classmethod
-    def of(cls, model_dir: Path) -> "TokenizerCodec":
+    def of(cls, model_dir: Path, day: date | None = None) -> "TokenizerCodec":
         """The tokenizer of a model's directory. Its answers end with the tokens that generation_config.json names, else with the tokenizer's."""
         from transformers import AutoTokenizer
 
@@ -46,13 +49,13 @@ class TokenizerCodec:
         file = model_dir / "generation_config.json"
         stop = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         stop = tokenizer.eos_token_id if stop is None else stop
-        return cls(tokenizer, tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,))
+        return cls(tokenizer, tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,), day)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text))
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def chat(self, chat: Chat) -> list[int]:
+        (text,) = render(self._tokenizer, [chat], opened=True, day=self._day)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -82,6 +85,9 @@ class _Completion(_Asked):
 
 class _Chat(_Asked):
     messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tool_choice: Literal["none"] | None = None  # no parser reads calls from the answer
+    chat_template_kwargs: dict[Literal["tools"], Any] = {}  # those of `chat_requests`
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
@@ -125,9 +131,9 @@ def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[]
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(asked: _Chat) -> dict[str, Any] | StreamingResponse:
         try:
-            ids = codec.chat(asked.messages)
-        except ValueError as error:
-            raise HTTPException(400, f"expected messages that the model's template takes; found: {error}") from None
+            ids = codec.chat(read_chat(asked.messages, "`messages`", asked.tools))
+        except DataError as error:
+            raise HTTPException(400, str(error)) from None
         deltas = await begin(asked, ids, asked.max_completion_tokens or asked.max_tokens)
 
         def whole(text: str, tokens: NewTokens) -> dict[str, Any]:

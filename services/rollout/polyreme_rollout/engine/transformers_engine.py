@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +53,29 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "T
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     rollout = config.rollout
     return TransformersEngine(
-        model.eval().to(config.device), model_dir, config.device, rollout.max_model_len, rollout.max_num_seqs
+        model.eval().to(config.device),
+        model_dir,
+        config.device,
+        rollout.max_model_len,
+        rollout.max_num_seqs,
+        config.data.date,
     )
 
 
 class TransformersEngine:
-    """An `InferenceEngine`, created by `start`."""
+    """An `InferenceEngine`, created by `start`. `day`: the day that chat templates show; None: today."""
 
     reports_routes = False
 
-    def __init__(self, model: Any, model_dir: Path, device: str, max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, model: Any, model_dir: Path, device: str, max_model_len: int, max_num_seqs: int, day: date | None = None
+    ) -> None:
         import transformers
 
         self.name = f"transformers {transformers.__version__}"
         self.max_model_len, self.vocab_size = max_model_len, int(model.config.get_text_config().vocab_size)
         self.weight_names: frozenset[str] = frozenset()
-        self._model, self._model_dir, self._device = model, model_dir, device
+        self._model, self._model_dir, self._device, self._day = model, model_dir, device, day
         self._room = asyncio.Semaphore(max_num_seqs)
         self._arriving: list[Row] = []
         self._cohorts: list[Cohort] = []
@@ -169,7 +177,7 @@ class TransformersEngine:
         await self._compute(self._model.to, self._device)
 
     async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
-        codec = await asyncio.to_thread(TokenizerCodec.of, self._model_dir)
+        codec = await asyncio.to_thread(TokenizerCodec.of, self._model_dir, self._day)
         return make_openai_app(self, served_name, salt, codec)
 
     async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:

@@ -8,6 +8,7 @@ Supports vLLM 0.23 to 0.32, so it does not use the weight versions and weight tr
 """
 
 import asyncio
+import datetime
 import logging
 import multiprocessing
 import os
@@ -75,15 +76,20 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     with _children_die_with_parent():
         llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
     enable_envs_cache()  # vLLM's engine process does so too; otherwise each request reads variables, for a tenth of its time here
-    return VllmEngine(llm, SamplingParams, config.rollout.vllm.sleep_level if sleeps else None)
+    return VllmEngine(llm, SamplingParams, config.rollout.vllm.sleep_level if sleeps else None, config.data.date)
 
 
 class VllmEngine:
-    """vLLM behind `InferenceEngine`, created by `start`. `sleep_level`: vLLM's level; None: it keeps its memory."""
+    """vLLM behind `InferenceEngine`, created by `start`.
+
+    Args:
+        sleep_level: vLLM's level; None: it keeps its memory.
+        day: the day that chat templates show; None: today.
+    """
 
     reports_routes = False  # on CPU, vLLM itself does not report them
 
-    def __init__(self, llm: Any, sampling_params: Any, sleep_level: int | None = None) -> None:
+    def __init__(self, llm: Any, sampling_params: Any, sleep_level: int | None = None, day: datetime.date | None = None) -> None:
         import vllm
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
@@ -94,6 +100,7 @@ class VllmEngine:
         self.weight_names: frozenset[str] = frozenset()
         self.llm, self._dead_error = llm, VllmDeadError
         self._sleep_level, self._asleep = sleep_level, False
+        self._day = day
         # The core then handles calls in order and between two steps, so a load may follow a pause that has not been answered.
         self._steps_end_first = not llm.vllm_config.scheduler_config.async_scheduling and self._pauses_at_once
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
@@ -212,7 +219,7 @@ class VllmEngine:
         return self.llm is None or bool(self.llm.errored)
 
     async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
-        return await make_openai_app(self.llm, served_name, salt)
+        return await make_openai_app(self.llm, served_name, salt, self._day)
 
     async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:
         answers = await self._call(self.llm.collective_rpc("polyreme_digests"))

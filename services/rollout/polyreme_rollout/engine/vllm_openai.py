@@ -5,18 +5,23 @@ never a failure of the server (500).
 """
 
 import asyncio
+import datetime
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI
 
+from polyreme.dataset.chat import clock_of
+
 TIMEOUT = 60.0  # to build vLLM's application
 
 
-async def make_openai_app(llm: Any, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
-    """See `InferenceEngine.openai_app`. `llm` is the AsyncLLM."""
+async def make_openai_app(
+    llm: Any, served_name: str, salt: Callable[[], Awaitable[str]], day: datetime.date | None = None
+) -> FastAPI:
+    """See `InferenceEngine.openai_app`. `llm` is the AsyncLLM; `day` is `data.date`."""
     client = _Client(llm, salt)
-    return await asyncio.to_thread(_build, client, served_name, asyncio.get_running_loop())
+    return await asyncio.to_thread(_build, client, served_name, asyncio.get_running_loop(), day)
 
 
 class _Client:
@@ -50,7 +55,7 @@ class _Client:
             await outputs.aclose()
 
 
-def _build(llm: Any, served_name: str, loop: asyncio.AbstractEventLoop) -> FastAPI:
+def _build(llm: Any, served_name: str, loop: asyncio.AbstractEventLoop, day: datetime.date | None) -> FastAPI:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
@@ -63,6 +68,8 @@ def _build(llm: Any, served_name: str, loop: asyncio.AbstractEventLoop) -> FastA
 
     # The engine has its model and tokenizer already; this path is what /v1/models shows as `root`.
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", served_name])
+    if day is not None:  # a chat template gets it as a variable, which hides the function of this name
+        arguments.default_chat_template_kwargs = {"strftime_now": clock_of(day)}
     app: FastAPI = build_app(arguments, ("generate",), llm.model_config)
     making = asyncio.run_coroutine_threadsafe(init_app_state(llm, app.state, arguments, ("generate",)), loop)
     try:

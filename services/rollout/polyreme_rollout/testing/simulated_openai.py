@@ -4,7 +4,8 @@ Invariant: a completion's text can be checked against `simulated_engine.sample`.
 """
 
 from collections.abc import Sequence
-from typing import Any
+
+from polyreme.dataset.chat import Chat
 
 
 class DecimalCodec:
@@ -15,8 +16,8 @@ class DecimalCodec:
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        return [id for message in messages for id in self.encode(str(message["content"]))]
+    def chat(self, chat: Chat) -> list[int]:
+        return [id for message in chat.messages for id in self.encode(str(message["content"]))]
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))

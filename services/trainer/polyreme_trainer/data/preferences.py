@@ -12,15 +12,15 @@ import numpy as np
 
 from polyreme.config.data import Sources
 from polyreme.config.stage import ConversationData, PairData, PreferenceData, RewardModelConfig
+from polyreme.dataset.chat import Answer, Chat, PromptSource, plain_prompt, read_answer, read_chat
 from polyreme.dataset.columns import value_at
 from polyreme.dataset.source import name_of, read_objects
 from polyreme.errors import DataError
-from polyreme_trainer.data.prompts import Example, chunks, column, each_or_blame, prompt_of
+from polyreme_trainer.data.prompts import Example, chunks, column, each_or_blame, prompt_in, tools_in
 from polyreme_trainer.data.stage_rows import Encoded, StageRows, assemble, examples_of
-from polyreme_trainer.data.supervised import text_of
-from polyreme_trainer.data.template import PromptSource, Template
+from polyreme_trainer.data.template import Template
 
-Encode = Callable[[Template, Sequence[PromptSource], Sequence[str]], list[Example]]
+Encode = Callable[[Template, Sequence[PromptSource], Sequence[Answer]], list[Example]]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Judged:
 
     where: str
     prompt: PromptSource
-    answers: tuple[str, ...]
+    answers: tuple[Answer, ...]
     columns: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -70,8 +70,10 @@ def read_labelled(sources: Sources, data: PreferenceData, template: Template, li
 
     def judged() -> Iterator[Judged]:
         for where, fields in islice(read_objects(sources), limit):
-            prompt = prompt_of(column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
-            answer = text_of(column(fields, data.response_key, where, "data.response_key"), data.response_key, where)
+            prompt = prompt_in(fields, where, data)
+            answer = read_answer(
+                column(fields, data.response_key, where, "data.response_key"), f"{data.response_key!r} in {where}"
+            )
             yield Judged(where, prompt, (answer,), {"good": float(_flag(fields, data.label_key, where, "data.label_key"))})
 
     rows = _assemble(judged(), sources, data, template, examples_of)
@@ -103,27 +105,49 @@ def _assemble(
     return assemble(encoded(), sources, data, template, left_out)
 
 
-def _whole(template: Template, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Example]:
+def _whole(template: Template, prompts: Sequence[PromptSource], responses: Sequence[Answer]) -> list[Example]:
     return [Example(ids, np.ones(len(ids), dtype=np.uint8)) for ids in template.encode_whole(prompts, responses)]
 
 
-def _pair(fields: Mapping[str, Any], where: str, data: PairData) -> tuple[PromptSource, tuple[str, str]]:
-    """The prompt and both answers. Without a prompt column the answers are whole conversations that differ in their last message."""
+def _pair(fields: Mapping[str, Any], where: str, data: PairData) -> tuple[PromptSource, tuple[Answer, Answer]]:
+    """The prompt and both answers. Answers of several messages are whole conversations, which differ in their last message; then the
+    prompt column may be absent, and otherwise has the same prompt (UltraFeedback)."""
     chosen = column(fields, data.chosen_key, where, "data.chosen_key")
     rejected = column(fields, data.rejected_key, where, "data.rejected_key")
-    prompt = value_at(fields, data.prompt_key)
-    if prompt is None and all(isinstance(each, list) and len(each) > 1 for each in (chosen, rejected)):
-        if chosen[:-1] != rejected[:-1]:
-            raise DataError(
-                f"{data.chosen_key!r} and {data.rejected_key!r} with the same messages before the answer in {where}",
-                "other messages",
-                "Fix the row.",
-            )
-        prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
-    elif prompt is None:
-        prompt = column(fields, data.prompt_key, where, "data.prompt_key")
-    answers = text_of(chosen, data.chosen_key, where), text_of(rejected, data.rejected_key, where)
-    return prompt_of(prompt, f"{data.prompt_key!r} in {where}"), answers
+    if not all(isinstance(each, list) and len(each) > 1 for each in (chosen, rejected)):
+        answers = [
+            read_answer(value, f"{key!r} in {where}") for value, key in ((chosen, data.chosen_key), (rejected, data.rejected_key))
+        ]
+        return prompt_in(fields, where, data), (answers[0], answers[1])
+    one, other = (
+        read_chat(value, f"{key!r} in {where}", tools_in(fields, data))
+        for value, key in ((chosen, data.chosen_key), (rejected, data.rejected_key))
+    )
+    if one.messages[:-1] != other.messages[:-1]:
+        raise DataError(
+            f"{data.chosen_key!r} and {data.rejected_key!r} with the same messages before the answer in {where}",
+            "other messages",
+            "Fix the row.",
+        )
+    prompt = Chat(one.messages[:-1], one.tools)
+    if value_at(fields, data.prompt_key) is not None:
+        _check_same(prompt_in(fields, where, data), prompt, where, data)
+    first, second = (
+        read_answer(each.messages[-1], f"the last message of {key!r} in {where}")
+        for each, key in ((one, data.chosen_key), (other, data.rejected_key))
+    )
+    return prompt, (first, second)
+
+
+def _check_same(given: PromptSource, prompt: Chat, where: str, data: PairData) -> None:
+    """Raises DataError when a row's prompt is not the one in its conversations. A text is the last user message."""
+    same = given.messages == prompt.messages if isinstance(given, Chat) and given.tools is None else None
+    if not (same or plain_prompt(given).strip() == plain_prompt(prompt).strip()):
+        raise DataError(
+            f"in {data.prompt_key!r} the prompt that {data.chosen_key!r} and {data.rejected_key!r} begin with in {where}",
+            f"{plain_prompt(given)!r:.80}",
+            "Fix the row, or write only the answers into both columns.",
+        )
 
 
 def _flag(fields: Mapping[str, Any], key: str, where: str, setting: str) -> bool:

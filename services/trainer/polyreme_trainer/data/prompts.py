@@ -14,12 +14,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import xxhash
 
-from polyreme.config.data import DataConfig, Sources
-from polyreme.dataset.columns import TokenIds, chat_messages, column_names, label_text, plain_prompt, value_at
+from polyreme.config.data import DataConfig, Sources, TextConfig
+from polyreme.dataset.chat import PromptSource, plain_prompt, read_prompt
+from polyreme.dataset.columns import TokenIds, column_names, label_text, value_at
+from polyreme.dataset.formats import advice
 from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompt_store import Prompt, PromptStore
-from polyreme_trainer.data.template import PromptSource, Template
+from polyreme_trainer.data.template import Template
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +44,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """One row of a data file. `prompt` is a text or chat messages; `metadata` has every column except label and response."""
+    """One row of a data file. `metadata` has every column except the label.
+
+    Attributes:
+        label: the reference answer; '' where there is none.
+        has_column: whether the row has the label's column. Of several turns it has earlier answers, and no label.
+    """
 
     where: str
     prompt: PromptSource
     label: str | TokenIds
-    response: str
     metadata: dict[str, Any]
+    has_column: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,14 @@ class Dataset:
     Attributes:
         filtered: number of prompts omitted because they are too long.
         duplicates: number of prompts omitted because an earlier one has the same text.
+        unlabelled: number of rows without a reference answer, if others have one.
         sizes: number of usable prompts of each source.
     """
 
     prompts: Sequence[Prompt]
     filtered: int = 0
     duplicates: int = 0
+    unlabelled: int = 0
     sizes: tuple[int, ...] = ()
 
 
@@ -75,31 +84,65 @@ class Example:
     loss_mask: np.ndarray
 
 
-def read_rows(sources: Sources, data: DataConfig, *, response_key: str | None = None) -> Iterator[DatasetRow]:
-    """The rows of the data. Reads lazily.
+@dataclass
+class LabelCount:
+    """The reference answers of some data. `columns` are those of the first row."""
 
-    Args:
-        response_key: the required text column of supervised data; None: rows have no response.
+    rows: int = 0
+    labelled: int = 0
+    with_column: int = 0
+    columns: Sequence[str] = ()
+
+    def add(self, rows: Sequence[DatasetRow]) -> None:
+        for row in rows:
+            self.columns = self.columns or column_names(row.metadata)
+            self.rows, self.labelled = self.rows + 1, self.labelled + (len(row.label) > 0)
+            self.with_column += row.has_column
+
+    @property
+    def unlabelled(self) -> int:
+        """The number of rows without a reference answer, if others have one."""
+        return self.rows - self.labelled if self.labelled else 0
+
+    def check(self, sources: Sources, data: DataConfig) -> None:
+        """Raises DataError when no row has the column that `data.label_key` names. Its default may be absent."""
+        if self.rows and not self.with_column and data.label_key != DataConfig.model_fields["label_key"].default:
+            raise DataError(
+                f"the column data.label_key = {data.label_key!r} in the rows of {name_of(sources)}",
+                f"none of {self.rows} rows with it; the columns are {', '.join(self.columns)}",
+                "Fix data.label_key, or remove it for data without reference answers.",
+            )
+
+    def notice(self, sources: Sources, data: DataConfig) -> str:
+        """Says that some rows have no reference answer; '' when all or none have one."""
+        missing = f"{self.unlabelled} of {self.rows} rows in {name_of(sources)} have no reference answer ({data.label_key!r})"
+        return missing if self.unlabelled else ""
+
+
+def read_rows(sources: Sources, data: DataConfig) -> Iterator[DatasetRow]:
+    """The rows of the data. Reads lazily.
 
     Raises:
         DataError: a file is missing or empty, or a row is unusable.
     """
     for where, fields in read_objects(sources):
-        yield _row(fields, where, data, response_key)
+        yield _row(fields, where, data)
 
 
 def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Dataset:
     """Reads, renders and encodes prompts. Prompts beyond `max_prompt_tokens` are omitted and counted.
 
     Raises:
-        DataError: a row is unusable, a prompt is too long under `overlong: error`, or no prompt of a source is usable.
+        DataError: a row is unusable, a prompt is too long under `overlong: error`, no prompt of a source is usable, or no row has the
+            column that `data.label_key` names.
     """
-    store, seen, sizes = PromptStore(), set[int](), list[int]()
+    store, seen, sizes, labels = PromptStore(), set[int](), list[int](), LabelCount()
     filtered = duplicates = 0
     for source in as_sources(sources):
         before = len(store)
         for chunk in chunks(read_rows((source,), data)):
             encoded = encode_prompts(chunk, data, template)
+            labels.add(chunk)
             filtered += encoded.filtered
             for prompt in encoded.prompts:
                 if data.deduplicate:
@@ -112,11 +155,14 @@ def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Data
         if len(store) == before:
             raise none_usable((source,), data, filtered, duplicates)
         sizes.append(len(store) - before)
+    labels.check(sources, data)
+    if notice := labels.notice(sources, data):
+        logger.warning("%s", notice)
     for count, reason in ((filtered, f"are longer than {data.max_prompt_tokens} tokens"), (duplicates, "repeat an earlier one")):
         if count:
             total = len(store) + filtered + duplicates
             logger.warning("%s: %d of %d prompts %s and are left out", name_of(sources), count, total, reason)
-    return Dataset(store, filtered, duplicates, tuple(sizes))
+    return Dataset(store, filtered, duplicates, labels.unlabelled, tuple(sizes))
 
 
 def encode_prompts(rows: Sequence[DatasetRow], data: DataConfig, template: Template) -> Dataset:
@@ -165,36 +211,6 @@ def chunks(rows: Iterator[Item]) -> Iterator[list[Item]]:
         yield chunk
 
 
-def load_examples(sources: Sources, data: DataConfig, template: Template, max_tokens: int) -> Iterator[Example]:
-    """Supervised examples of data with a `response` column, in its order: the conversation as the template writes it. Reads lazily.
-
-    Raises:
-        DataError: a row is unusable, or has more than `max_tokens` tokens.
-    """
-    for rows in chunks(read_rows(sources, data, response_key="response")):
-        yield from encode_examples(rows, template, max_tokens)
-
-
-def encode_examples(rows: Sequence[DatasetRow], template: Template, max_tokens: int) -> list[Example]:
-    """The examples of rows. Raises as `load_examples`."""
-    conversations = each_or_blame(
-        lambda some: template.converse([row.prompt for row in some], [row.response for row in some]), rows
-    )
-    examples = []
-    for row, (ids, start) in zip(rows, template.encode_conversations(conversations), strict=True):
-        if len(ids) > max_tokens:
-            raise DataError(
-                f"prompt, response and end token within {max_tokens} tokens in {row.where}",
-                f"{len(ids)}",
-                "Shorten the row, or raise rollout.max_model_len.",
-            )
-        check_ids(ids, template, row.where)
-        mask = np.zeros(len(ids), dtype=np.uint8)
-        mask[start:] = 1
-        examples.append(Example(ids, mask))
-    return examples
-
-
 def check_ids(ids: np.ndarray, template: Template, where: str) -> None:
     """Raises DataError for ids without an embedding: their losses and gradients would be meaningless."""
     if (highest := int(ids.max(initial=0))) >= template.embeddings:
@@ -218,21 +234,27 @@ def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Seque
         raise
 
 
-def _row(fields: Mapping[str, Any], where: str, data: DataConfig, response_key: str | None) -> DatasetRow:
-    prompt, answer = column(fields, data.prompt_key, where, "data.prompt_key"), value_at(fields, data.label_key)
-    if (turns := _with_history(prompt, answer)) is not None:
-        prompt, answer = turns, None
-    source = prompt_of(prompt, f"{data.prompt_key!r} in {where}")
+def _row(fields: Mapping[str, Any], where: str, data: DataConfig) -> DatasetRow:
+    answer, source = value_at(fields, data.label_key), prompt_in(fields, where, data)
+    if _with_history(value_at(fields, data.prompt_key), answer) is not None:
+        answer = None
     label = answer if isinstance(answer, TokenIds) else _text(answer, f"{data.label_key!r} in {where}")
-    response = ""
-    if response_key is not None:
-        value = column(fields, response_key, where, "the data")
-        if not isinstance(value, str):
-            raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Fix the row.")
-        response = value
-    roles = {data.label_key, response_key}  # the prompt is kept, since a reward model renders it with its own template
-    metadata = {key: value for key, value in fields.items() if key not in roles and not isinstance(value, TokenIds)}
-    return DatasetRow(where, source, label, response, metadata)
+    # The prompt and the tools are kept, since a reward model renders them with its own template.
+    metadata = {key: value for key, value in fields.items() if key != data.label_key and not isinstance(value, TokenIds)}
+    return DatasetRow(where, source, label, metadata, value_at(fields, data.label_key) is not None)
+
+
+def prompt_in(fields: Mapping[str, Any], where: str, data: TextConfig) -> PromptSource:
+    """The prompt of a row, with its tools. Raises DataError."""
+    prompt = column(fields, data.prompt_key, where, "data.prompt_key")
+    if isinstance(data, DataConfig) and (turns := _with_history(prompt, value_at(fields, data.label_key))) is not None:
+        prompt = turns
+    return read_prompt(prompt, f"{data.prompt_key!r} in {where}", tools_in(fields, data))
+
+
+def tools_in(fields: Mapping[str, Any], data: TextConfig) -> Any:
+    """The tools of a row as its column has them; None for a template without messages, whose texts are complete."""
+    return None if data.tools_key is None or data.template == "none" else value_at(fields, data.tools_key)
 
 
 def _with_history(prompt: Any, answers: Any) -> list[dict[str, str]] | None:
@@ -253,26 +275,9 @@ def column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any
     """A required column, by name or dotted path; `setting` names it in the configuration. Raises DataError."""
     value = value_at(fields, key, _MISSING)
     if value is _MISSING:
-        raise DataError(f"a column {key!r} in {where}", f"columns {column_names(fields)}", f"Fix the row, or {setting}.")
+        do = f"Fix the row, or {setting}.{advice(fields, key, where)}"
+        raise DataError(f"a column {key!r} in {where}", f"columns {column_names(fields)}", do)
     return value
-
-
-def prompt_of(value: Any, what: str) -> PromptSource:
-    """A text, a list with one text (PaddleNLP's `src`), or chat messages. Raises DataError."""
-    if isinstance(value, TokenIds):
-        return value
-    value = chat_messages(value)
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        value = value[0]
-    if isinstance(value, str):
-        if not value:
-            raise DataError(f"a prompt in {what}", "an empty text", "Remove or fill the row.")
-        return value
-    if isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-        if value[-1]["role"] == "assistant":
-            raise DataError(f"messages that end before the answer in {what}", "a last message by the assistant", "Remove it.")
-        return tuple(value)
-    raise DataError(f"a text or a list of chat messages {{role, content}} in {what}", f"{value!r:.80}", "Fix the row.")
 
 
 def _text(value: Any, what: str) -> str:

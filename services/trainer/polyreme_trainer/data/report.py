@@ -13,9 +13,11 @@ import xxhash
 from polyreme.config.data import Sources
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
+from polyreme.dataset.columns import value_at
 from polyreme.dataset.source import read_objects
-from polyreme_trainer.data.prompts import Example, chunks, encode_examples, encode_prompts, read_rows
+from polyreme_trainer.data.prompts import Example, LabelCount, chunks, encode_prompts, read_rows
 from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.data.supervised import MESSAGES, RESPONSE, encode_examples, read_examples
 from polyreme_trainer.data.template import Template
 
 Read = Callable[[Sources, Any, Template, int | None], StageRows]
@@ -74,17 +76,20 @@ class Report:
 def report_prompts(sources: Sources, config: RunConfig, template: Template) -> Report:
     """Reports on the prompts of a run or, for rows with a `response`, on the examples of its warm start. Raises DataError."""
     first = next(read_objects(sources)).fields
-    if "response" in first:
+    if RESPONSE in first or (MESSAGES in first and value_at(first, config.data.prompt_key) is None):
         found = Report(config.rollout.max_model_len)
-        for rows in chunks(read_rows(sources, config.data, response_key="response")):
-            for row, example in zip(rows, encode_examples(rows, template, _ALL), strict=True):
-                found.add(row.where, [example])
+        for examples in chunks(read_examples(sources, config.data)):
+            for each, example in zip(examples, encode_examples(examples, template, _ALL), strict=True):
+                found.add(each.where, [example])
         return found
     found, data = Report(config.data.max_prompt_tokens, unlabelled=0), config.data.model_copy(update={"max_prompt_tokens": _ALL})
+    labels = LabelCount()
     for rows in chunks(read_rows(sources, data)):
+        labels.add(rows)
         for row, prompt in zip(rows, encode_prompts(rows, data, template).prompts, strict=True):
             found.add(row.where, [Example(prompt.ids, np.zeros(len(prompt.ids), dtype=np.uint8))])
-            found.unlabelled = (found.unlabelled or 0) + (prompt.label == "")
+    labels.check(sources, data)
+    found.unlabelled = labels.rows - labels.labelled
     return found
 
 

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from polyreme.config.data import Sources
 from polyreme.config.stage import ConversationData
+from polyreme.dataset.chat import Answer, PromptSource
 from polyreme.dataset.source import name_of
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompts import Example, check_ids
-from polyreme_trainer.data.template import PromptSource, Template
+from polyreme_trainer.data.template import Template
 from polyreme_trainer.data.token_store import TokenStore
 
 
@@ -109,7 +110,7 @@ def assemble(
     return StageRows(*store.close(), width, numbers, missing)
 
 
-def examples_of(template: Template, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Example]:
+def examples_of(template: Template, prompts: Sequence[PromptSource], responses: Sequence[Answer]) -> list[Example]:
     """Each prompt with its response as the template formats them. The response and its end token are trained on. Raises DataError."""
     examples = []
     for ids, start in template.encode_conversations(template.converse(prompts, responses)):

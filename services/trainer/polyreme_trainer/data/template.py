@@ -4,24 +4,22 @@ Invariant: the supervised stage and the orchestrator convert equal prompts to eq
 model files in the run's record. This module imports no torch.
 """
 
+import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jinja2
 import numpy as np
 import xxhash
 from tokenizers import Encoding
 from tokenizers.decoders import DecodeStream
 
 from polyreme.config.data import TextConfig
+from polyreme.dataset.chat import Answer, Chat, Message, PromptSource, for_template, render
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import ConfigError, DataError
 from polyreme_trainer.data.tokenizer_files import find_stop_ids, load_tokenizer, read_embeddings
 
-PromptSource = str | TokenIds | tuple[dict[str, Any], ...]
-"""A text, its tokens, or chat messages."""
 _SENTINEL = "a7"  # stands for the assistant's answer when a template is probed; any plain text would work
 
 
@@ -38,7 +36,7 @@ class Template:
 
     Args:
         files: the model directory's small files by name; `tokenizer.json` and `config.json` are required.
-        data: the run's `data` section, of which `template` and `system` are used.
+        data: the run's `data` section, of which `template`, `system` and `date` are used.
 
     Attributes:
         stop_ids: ids that end a response, ascending: the tokenizer's end token and those of generation_config.json.
@@ -46,7 +44,8 @@ class Template:
         unstopped: special tokens, as text, that the chat template writes after an answer but that do not stop a rollout.
         embeddings: the rows of the model's embedding (`vocab_size` in config.json). Every id must be smaller.
         tokens: the embedding rows that the tokenizer needs: its highest id plus 1.
-        digest: 16 hex digits over everything that determines a prompt's ids: tokenizer, template, mode and system message.
+        digest: 16 hex digits over everything that determines a prompt's ids: tokenizer, template, mode, system message, and the day if the
+            template shows it.
 
     Raises:
         ConfigError: there is no fast tokenizer, no end token, an end token without an embedding, no chat template, or a chat template
@@ -59,6 +58,7 @@ class Template:
         self.tokens = 1 + max(self._tokenizer.get_vocab().values())
         self._chat = data.template == "chat"
         self._system = data.system
+        self._day = data.date or datetime.date.today()
         self.stop_ids = find_stop_ids(self._tokenizer, files, self.embeddings)
         if self._chat:
             self._check_chat_template()
@@ -72,6 +72,7 @@ class Template:
         self._end = self.decode([[self.end_id]], special=True)[0]
         self._lead = np.empty(0, np.int32) if self._chat else self._find_lead()
         parts = [files["tokenizer.json"].decode(), data.template, data.system, self._tokenizer.chat_template]
+        parts += [self._day.isoformat()] if "strftime_now" in str(self._tokenizer.chat_template) else []
         self.digest = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
     def render(self, prompts: Sequence[PromptSource]) -> list[str]:
@@ -87,32 +88,29 @@ class Template:
                         "Use data.template: chat, or give the prompts as strings.",
                     )
             return [str(prompt) for prompt in prompts]
-        return self._apply([self._messages(prompt) for prompt in prompts], generation_prompt=True)
+        return self._apply([self._fitted(prompt) for prompt in prompts], generation_prompt=True)
 
-    def converse(self, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Conversation]:
-        """Each prompt with its response, as the chat template renders the whole conversation.
+    def converse(self, prompts: Sequence[PromptSource], answers: Sequence[Answer]) -> list[Conversation]:
+        """Each prompt with its answer, as the chat template renders the whole conversation.
 
-        Some templates render a past answer differently from a generated one (DeepSeek-R1's removes the thoughts). Then the response is
+        Some templates render a past answer differently from a generated one (DeepSeek-R1's removes the thoughts). Then a text is
         appended to the rendered prompt as it is, followed by the text that the template writes after an answer.
 
         Raises:
-            DataError: the template rejects a prompt, or a response contains the end token.
+            DataError: the template rejects a prompt or an answer, or an answer contains the end token.
         """
-        responses = [response.removesuffix(self._end) for response in responses]
-        if any(self._end in response for response in responses):
-            raise DataError(
-                f"a response without the end token {self._end} inside", "one with it", "Split the row, or remove the token."
-            )
+        told = [self._without_end(answer) for answer in answers]
         texts = self.render(prompts)
         if not self._chat:
-            return [Conversation(text + response, len(text)) for text, response in zip(texts, responses, strict=True)]
-        pairs = list(zip(map(self._messages, prompts), responses, strict=True))
-        answered = [[*messages, {"role": "assistant", "content": response}] for messages, response in pairs]
-        wholes = self._apply(answered, generation_prompt=False)
-        return [
-            Conversation(whole if whole.startswith(text) else text + response + self._turn_parts(messages, text)[1], len(text))
-            for (messages, response), text, whole in zip(pairs, texts, wholes, strict=True)
-        ]
+            return [Conversation(text + _text_of(answer), len(text)) for text, answer in zip(texts, told, strict=True)]
+        chats = [self._fitted(prompt) for prompt in prompts]
+        wholes = self._apply(list(map(_answered, chats, told)), generation_prompt=False)
+        found = []
+        for chat, answer, text, whole in zip(chats, told, texts, wholes, strict=True):
+            if not whole.startswith(text):
+                whole = text + _text_of(answer) + self._turn_parts(chat, text)[1]
+            found.append(Conversation(whole, len(text)))
+        return found
 
     def encode_conversations(self, conversations: Sequence[Conversation]) -> list[tuple[np.ndarray, int]]:
         """Each conversation as int32 ids [length], and the position of the response's first token.
@@ -134,7 +132,7 @@ class Template:
             examples.append((np.append(ids, np.int32(self.end_id)), start))
         return examples
 
-    def encode_turns(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_turns(self, conversations: Sequence[Chat]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each conversation as int32 ids [length], and a mask uint8 [length] that is 1 for tokens of the assistant's turns.
 
         A turn's tokens are those that follow the prompt before it, up to its end token. The ids end with the last turn's end token.
@@ -144,22 +142,21 @@ class Template:
         """
         if not self._chat:
             raise DataError("data.template: chat for rows of messages", "none", "Use the chat template, or columns with texts.")
-        messages = [self._with_system([dict(message) for message in each]) for each in conversations]
-        wholes = self._apply(messages, generation_prompt=False)
-        return [self._mark_turns(*each) for each in zip(messages, wholes, self._encodings(wholes), strict=True)]
+        chats = [self._fitted(each) for each in conversations]
+        wholes = self._apply(chats, generation_prompt=False)
+        return [self._mark_turns(*each) for each in zip(chats, wholes, self._encodings(wholes), strict=True)]
 
-    def encode_whole(self, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[np.ndarray]:
+    def encode_whole(self, prompts: Sequence[PromptSource], answers: Sequence[Answer]) -> list[np.ndarray]:
         """Each conversation as int32 ids [length] for a reward model: everything that the chat template writes, also after the end token.
 
         Under `template: none` it ends with the end token. Raises DataError as `converse`.
         """
         if not self._chat:
-            return [ids for ids, _ in self.encode_conversations(self.converse(prompts, responses))]
-        messages = [
-            [*self._messages(prompt), {"role": "assistant", "content": response.removesuffix(self._end)}]
-            for prompt, response in zip(prompts, responses, strict=True)
+            return [ids for ids, _ in self.encode_conversations(self.converse(prompts, answers))]
+        chats = [
+            _answered(self._fitted(prompt), self._without_end(answer)) for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        return self.encode(self._apply(messages, generation_prompt=False))
+        return self.encode(self._apply(chats, generation_prompt=False))
 
     def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids [length] of each rendered prompt.
@@ -209,29 +206,39 @@ class Template:
             )
         return self.decode([ids], special=True)[0]
 
-    def _messages(self, prompt: PromptSource) -> list[dict[str, Any]]:
+    def _without_end(self, answer: Answer) -> Answer:
+        """The answer without an end token at its end. Raises DataError when there is one elsewhere."""
+        text = (answer if isinstance(answer, str) else str(answer["content"])).removesuffix(self._end)
+        if self._end in text:
+            raise DataError(
+                f"a response without the end token {self._end} inside", "one with it", "Split the row, or remove the token."
+            )
+        return text if isinstance(answer, str) else {**answer, "content": text}
+
+    def _fitted(self, prompt: PromptSource) -> Chat:
+        """The prompt as a conversation with the run's system message, in the form of this template."""
         if isinstance(prompt, TokenIds):
             raise DataError("a text or messages for a conversation", "token ids", "Use data with texts.")
-        return self._with_system([{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt])
+        chat = Chat(({"role": "user", "content": prompt},)) if isinstance(prompt, str) else prompt
+        tools = None if chat.tools is None else list(chat.tools)
+        chat = for_template(chat, self._tokenizer.get_chat_template(tools=tools))
+        if self._system is not None and chat.messages[0]["role"] != "system":
+            return Chat(({"role": "system", "content": self._system}, *chat.messages), chat.tools)
+        return chat
 
-    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if self._system is not None and messages[0].get("role") != "system":
-            return [{"role": "system", "content": self._system}, *messages]
-        return messages
-
-    def _mark_turns(self, messages: list[dict[str, Any]], whole: str, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
+    def _mark_turns(self, chat: Chat, whole: str, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a conversation, written as `whole`, and its mask. See `encode_turns`."""
         ids = np.array(encoding.ids, dtype=np.int32)
         ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
         mask, stop = np.zeros(len(ids), dtype=np.uint8), len(ids)
-        turns = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+        turns = [place for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
         for place in turns:
-            before = self._apply([messages[:place]], generation_prompt=True)[0]
-            after = self._apply([messages[: place + 1]], generation_prompt=False)[0]
+            before = self._apply([Chat(chat.messages[:place], chat.tools)], generation_prompt=True)[0]
+            after = self._apply([Chat(chat.messages[: place + 1], chat.tools)], generation_prompt=False)[0]
             if not whole.startswith(before) or not whole.startswith(after):
                 raise DataError(
                     "a chat template that writes an answer in the same way whether it is the last one or not",
-                    f"another text in message {place + 1} of {len(messages)}",
+                    f"another text in message {place + 1} of {len(chat.messages)}",
                     "Make one row of each answer, with the prompt and response columns.",
                 )
             start = int(np.searchsorted(ends, len(before), side="right"))
@@ -244,17 +251,8 @@ class Template:
             return np.append(ids, np.int32(self.end_id)), np.append(mask, np.uint8(1))
         return ids, mask
 
-    def _apply(self, conversations: list[list[dict[str, Any]]], *, generation_prompt: bool) -> list[str]:
-        try:
-            return list(
-                self._tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=generation_prompt)
-            )
-        except jinja2.TemplateError as error:
-            raise DataError(
-                "messages that the chat template accepts",
-                f"{type(error).__name__}: {error}",
-                "Change the messages, or the model's chat template.",
-            ) from error
+    def _apply(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
+        return render(self._tokenizer, chats, opened=generation_prompt, day=self._day)
 
     def _check_chat_template(self) -> None:
         if not self._tokenizer.chat_template:
@@ -263,8 +261,14 @@ class Template:
                 "none",
                 "Add one, or set data.template: none for prompts that are complete texts.",
             )
-        question = self._messages("q")
-        opened, bare = (self._apply([question], generation_prompt=flag)[0] for flag in (True, False))
+        question = self._fitted("q")
+        try:
+            opened, bare = (self._apply([question], generation_prompt=flag)[0] for flag in (True, False))
+        except DataError as error:
+            asked = "a question" if self._system is None else "a question after data.system"
+            raise ConfigError(
+                f"a chat template that accepts {asked}", error.found, "Change the template, or remove data.system."
+            ) from error
         # Some templates (Mistral's) need no opening: the answer directly follows the user's turn.
         if opened == bare and (gap := self._turn_parts(question, opened)[0].strip()):
             raise ConfigError(
@@ -273,9 +277,9 @@ class Template:
                 "Add `{% if add_generation_prompt %}...{% endif %}` to the template.",
             )
 
-    def _turn_parts(self, question: list[dict[str, Any]], prompt: str) -> tuple[str, str]:
+    def _turn_parts(self, question: Chat, prompt: str) -> tuple[str, str]:
         """The text that the template writes before and after an assistant's answer, without the prompt's own text."""
-        answered = self._apply([[*question, {"role": "assistant", "content": _SENTINEL}]], generation_prompt=False)[0]
+        answered = self._apply([_answered(question, _SENTINEL)], generation_prompt=False)[0]
         before, _, after = answered.rpartition(_SENTINEL)
         return before.removeprefix(prompt), after
 
@@ -291,8 +295,23 @@ class Template:
         default = int(eos) if eos is not None else self.stop_ids[0]
         if not self._chat:
             return default, ()
-        written = [int(i) for i in self.encode([self._turn_parts(self._messages("q"), "")[1]])[0]]
+        written = [int(i) for i in self.encode([self._turn_parts(self._fitted("q"), "")[1]])[0]]
         if stops := [i for i in written if i in self.stop_ids]:
             return stops[0], ()
         special = self._tokenizer.added_tokens_decoder
         return default, tuple(special[i].content for i in written if i in special)
+
+
+def _answered(chat: Chat, answer: Answer) -> Chat:
+    message: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    return Chat((*chat.messages, message), chat.tools)
+
+
+def _text_of(answer: Answer) -> str:
+    """The text of an answer that is appended to a prompt. Raises DataError when it has more than a text."""
+    if isinstance(answer, str):
+        return answer
+    more = ", ".join(sorted(answer.keys() - {"role", "content"}))
+    raise DataError(
+        "a chat template that writes the whole answer after its prompt", f"an answer with {more}", "Write the answer as a text."
+    )

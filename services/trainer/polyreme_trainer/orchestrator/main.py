@@ -65,7 +65,11 @@ async def _orchestrate(run: Run) -> None:
     train = load_prompts(config.data.train, config.data, template)
     held_out = [(each, load_prompts(each.data, config.data, template)) for each in config.evaluation_sets]
     for name, data in (("training", train), *((f"held-out {each.name}".rstrip(), data) for each, data in held_out)):
-        omitted = ((data.filtered, "filtered as too long"), (data.duplicates, "as repeated"))
+        omitted = (
+            (data.filtered, "filtered as too long"),
+            (data.duplicates, "as repeated"),
+            (data.unlabelled, "without a reference answer"),
+        )
         await _notice(
             run, ", ".join([f"{len(data.prompts)} {name} prompts", *(f"{count} {why}" for count, why in omitted if count)])
         )

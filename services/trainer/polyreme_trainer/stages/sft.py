@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
-from polyreme_trainer.data.prompts import load_examples
 from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.data.supervised import load_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.data.token_store import TokenStore
 from polyreme_trainer.learner.engine import Saved, TrainEngine

@@ -213,3 +213,24 @@ def test_most_functions_read_no_tokens() -> None:
 def test_ids_whose_texts_are_missing_are_an_error_of_a_function_that_reads_texts() -> None:
     with pytest.raises(RewardError, match="2 token_texts"):
         adapt(per_token, {}).call(TOKENS._replace(token_texts=()))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward(response, label): return float(label is None)",
+        "def reward(item): return float(item.label is None)",
+        "def reward(solution_str, ground_truth): return float(ground_truth is None)",
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return float(ground_truth is None)",
+        "def scores(data_sources, solution_strs, ground_truths): return [float(ground_truths == [None])]",
+        "def reward_func(queries, prompts, labels): return [float(labels == [None])]",
+        "def reward(completions, answer): return [float(answer == [None])]",
+        "def reward(completions, **columns): return [float(columns['solution'] == [None])]",
+    ],
+)
+def test_a_missing_label_is_none_in_every_signature(source: str) -> None:
+    names: dict[str, Any] = {}
+    exec(source, names)
+    (function,) = (value for name, value in names.items() if name != "__builtins__")
+    adapted = adapt(function, {})
+    assert adapted.unwrap(adapted.call(Item("", "q", "r"))) == 1.0

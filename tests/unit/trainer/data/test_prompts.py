@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from polyreme.config.data import DataConfig
 from polyreme.errors import ConfigError, DataError
-from polyreme_trainer.data.prompts import Dataset, load_examples, load_prompts, read_rows
+from polyreme_trainer.data.prompts import Dataset, load_prompts, read_rows
+from polyreme_trainer.data.supervised import load_examples
 from polyreme_trainer.data.template import Template
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 

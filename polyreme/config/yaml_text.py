@@ -1,0 +1,69 @@
+"""Reads YAML in which each key of a mapping stands once.
+
+Invariant: no value of the text is dropped without an error. YAML's own readers keep the last of several equal keys, so a whole section may
+disappear. Merges (`<<`) are not repetitions: a mapping's own key replaces a merged one.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from polyreme.errors import ConfigError
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class RepeatedKeyError(ConfigError):
+    """A key stands twice in one mapping."""
+
+
+def load_yaml(text: str, source: str) -> Any:
+    """The plain values of a YAML document. `source` names it in errors.
+
+    Raises:
+        RepeatedKeyError: a mapping has a key twice.
+        yaml.YAMLError: the text is not one YAML document of plain values.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_keys(loader, node, source)
+        return loader.construct_document(node)
+    except (ValueError, OverflowError, RecursionError) as error:  # a day such as 2026-13-01, 5,000 digits, deep nesting
+        if isinstance(error, RepeatedKeyError):
+            raise
+        raise yaml.YAMLError("too deeply nested" if isinstance(error, RecursionError) else str(error)) from error
+    finally:
+        loader.dispose()
+
+
+def _check_keys(loader: yaml.SafeLoader, root: yaml.Node, source: str) -> None:
+    waiting, seen = [root], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            waiting += [value for _, value in node.value]
+            _check_mapping(loader, node, source)
+
+
+def _check_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, source: str) -> None:
+    lines: dict[Hashable, int] = {}
+    for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _MERGE:
+            continue
+        key, line = loader.construct_object(key_node), key_node.start_mark.line + 1
+        if key in lines:
+            raise RepeatedKeyError(
+                f"each key once in {source}",
+                f"{key_node.value} in line {lines[key]} and again in line {line}",
+                "Join the two, or remove one of them.",
+            )
+        lines[key] = line
