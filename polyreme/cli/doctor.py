@@ -32,7 +32,7 @@ from polyreme.errors import PolyremeError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.store import connect
 from polyreme.net.ports import check_free
-from polyreme.net.redis_url import redis_option
+from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process.machine import memory_limit
 from polyreme.weights.arena import SHARED_MEMORY
 
@@ -67,7 +67,7 @@ def examine(device: str | None, redis: str | None, ports: list[int], directory: 
     yield shared_memory_verdict(room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize)
     yield disk_verdict(str(directory.resolve()), shutil.disk_usage(directory).free)
     yield files_verdict(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield redis_verdict(redis or "started by `polyreme up`", redis_failure(redis))
+    yield redis_verdict(redis or "started by `polyreme up`", redis_failure(redis), exposure(redis) if redis else "")
     for number in ports:
         yield port_verdict(number, port_failure(number))
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):

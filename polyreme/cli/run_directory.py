@@ -28,7 +28,9 @@ from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.dataset.source import digest_of
 from polyreme.errors import ConfigError
+from polyreme.experience.embedded_redis import embedded_url
 from polyreme.experience.run import Run
+from polyreme.experience.seal import SEAL
 
 EMBEDDED = "embedded"
 NO_REDIS = ""
@@ -123,7 +125,8 @@ def checkpoints(run_dir: Path, prefix: str = RunConfig.checkpoint_prefix) -> lis
 async def open_run(
     redis: Redis, config: RunConfig, existing: RunFile | None, store: str, redis_url: str = "", origin: Origin | None = None
 ) -> Run:
-    """Creates the run's record in Redis, or reopens the existing one, and writes config.yaml and run.json.
+    """Creates the run's record in Redis, or reopens the existing one, and writes config.yaml and run.json. This process and those that it
+    starts keep to the record as it is now (`seal`).
 
     Args:
         redis: client of the run's Redis.
@@ -149,6 +152,7 @@ async def open_run(
             data = digest_of(config.data.train)
         run = await Run.resume(redis, existing.run_id, config, files)
         found = replace(existing, data=data, redis=store, redis_url=redis_url, replicas={})
+    os.environ[SEAL] = run.seal
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
     write_run_file(config.run_dir, found)
     await run.emit({"kind": "start", "start": run.start, "forked_from": asdict(origin) if origin else None})
@@ -234,6 +238,15 @@ def read_run_file(run_dir: Path) -> RunFile | None:
         return None
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"a valid run record in {path}", str(error), "Restore the file, or choose another name=...") from None
+
+
+def redis_of(run_dir: Path, found: RunFile) -> str:
+    """The URL of the run's Redis, perhaps with a password, for clients in this process.
+
+    Raises:
+        StoreError: the run's own Redis belongs to another user.
+    """
+    return embedded_url(run_dir / "redis", found.redis_url) if found.redis == EMBEDDED else found.redis
 
 
 def write_replicas(run_dir: Path, run_id: str, replicas: Mapping[str, str]) -> None:

@@ -22,7 +22,6 @@ from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, Store
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.run import Run, RunState
 from polyreme.net.ports import free_port
-from polyreme.net.redis_url import without_password
 from polyreme.process.lifecycle import OWNER_DIED
 from polyreme.process.supervisor import (
     FINAL_CODES,
@@ -53,7 +52,7 @@ class Session:
         self, config: RunConfig, run: Run, url: str, own_store: EmbeddedServer | None, log_dir: Path, console: Console
     ) -> None:
         self._config, self._run, self._own_store, self._log_dir, self._console = config, run, own_store, log_dir, console
-        self._url = without_password(url) or url
+        self._url = url
         self._progress = Progress(config.samples_per_iteration)
         self._stopped_by = 0
         self._end: tuple[RunState, str] | None = None  # final state and reason, when the trainer could not set it

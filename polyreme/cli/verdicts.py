@@ -95,8 +95,15 @@ def files_verdict(limit: int) -> Verdict:
     return Verdict("note", "open files", f"{limit:,} for each process", f"Raise it: ulimit -n {_FILES}.")
 
 
-def redis_verdict(where: str, failure: str | None) -> Verdict:
-    """Checks that Redis keeps every write. failure: why it does not, with advice; None when it does."""
+def redis_verdict(where: str, failure: str | None, exposure: str = "") -> Verdict:
+    """Checks that Redis keeps every write, and that it asks for a password.
+
+    Args:
+        failure: why it does not keep them, with advice; None when it does.
+        exposure: who can command it without a password; '' when nobody can.
+    """
+    if failure is None and exposure:
+        return Verdict("note", "redis", where, exposure)
     if failure is None:
         return Verdict("ok", "redis", f"{where}, every write is on disk before its answer")
     return Verdict("missing", "redis", where, failure)

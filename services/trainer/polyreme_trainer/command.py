@@ -20,7 +20,7 @@ from polyreme.config.load import load_config
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net.ports import check_free
-from polyreme.net.redis_url import redis_option
+from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import stop_event
@@ -101,7 +101,7 @@ async def _train(
     try:
         if run_id is None:
             run = await open_run(redis, config, chosen.existing, redis_url, redis_url, chosen.origin)
-            for line in summary_lines(config, chosen.notices):
+            for line in summary_lines(config, [*chosen.notices, *filter(None, [exposure(redis_url)])]):
                 logger.info(line)
         else:
             run = await Run.attach(redis, run_id, _ATTACH_SECONDS, start=start)

@@ -60,6 +60,7 @@ def test_memory_is_reported() -> None:
 def test_redis_and_ports_fail_with_their_reason() -> None:
     check(redis_verdict("redis://127.0.0.1:6379", None), "ok")
     check(redis_verdict("redis://127.0.0.1:6379", "Start one."), "missing")
+    check(redis_verdict("redis://127.0.0.1:6379", None, "It has no password."), "note")
     check(port_verdict(8080, None), "ok")
     check(port_verdict(8080, "Choose another port."), "missing")
 
