@@ -60,6 +60,11 @@ class Endpoint:
         return join(self._reached, port)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names or addresses by which others may call the server."""
+        return tuple({self.host, self._reached})
+
+    @property
     def _reached(self) -> str:
         return _host_of(self.advertise) if self.advertise else self.host
 

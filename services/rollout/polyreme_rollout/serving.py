@@ -97,7 +97,7 @@ async def serve(
                     lambda: engine.openai_app(spec.config.name, swapper.steady_salt),
                 )
                 http_port = await servers.enter_async_context(
-                    serve_http(endpoint.host, endpoint.http_port, app, security=spec.config.security)
+                    serve_http(endpoint.host, endpoint.http_port, app, security=spec.config.security, names=endpoint.names)
                 )
                 http_address = endpoint.http_address(http_port)
             lease = Lease(
