@@ -1,6 +1,6 @@
 """A Redis server that a run starts for itself.
 
-Invariant: it listens on 127.0.0.1 only, has the settings that `store` requires, and never outlives the process that started it. It obeys
+Invariant: it listens on loopback only, has the settings that `store` requires, and never outlives the process that started it. It obeys
 only those who know its password, which is random and stands in one file that only the run's user can read.
 """
 
@@ -23,7 +23,7 @@ from redis.retry import Retry as BlockingRetry
 
 from polyreme.errors import StoreError
 from polyreme.experience.store import LOADING_TIMEOUT, REQUIRED_SETTINGS
-from polyreme.net.ports import free_port, is_free
+from polyreme.net.ports import free_port, is_free, join, loopback
 from polyreme.net.redis_url import with_password
 from polyreme.process.lifecycle import die_with_parent
 
@@ -35,13 +35,13 @@ _PASSWORD_FILE = "password"
 class EmbeddedServer:
     """An embedded Redis: `redis-server` if it is installed, otherwise the bundled Valkey. `start` and `open` create one.
 
-    It listens on 127.0.0.1 only, keeps its append-only file in `data_dir` and leads its own process group. When this process dies,
+    It listens on loopback only, keeps its append-only file in `data_dir` and leads its own process group. When this process dies,
     it gets SIGTERM (on Linux) and exits after a last write; start it from the main thread for that reason.
     """
 
     def __init__(self, data_dir: Path, port: int) -> None:
         self._password = _make_private(data_dir)
-        self._data_dir, self._given_port = data_dir, port
+        self._data_dir, self._given_port, self._host = data_dir, port, loopback()
         self._launch()
 
     @property
@@ -51,7 +51,7 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """Its URL with its password, for clients in this process. Before it is passed on or shown, apply `without_password`."""
-        return with_password(f"redis://127.0.0.1:{self._port}/0", self._password)
+        return with_password(f"redis://{join(self._host, self._port)}/0", self._password)
 
     @property
     def alive(self) -> bool:
@@ -100,7 +100,7 @@ class EmbeddedServer:
 
     def _launch(self) -> None:
         self._port = self._given_port or free_port()
-        self._process = _spawn(self._data_dir, self._port, self._password)
+        self._process = _spawn(self._data_dir, self._host, self._port, self._password)
 
     def _await_ready(self, timeout: float) -> Iterator[float]:
         """Checks until the server answers. Yields the seconds to wait before each further check."""
@@ -121,7 +121,7 @@ class EmbeddedServer:
 
     def _answers(self) -> bool:
         with suppress(exceptions.RedisError), redis_py.Redis(
-            port=self._port, password=self._password, socket_timeout=0.2, retry=BlockingRetry(NoBackoff(), 0)
+            host=self._host, port=self._port, password=self._password, socket_timeout=0.2, retry=BlockingRetry(NoBackoff(), 0)
         ) as probe:  # fmt: skip
             info = probe.info()
             # The answer must come from this process, not from another one on the same port.
@@ -191,11 +191,11 @@ def _make_private(data_dir: Path) -> str:
     return _make_private(data_dir)
 
 
-def _spawn(data_dir: Path, port: int, password: str) -> "subprocess.Popen[bytes]":
+def _spawn(data_dir: Path, host: str, port: int, password: str) -> "subprocess.Popen[bytes]":
     parent = os.getpid()
     settings = {
         "port": str(port),
-        "bind": "127.0.0.1",
+        "bind": host,
         "dir": _quoted(str(data_dir.resolve())),
         **REQUIRED_SETTINGS,
         "save": '""',

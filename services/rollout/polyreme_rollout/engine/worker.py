@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from polyreme.api.v1 import weights_pb2
+from polyreme.net.torch_store import narrow_stores
 from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.discarded_draws import spare_generators
@@ -32,6 +34,8 @@ from polyreme_rollout.engine.learned_copies import CopyRecorder, LearnedCopies, 
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 logger = logging.getLogger(__name__)
+
+narrow_stores(import_module("torch.distributed.rendezvous"))  # vLLM imports this module in each worker before it makes a store
 
 TORCH_DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
