@@ -20,6 +20,7 @@ from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.net.endpoint import interface_of, own_address
 from polyreme.net.torch_store import narrow_stores
 from polyreme.process.lifecycle import exit_on_error
+from polyreme.process.machine import MemoryKills, killed_for_memory_since
 from polyreme.process.supervisor import FINAL_CODES
 from polyreme_trainer.learner.leader import AGENT_PID
 
@@ -57,6 +58,7 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write to the agent's outputs
     )
     narrow_stores(static_tcp_rendezvous)
+    kills = MemoryKills.now()
     try:
         elastic_launch(config, sys.executable)(*program)
     except (DistNetworkError, DistStoreError) as error:
@@ -69,7 +71,8 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
         rank, first = min(failed.failures.items(), key=lambda item: (item[1].exitcode not in FINAL_CODES, item[1].timestamp))
         if first.exitcode < 0:
             by = signal.Signals(-first.exitcode).name
-            raise PolyremeError(f"rank {rank} to keep running", f"{by}", "See its log.") from None
+            lack = killed_for_memory_since(kills)
+            raise PolyremeError(f"rank {rank} to keep running", f"{by}{f' ({lack})' if lack else ''}", "See its log.") from None
         sys.exit(first.exitcode)
 
 
