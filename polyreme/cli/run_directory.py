@@ -234,8 +234,10 @@ def read_run_file(run_dir: Path) -> RunFile | None:
         fields = json.loads(path.read_text())
         origin = fields.pop("forked_from", None)
         return RunFile(**fields, forked_from=Origin(**origin) if origin else None)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ConfigError(f"a readable run record in {path}", error.strerror or str(error), "Check its owner and mode.") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"a valid run record in {path}", str(error), "Restore the file, or choose another name=...") from None
 
@@ -303,6 +305,17 @@ def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
 def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a configuration by dotted key. Sections in a list have numbers: reward.rewards.0.weight. Another list is one value."""
     return _flat(dict(tree))
+
+
+def make_folder(path: Path, option: str) -> Path:
+    """Creates a folder that an option names, if it is missing, and returns it. Raises ConfigError when it cannot be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"a folder at {path}", error.strerror or str(error), f"Fix {option}.") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"a folder at {path} that this user can write to", "no permission", f"Fix {option}.")
+    return path
 
 
 def next_attempt(run_dir: Path) -> Path:

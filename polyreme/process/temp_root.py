@@ -13,6 +13,8 @@ from polyreme.errors import ConfigError
 
 ADDRESS_BYTES = 107
 """Linux has 108, with the final zero."""
+REPLICA_ROOM = len("polyreme-rollout-XXXXXXXX/") + 36
+"""For the sockets in a replica's own directory, whose names are UUIDs."""
 
 
 def temp_root(room: int, environ: Mapping[str, str] = os.environ) -> Path:

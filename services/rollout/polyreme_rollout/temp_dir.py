@@ -12,19 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from polyreme.process.temp_root import temp_root
+from polyreme.process.temp_root import REPLICA_ROOM, temp_root
 
 _PREFIX = "polyreme-rollout-"
-_RANDOM = 8
-"""Characters that `mkdtemp` adds to its prefix."""
-_SOCKET = 36
-"""Characters of vLLM's names of sockets, which are UUIDs."""
 
 
 @contextmanager
 def replica_temp_dir() -> Iterator[Path]:
     """A directory for the block. Removes the directories of killed replicas first."""
-    root = temp_root(len(_PREFIX) + _RANDOM + len("/") + _SOCKET)
+    root = temp_root(REPLICA_ROOM)
     _remove_abandoned(root)
     hidden = Path(tempfile.mkdtemp(prefix="." + _PREFIX, dir=root))
     lock = _lock(hidden)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.run_directory import next_attempt, open_run
+from polyreme.cli.run_directory import make_folder, next_attempt, open_run
 from polyreme.cli.start import Start, prepared
 from polyreme.cli.summary import summary_lines
 from polyreme.config.load import load_config
@@ -72,6 +72,8 @@ def train(
     for where, number in ((host, http_port), (_ANY, learner_port)):
         if number:
             check_free(where, number)
+    if log_dir is not None:
+        make_folder(log_dir, "--log-dir")
     opened = prepared(config, overrides or [], resume, fork, only="trainer")
     with opened if run is None else _joined(config, overrides or []) as chosen:
         if chosen.finished:
