@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +32,7 @@ from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.store import connect
 from polyreme.net.redis_url import exposure, redis_option, without_password
+from polyreme.process.machine import other_users
 from polyreme.weights.arena import SHARED_MEMORY, remove_stale
 
 
@@ -79,7 +80,7 @@ async def train(start: Start, redis_url: str | None, console: Console, announce:
     """
     config = start.config
     url = redis_url or (without_password(start.existing.redis) if start.existing and start.existing.redis != EMBEDDED else None)
-    notices = [*start.notices, *filter(None, [exposure(url) if url else ""])]
+    notices = [*start.notices, *filter(None, [exposure(url) if url else "", open_ports(config, other_users())])]
     console.print("\n".join(summary_lines(config, notices)), soft_wrap=True)
     async with _store(config, url, start.existing) as (redis, url, own):
         run = await open_run(redis, config, start.existing, EMBEDDED if own else url, url, start.origin)
@@ -99,6 +100,16 @@ async def train(start: Start, redis_url: str | None, console: Console, announce:
             return await session.run(_stop_signals())
         finally:
             await _sweep(run.run_id)
+
+
+def open_ports(config: RunConfig, others: Sequence[int]) -> str:
+    """A warning if other users of this machine can call the run's services; else ''. `others`: their ids."""
+    if not others or (config.security is not None and (config.security.token_env or config.security.mutual)):
+        return ""
+    return (
+        f"other users of this machine ({len(others)} now) can call the run's ports: they can read samples and weights, and replace "
+        "weights. Set security.token_env"
+    )
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+_FIRST_PERSON, _NOBODY = 1000, 60_000
 _CGROUPS = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 """The file with a control group's limit under cgroup v2 and v1."""
@@ -102,6 +103,15 @@ def _oom_kills(path: Path) -> int | None:
 def limit_of(total: int, cgroup_limits: list[str]) -> int:
     """The smallest of the machine's memory and the limits of its control group, where "max" means no limit."""
     return min([total, *(int(text) for text in cgroup_limits if text.isdigit())])
+
+
+def other_users() -> list[int]:
+    """The ids, sorted, of other people who run processes on this machine: users other than this process's, root and system accounts."""
+    found = set()
+    for process in psutil.process_iter(["uids"]):
+        if (ids := process.info["uids"]) is not None:
+            found.add(int(ids.real))
+    return sorted(uid for uid in found - {os.getuid()} if _FIRST_PERSON <= uid < _NOBODY)
 
 
 def device_count(kind: str, folder: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> int:
