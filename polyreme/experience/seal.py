@@ -1,6 +1,6 @@
 """The seal of a run: the digests of the configuration and of the model files that the process which opened the run wrote to Redis.
 
-Invariant: a process with the seal of a run uses no other configuration or file of it, whoever has changed Redis. The opener puts the seal
+Invariant: a process with the seal of a run uses no other configuration or file of it, even if Redis has been changed. The opener puts the seal
 into its environment, which its children inherit. A service on another machine has none: there Redis, behind its password, is trusted.
 """
 
