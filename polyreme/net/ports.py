@@ -24,8 +24,9 @@ def loopback() -> str:
     found = []
     for host in _LOOPBACK:
         try:
-            with _socket(host) as probe:
+            with _socket(host, socket.SOCK_DGRAM) as probe:  # it sends nothing
                 probe.bind((host, 0))
+                probe.connect(probe.getsockname())  # fails where the interface is down, although the address can be bound
             return host
         except OSError as error:
             found.append(f"{host}: {error.strerror or error}")
@@ -56,8 +57,8 @@ def free_port(host: str | None = None) -> int:
     )
 
 
-def _socket(host: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def _socket(host: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
 
 
 def check_free(host: str, port: int) -> None:
