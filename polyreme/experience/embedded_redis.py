@@ -82,8 +82,12 @@ class EmbeddedServer:
 
     @classmethod
     async def open(cls, data_dir: Path, port: int = 0) -> "EmbeddedServer":
-        """As `start`, but other tasks continue while it loads, and a cancellation ends it. A `port` in use is replaced by a free one."""
-        server = cls(data_dir, port if is_free(port) else 0)
+        """As `start`, but other tasks continue while it loads, and a cancellation ends it. A `port` in use is replaced by a free one, and the
+        password with it: clients of the previous start may have sent it to the process that now listens there."""
+        if port and not is_free(port):
+            (data_dir / _PASSWORD_FILE).unlink(missing_ok=True)
+            port = 0
+        server = cls(data_dir, port)
         await server._loaded()
         return server
 

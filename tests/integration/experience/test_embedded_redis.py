@@ -91,6 +91,17 @@ async def test_only_who_knows_its_password_commands_it_and_only_its_user_can_rea
         assert (data / "password").read_text() == secret, "replicas that know it find the Redis again"
 
 
+async def test_a_port_that_another_process_took_costs_the_password(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    """Replicas of the previous start may have sent it there."""
+    passwords = []
+    for port in (0, port_of(own_server.url)):
+        server = await EmbeddedServer.open(tmp_path, port)
+        passwords.append((tmp_path / "password").read_text())
+        assert port_of(server.url) != port_of(own_server.url)
+        server.stop()
+    assert passwords[0] != passwords[1]
+
+
 def test_every_server_has_its_own_password(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "password").touch()  # a full disk left it empty
