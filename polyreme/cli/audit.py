@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.run_directory import EMBEDDED, NO_REDIS, RunFile, owned, read_run_file, unused
+from polyreme.cli.run_directory import EMBEDDED, NO_REDIS, RunFile, owned, read_run_file, redis_of, unused
 from polyreme.errors import ConfigError
 from polyreme.experience.audit import audit_main
 from polyreme.experience.embedded_redis import EmbeddedServer
@@ -43,4 +43,4 @@ def _live(run_dir: Path, found: RunFile) -> str | None:
     if found.redis != EMBEDDED:
         return without_password(found.redis)
     with unused(run_dir) as free:
-        return None if free else found.redis_url
+        return None if free else redis_of(run_dir, found)

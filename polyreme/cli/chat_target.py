@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from polyreme.cli.run_status import directory_status
 from polyreme.config.load import load_config
 from polyreme.config.security import EndpointSecurity, SecurityConfig
 from polyreme.errors import ConfigError, UnavailableError
-from polyreme.net.ports import free_port
+from polyreme.net.ports import free_port, join, loopback
 from polyreme.process.lifecycle import OWNER_DIED, Child
 
 START_SECONDS = 600.0
@@ -90,7 +90,7 @@ def served(target: ChatTarget) -> Iterator[str]:
         yield target.url
         return
     port = free_port()
-    words = (sys.executable, "-m", "polyreme", "rollout", "--model", str(target.model_dir), "--host", "127.0.0.1")
+    words = (sys.executable, "-m", "polyreme", "rollout", "--model", str(target.model_dir), "--host", loopback())
     with tempfile.TemporaryDirectory() as folder:
         child = Child.spawn(
             "rollout", (*words, "--http-port", str(port)), None, Path(folder, "rollout.log"), death_signal=OWNER_DIED
@@ -98,7 +98,7 @@ def served(target: ChatTarget) -> Iterator[str]:
         try:
             scheme = "https" if target.security and target.security.certificate else "http"
             _wait_until_listening(child, port)
-            yield f"{scheme}://127.0.0.1:{port}/v1"
+            yield f"{scheme}://{join(loopback(), port)}/v1"
         finally:
             asyncio.run(child.stop(_GRACE_SECONDS))
 
@@ -106,9 +106,8 @@ def served(target: ChatTarget) -> Iterator[str]:
 def _wait_until_listening(child: Child, port: int) -> None:
     deadline = time.monotonic() + START_SECONDS
     while child.poll() is None and time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
+        with suppress(OSError), socket.create_connection((loopback(), port), 1.0):
+            return
         time.sleep(_POLL_SECONDS)
     found = "it ended" if child.poll() is not None else f"it did not listen within {START_SECONDS:g} s"
     raise UnavailableError(

@@ -9,6 +9,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -17,23 +18,28 @@ from typing import Annotated, Literal
 import typer
 
 from polyreme.cli.verdicts import (
+    TempFacts,
     Verdict,
+    clock_verdict,
     disk_verdict,
     exit_code,
     files_verdict,
+    loopback_verdict,
     memory_verdict,
     packages_verdict,
     port_verdict,
     python_verdict,
     redis_verdict,
     shared_memory_verdict,
+    temp_verdict,
 )
-from polyreme.errors import PolyremeError
+from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.store import connect
-from polyreme.net.ports import check_free
-from polyreme.net.redis_url import redis_option
+from polyreme.net.ports import check_free, loopback
+from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process.machine import memory_limit
+from polyreme.process.temp_root import REPLICA_ROOM, temp_root
 from polyreme.weights.arena import SHARED_MEMORY
 
 GROUP = "polyreme.doctor"
@@ -50,6 +56,9 @@ def doctor(
     directory: Annotated[Path, typer.Option(help="Where runs are written.")] = Path(),
 ) -> None:
     """Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk. Exits with 1 when a part is missing."""
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "nothing"
+        raise ConfigError(f"a directory of runs at {directory}", found, "Fix --directory.")
     verdicts = []
     for verdict in examine(device, redis, port or [], directory):
         print(verdict.line, flush=True)
@@ -66,8 +75,14 @@ def examine(device: str | None, redis: str | None, ports: list[int], directory: 
     room = os.statvfs(SHARED_MEMORY)
     yield shared_memory_verdict(room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize)
     yield disk_verdict(str(directory.resolve()), shutil.disk_usage(directory).free)
+    yield temp_verdict(temp_facts())
     yield files_verdict(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield redis_verdict(redis or "started by `polyreme up`", redis_failure(redis))
+    yield clock_verdict(time.time())
+    reached = loopback_or_failure()
+    yield loopback_verdict(*reached)
+    if reached[0] is None:
+        return  # no server could be reached
+    yield redis_verdict(redis or "started by `polyreme up`", redis_failure(redis), exposure(redis) if redis else "")
     for number in ports:
         yield port_verdict(number, port_failure(number))
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -80,6 +95,27 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def temp_facts() -> TempFacts:
+    """The facts about the directory of temporary files."""
+    wanted = os.environ.get("TMPDIR", "")
+    try:
+        root = temp_root(REPLICA_ROOM)
+    except PolyremeError:
+        return TempFacts(wanted, None)
+    room = os.statvfs(root)
+    return TempFacts(
+        wanted and os.path.abspath(wanted), str(root), room.f_bavail * room.f_frsize, bool(room.f_flag & os.ST_NOEXEC)
+    )
+
+
+def loopback_or_failure() -> tuple[str | None, str]:
+    """This machine's loopback address and '', or None and why there is none."""
+    try:
+        return loopback(), ""
+    except PolyremeError as error:
+        return None, error.found
 
 
 def redis_failure(url: str | None) -> str | None:

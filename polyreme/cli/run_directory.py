@@ -29,7 +29,9 @@ from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.dataset.source import digest_of
 from polyreme.errors import ConfigError
+from polyreme.experience.embedded_redis import embedded_url
 from polyreme.experience.run import Run
+from polyreme.experience.seal import SEAL
 
 EMBEDDED = "embedded"
 NO_REDIS = ""
@@ -125,7 +127,8 @@ def checkpoints(run_dir: Path, prefix: str = RunConfig.checkpoint_prefix) -> lis
 async def open_run(
     redis: Redis, config: RunConfig, existing: RunFile | None, store: str, redis_url: str = "", origin: Origin | None = None
 ) -> Run:
-    """Creates the run's record in Redis, or reopens the existing one, and writes config.yaml and run.json.
+    """Creates the run's record in Redis, or reopens the existing one, and writes config.yaml and run.json. This process and those that it
+    starts keep to the record as it is now (`seal`).
 
     Args:
         redis: client of the run's Redis.
@@ -151,6 +154,7 @@ async def open_run(
             data = digest_of(config.data.train)
         run = await Run.resume(redis, existing.run_id, config, files)
         found = replace(existing, data=data, redis=store, redis_url=redis_url, replicas={})
+    os.environ[SEAL] = run.seal
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
     write_run_file(config.run_dir, found)
     await run.emit({"kind": "start", "start": run.start, "forked_from": asdict(origin) if origin else None})
@@ -232,10 +236,21 @@ def read_run_file(run_dir: Path) -> RunFile | None:
         fields = json.loads(path.read_text())
         origin = fields.pop("forked_from", None)
         return RunFile(**fields, forked_from=Origin(**origin) if origin else None)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ConfigError(f"a readable run record in {path}", error.strerror or str(error), "Check its owner and mode.") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"a valid run record in {path}", str(error), "Restore the file, or choose another name=...") from None
+
+
+def redis_of(run_dir: Path, found: RunFile) -> str:
+    """The URL of the run's Redis, perhaps with a password, for clients in this process.
+
+    Raises:
+        StoreError: the run's own Redis belongs to another user.
+    """
+    return embedded_url(run_dir / "redis", found.redis_url) if found.redis == EMBEDDED else found.redis
 
 
 def write_replicas(run_dir: Path, run_id: str, replicas: Mapping[str, str]) -> None:
@@ -292,6 +307,17 @@ def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
 def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a configuration by dotted key. Sections in a list have numbers: reward.rewards.0.weight. Another list is one value."""
     return _flat(dict(tree))
+
+
+def make_folder(path: Path, option: str) -> Path:
+    """Creates a folder that an option names, if it is missing, and returns it. Raises ConfigError when it cannot be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"a folder at {path}", error.strerror or str(error), f"Fix {option}.") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"a folder at {path} that this user can write to", "no permission", f"Fix {option}.")
+    return path
 
 
 def next_attempt(run_dir: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from polyreme.cli.progress import Record, stream_time
-from polyreme.cli.run_directory import EMBEDDED, NO_REDIS, RunFile, read_run_file, read_settings
+from polyreme.cli.run_directory import NO_REDIS, RunFile, read_run_file, read_settings, redis_of
 from polyreme.cli.run_records import parsed
 from polyreme.cli.run_status import RunStatus, directory_status, redis_status
 from polyreme.errors import ConfigError
@@ -154,7 +154,7 @@ def in_redis(url: str, run_id: str | None, look: Callable[[Run], Coroutine[Any, 
 def _redis_of(run_dir: Path, found: RunFile | None) -> str:
     if found is None or found.redis == NO_REDIS:
         raise ConfigError(f"a run with a Redis at {run_dir}", "a stage, which has none", "Send SIGTERM to its process.")
-    return found.redis_url if found.redis == EMBEDDED else found.redis
+    return redis_of(run_dir, found)
 
 
 async def _run_id(run: Run) -> str:

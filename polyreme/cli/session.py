@@ -21,8 +21,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.run import Run, RunState
-from polyreme.net.ports import free_port
-from polyreme.net.redis_url import without_password
+from polyreme.net.ports import free_port, join, loopback
 from polyreme.process.lifecycle import OWNER_DIED
 from polyreme.process.supervisor import (
     FINAL_CODES,
@@ -53,7 +52,7 @@ class Session:
         self, config: RunConfig, run: Run, url: str, own_store: EmbeddedServer | None, log_dir: Path, console: Console
     ) -> None:
         self._config, self._run, self._own_store, self._log_dir, self._console = config, run, own_store, log_dir, console
-        self._url = without_password(url) or url
+        self._url = url
         self._progress = Progress(config.samples_per_iteration)
         self._stopped_by = 0
         self._end: tuple[RunState, str] | None = None  # final state and reason, when the trainer could not set it
@@ -65,13 +64,13 @@ class Session:
 
         services = [process("reward", "reward", *server)] if config.reward else []
         services += [
-            process(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
+            process(f"rollout-{place}", "rollout", *server, "--host", loopback()) for place in range(config.rollout.replicas)
         ]
         limit = config.trainer.max_restarts
         self._serving = Supervisor(services, limit, on_restart=run.report_restart)
         port = free_port()
-        self.page = f"{'https' if config.security and config.security.certificate else 'http'}://127.0.0.1:{port}{PATH}/"
-        ours = ("--log-dir", str(log_dir), "--start", str(run.start), "--http-port", str(port))
+        self.page = f"{'https' if config.security and config.security.certificate else 'http'}://{join(loopback(), port)}{PATH}/"
+        ours = ("--log-dir", str(log_dir), "--start", str(run.start), "--host", loopback(), "--http-port", str(port))
         self._trainer = process("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
         self._training = Supervisor([self._trainer], limit, on_restart=run.report_restart)
 

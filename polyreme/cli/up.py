@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,8 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.store import connect
-from polyreme.net.redis_url import redis_option, without_password
+from polyreme.net.redis_url import exposure, redis_option, without_password
+from polyreme.process.machine import other_users
 from polyreme.weights.arena import SHARED_MEMORY, remove_stale
 
 
@@ -78,15 +79,17 @@ async def train(start: Start, redis_url: str | None, console: Console, announce:
         PolyremeError: the run failed.
     """
     config = start.config
-    console.print("\n".join(summary_lines(config, start.notices)), soft_wrap=True)
-    async with _store(config, redis_url, start.existing) as (redis, url, own):
+    url = redis_url or (without_password(start.existing.redis) if start.existing and start.existing.redis != EMBEDDED else None)
+    notices = [*start.notices, *filter(None, [exposure(url) if url else "", open_ports(config, other_users())])]
+    console.print("\n".join(summary_lines(config, notices)), soft_wrap=True)
+    async with _store(config, url, start.existing) as (redis, url, own):
         run = await open_run(redis, config, start.existing, EMBEDDED if own else url, url, start.origin)
         if start.origin:
             console.print(f"forked from    {start.origin.run_id} at iteration {start.origin.iteration}", soft_wrap=True)
         log_dir = next_attempt(config.run_dir)
         console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
         session = Session(config, run, url, own, log_dir, console)
-        console.print(f"Redis          {without_password(url)}", soft_wrap=True)
+        console.print(f"Redis          {url}", soft_wrap=True)
         console.print(f"page           {session.page}", soft_wrap=True)
         if announce:
             pid = os.getpid()
@@ -99,6 +102,16 @@ async def train(start: Start, redis_url: str | None, console: Console, announce:
             await _sweep(run.run_id)
 
 
+def open_ports(config: RunConfig, others: Sequence[int]) -> str:
+    """A warning if other users of this machine can call the run's services; else ''. `others`: their ids."""
+    if not others or (config.security is not None and (config.security.token_env or config.security.mutual)):
+        return ""
+    return (
+        f"other users of this machine ({len(others)} now) can call the run's ports: they can read samples and weights, and replace "
+        "weights. Set security.token_env"
+    )
+
+
 @asynccontextmanager
 async def _store(
     config: RunConfig, url: str | None, existing: RunFile | None
@@ -107,8 +120,6 @@ async def _store(
 
     The run's own Redis keeps its previous port if that is free, so that manually started replicas find it again.
     """
-    if url is None and existing is not None and existing.redis != EMBEDDED:
-        url = without_password(existing.redis)
     if url is None and (nodes := config.trainer.parallel.nodes) > 1:
         raise ConfigError(
             f"a Redis that all machines of the learner can reach (trainer.parallel.nodes = {nodes})",
@@ -118,7 +129,7 @@ async def _store(
     port = urlsplit(existing.redis_url).port if existing and existing.redis == EMBEDDED else None
     server = await EmbeddedServer.open(config.run_dir / "redis", port or 0) if url is None else None
     try:
-        address = server.url if server else str(url)
+        address = str(without_password(server.url if server else url))  # the services find its password in their environment
         redis = await connect(address)
         try:
             yield redis, address, server

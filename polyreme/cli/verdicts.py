@@ -6,13 +6,16 @@ yields verdicts.
 Invariant: a verdict is a pure function of measured facts, so it is the same on every machine with these facts.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 GIB = 2**30
 _PYTHONS = ((3, 11), (3, 12))
-_SHARED_GIB, _DISK_GIB, _FILES = 1.0, 10.0, 4096
+_SHARED_GIB, _DISK_GIB, _TEMP_GIB, _FILES = 1.0, 10.0, 0.5, 4096
+_RELEASED = 1_760_000_000
+"""No clock that is set shows an earlier time, in Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,73 @@ def files_verdict(limit: int) -> Verdict:
     return Verdict("note", "open files", f"{limit:,} for each process", f"Raise it: ulimit -n {_FILES}.")
 
 
-def redis_verdict(where: str, failure: str | None) -> Verdict:
-    """Checks that Redis keeps every write. failure: why it does not, with advice; None when it does."""
+def loopback_verdict(address: str | None, failure: str = "") -> Verdict:
+    """Checks that processes of this machine can connect. address: of loopback; None when there is none, for the reason `failure`."""
+    if address is None:
+        return Verdict("missing", "loopback", failure, "Start it: `ip link set lo up`.")
+    if ":" in address:
+        return Verdict(
+            "note",
+            "loopback",
+            address,
+            "There is no 127.0.0.1: programs of others may need it (`ip addr add 127.0.0.1/8 dev lo`).",
+        )
+    return Verdict("ok", "loopback", address)
+
+
+@dataclass(frozen=True)
+class TempFacts:
+    """The directory of temporary files.
+
+    Attributes:
+        wanted: TMPDIR, or '' if it is not set.
+        root: the directory with room for the sockets of a replica; None: there is none.
+        free: bytes that are free in `root`.
+        noexec: whether no program in `root` may be executed.
+    """
+
+    wanted: str
+    root: str | None
+    free: int = 0
+    noexec: bool = False
+
+
+def temp_verdict(facts: TempFacts) -> Verdict:
+    """Checks the directory of temporary files."""
+    if facts.root is None:
+        return Verdict(
+            "missing", "TMPDIR", facts.wanted or "no writable directory", "Set TMPDIR to a writable directory, such as /tmp."
+        )
+    found = f"{facts.root}, {facts.free / GIB:,.1f} GiB free"
+    if facts.free < _TEMP_GIB * GIB:
+        return Verdict("note", "TMPDIR", found, "Free disk space there, or set TMPDIR to a directory on another disk.")
+    if facts.noexec:
+        return Verdict(
+            "note", "TMPDIR", f"{found}, mounted noexec", "Set TMPDIR to a directory where compiled kernels can be loaded."
+        )
+    if facts.wanted and facts.wanted != facts.root:
+        reason = f"{found}, in place of {facts.wanted}, which is too long for sockets, or not a writable directory"
+        return Verdict("note", "TMPDIR", reason, "Set TMPDIR to a shorter or writable one if these files must be there.")
+    return Verdict("ok", "TMPDIR", found)
+
+
+def clock_verdict(now: float) -> Verdict:
+    """Checks that the clock is set. now: Unix time in seconds."""
+    shown = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    if now >= _RELEASED:
+        return Verdict("ok", "clock", shown)
+    return Verdict("note", "clock", shown, "Set it: certificates are checked against it, and records are ordered by it.")
+
+
+def redis_verdict(where: str, failure: str | None, exposure: str = "") -> Verdict:
+    """Checks that Redis keeps every write, and that it asks for a password.
+
+    Args:
+        failure: why it does not keep them, with advice; None when it does.
+        exposure: who can command it without a password; '' when nobody can.
+    """
+    if failure is None and exposure:
+        return Verdict("note", "redis", where, exposure)
     if failure is None:
         return Verdict("ok", "redis", f"{where}, every write is on disk before its answer")
     return Verdict("missing", "redis", where, failure)

@@ -1,11 +1,13 @@
 """A Redis server that a run starts for itself.
 
-Invariant: it listens on 127.0.0.1 only, has the settings that `store` requires, and never outlives the process that started it.
+Invariant: it listens on loopback only, has the settings that `store` requires, and never outlives the process that started it. It obeys
+only those who know its password, which is random and stands in one file that only the run's user can read.
 """
 
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,24 +23,25 @@ from redis.retry import Retry as BlockingRetry
 
 from polyreme.errors import StoreError
 from polyreme.experience.store import LOADING_TIMEOUT, REQUIRED_SETTINGS
-from polyreme.net.ports import free_port, is_free
-from polyreme.net.redis_url import PASSWORD
+from polyreme.net.ports import free_port, is_free, join, loopback
+from polyreme.net.redis_url import with_password
 from polyreme.process.lifecycle import die_with_parent
 
 logger = logging.getLogger(__name__)
+
+_PASSWORD_FILE = "password"
 
 
 class EmbeddedServer:
     """An embedded Redis: `redis-server` if it is installed, otherwise the bundled Valkey. `start` and `open` create one.
 
-    It listens on 127.0.0.1 only, keeps its append-only file in `data_dir` and leads its own process group. When this process dies,
+    It listens on loopback only, keeps its append-only file in `data_dir` and leads its own process group. When this process dies,
     it gets SIGTERM (on Linux) and exits after a last write; start it from the main thread for that reason.
     """
 
     def __init__(self, data_dir: Path, port: int) -> None:
-        os.environ.pop(PASSWORD, None)  # belongs to another Redis; this one, which all children use, has none
-        data_dir.mkdir(parents=True, exist_ok=True)
-        self._data_dir, self._given_port = data_dir, port
+        self._password = _make_private(data_dir)
+        self._data_dir, self._given_port, self._host = data_dir, port, loopback()
         self._launch()
 
     @property
@@ -47,7 +50,8 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self._port}/0"
+        """Its URL with its password, for clients in this process. Before it is passed on or shown, apply `without_password`."""
+        return with_password(f"redis://{join(self._host, self._port)}/0", self._password)
 
     @property
     def alive(self) -> bool:
@@ -78,8 +82,12 @@ class EmbeddedServer:
 
     @classmethod
     async def open(cls, data_dir: Path, port: int = 0) -> "EmbeddedServer":
-        """As `start`, but other tasks continue while it loads, and a cancellation ends it. A `port` in use is replaced by a free one."""
-        server = cls(data_dir, port if is_free(port) else 0)
+        """As `start`, but other tasks continue while it loads, and a cancellation ends it. A `port` in use is replaced by a free one, and the
+        password with it: clients of the previous start may have sent it to the process that now listens there."""
+        if port and not is_free(port):
+            (data_dir / _PASSWORD_FILE).unlink(missing_ok=True)
+            port = 0
+        server = cls(data_dir, port)
         await server._loaded()
         return server
 
@@ -96,7 +104,7 @@ class EmbeddedServer:
 
     def _launch(self) -> None:
         self._port = self._given_port or free_port()
-        self._process = _spawn(self._data_dir, self._port)
+        self._process = _spawn(self._data_dir, self._host, self._port, self._password)
 
     def _await_ready(self, timeout: float) -> Iterator[float]:
         """Checks until the server answers. Yields the seconds to wait before each further check."""
@@ -117,7 +125,7 @@ class EmbeddedServer:
 
     def _answers(self) -> bool:
         with suppress(exceptions.RedisError), redis_py.Redis(
-            port=self._port, socket_timeout=0.2, retry=BlockingRetry(NoBackoff(), 0)
+            host=self._host, port=self._port, password=self._password, socket_timeout=0.2, retry=BlockingRetry(NoBackoff(), 0)
         ) as probe:  # fmt: skip
             info = probe.info()
             # The answer must come from this process, not from another one on the same port.
@@ -150,21 +158,72 @@ class EmbeddedServer:
         self.stop()
 
 
-def _spawn(data_dir: Path, port: int) -> "subprocess.Popen[bytes]":
+def embedded_url(data_dir: Path, url: str) -> str:
+    """The URL of the embedded Redis of `data_dir`, with its password if it has one, for clients in this process.
+
+    Raises:
+        StoreError: the password belongs to another user.
+    """
+    path = data_dir / _PASSWORD_FILE
+    try:
+        return with_password(url, path.read_text().strip())
+    except FileNotFoundError:
+        return url  # a run of an earlier release, whose Redis has none
+    except OSError as error:
+        raise StoreError(
+            f"the password of the run's Redis in {path}", error.strerror or str(error), "Ask as the user who started the run."
+        ) from None
+
+
+def _make_private(data_dir: Path) -> str:
+    """Makes the directory, which others cannot enter, and its file with a random password. Returns the password.
+
+    A later start keeps it, so that manually started replicas find the Redis again.
+    """
+    path = data_dir / _PASSWORD_FILE
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        data_dir.chmod(0o700)
+        with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        if password := path.read_text().strip():
+            path.chmod(0o600)
+            return password
+    except OSError as error:
+        raise StoreError(f"a directory {data_dir} that is yours", str(error), "Set output_dir to a directory of yours.") from None
+    path.unlink()  # a full disk, or a kill, left an empty file
+    return _make_private(data_dir)
+
+
+def _spawn(data_dir: Path, host: str, port: int, password: str) -> "subprocess.Popen[bytes]":
     parent = os.getpid()
+    settings = {
+        "port": str(port),
+        "bind": host,
+        "dir": _quoted(str(data_dir.resolve())),
+        **REQUIRED_SETTINGS,
+        "save": '""',
+        "daemonize": "no",
+        "requirepass": password,
+    }
     with open(data_dir / "redis.log", "ab") as output:
-        return subprocess.Popen(
-            [
-                *(redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(data_dir)),
-                *(word for name, value in REQUIRED_SETTINGS.items() for word in (f"--{name}", value)),
-                *("--save", "", "--daemonize", "no"),
-            ],
-            stdin=subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [redis_binary(), "-"],  # reads its settings from stdin: arguments are visible to every user
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as stdin:  # it exited; its log says why
+        stdin.write("".join(f"{name} {value}\n" for name, value in settings.items()).encode())
+    return process
+
+
+def _quoted(text: str) -> str:
+    """A value in the server's configuration file, in which quotes and backslashes are escaped."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def redis_binary() -> str:

@@ -22,6 +22,7 @@ from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StaleTermError, StoreError, UnavailableError
 from polyreme.experience.scripts import Scripts, key
+from polyreme.experience.seal import check_config, check_files, seal_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -52,12 +53,13 @@ class Run:
     """A run that exists in Redis. Obtain one with `create`, `resume` or `attach`.
 
     `start` is the number of the start (creation or resume) that this process belongs to. A process cannot set the state of a later start.
+    `seal` is that of `create` and `resume`, for the processes that the caller starts; see `seal`.
     """
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self.redis: Any = redis  # redis-py's types do not say whether replies are bytes or str
         self.run_id = run_id
-        self.start = 0
+        self.start, self.seal = 0, ""
         self._reports: set[asyncio.Task[None]] = set()  # asyncio alone keeps no task alive
         self._reporting = asyncio.Lock()
         self.scripts = Scripts(redis, run_id)
@@ -110,6 +112,7 @@ class Run:
         nonce, text = uuid.uuid4().hex, config.model_dump_json()
         self.start = int(await self.scripts.call(script, nonce, text, len(limits), *words, keys=keys))
         await self.redis.set(CURRENT, self.run_id)
+        self.seal = seal_of(self.run_id, text.encode(), model_files)
         return self
 
     @classmethod
@@ -160,16 +163,19 @@ class Run:
     # -- its configuration and model
 
     async def config(self) -> RunConfig:
-        """The resolved configuration. Raises ConfigError when another release has written it."""
-        text = await self.redis.get(self.key("config"))
+        """The resolved configuration. Raises ConfigError when another release has written it, and GateError when it breaks the seal."""
+        text = await self.redis.get(self.key("config")) or b"{}"
+        check_config(self.run_id, text)
         try:
-            return parse_config(json.loads(text or b"{}"), f"run {self.run_id}")
+            return parse_config(json.loads(text), f"run {self.run_id}")
         except ConfigError as error:  # it was valid for the release that wrote it
             raise ConfigError(error.expected, error.found, "Install the same Polyreme version everywhere.") from None
 
     async def model_files(self) -> dict[str, bytes]:
-        """Contents of all model files except the weights, by file name."""
-        return {name.decode(): data for name, data in (await self.redis.hgetall(self.key("files"))).items()}
+        """Contents of all model files except the weights, by file name. Raises GateError when they break the seal."""
+        files = {name.decode(): data for name, data in (await self.redis.hgetall(self.key("files"))).items()}
+        check_files(self.run_id, files)
+        return files
 
     async def model_fingerprint(self) -> str:
         """Identifies architecture and tokenizer: xxh3_64 (hexadecimal) of config.json and tokenizer.json."""

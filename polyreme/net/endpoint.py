@@ -4,17 +4,17 @@ Invariant: a wildcard or loopback address is never advertised to another machine
 """
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 from urllib.parse import urlsplit
 
+import psutil  # type: ignore[import-untyped]
 import typer
 
 from polyreme.errors import ConfigError
-from polyreme.net.ports import join
+from polyreme.net.ports import join, loopback
 
 _WILDCARDS = ("0.0.0.0", "::")
-_LOOPBACK = "127.0.0.1"
 
 Host = Annotated[
     str | None,
@@ -45,7 +45,7 @@ class Endpoint:
         advertise: host, or host:port of gRPC, at which others reach the server, if it differs from `host`.
     """
 
-    host: str = _LOOPBACK
+    host: str = field(default_factory=loopback)
     port: int = 0
     http_port: int | None = 0
     advertise: str | None = None
@@ -58,6 +58,11 @@ class Endpoint:
     def http_address(self, port: int) -> str:
         """host:port at which others reach HTTP, which is served at `port`."""
         return join(self._reached, port)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names or addresses by which others may call the server."""
+        return tuple({self.host, self._reached})
 
     @property
     def _reached(self) -> str:
@@ -93,7 +98,7 @@ def endpoint_of(host: str | None, port: int, http_port: int | None, advertise: s
     if advertise:
         _port_of(advertise)
     interface = address_towards(redis_url) if redis_url else None
-    host = host or interface or _LOOPBACK
+    host = host or interface or loopback()
     if host in _WILDCARDS:
         advertise = advertise or interface or socket.gethostname()
     return Endpoint(host, port, http_port, advertise)
@@ -102,7 +107,7 @@ def endpoint_of(host: str | None, port: int, http_port: int | None, advertise: s
 def address_towards(redis_url: str) -> str:
     """This machine's address towards Redis, which is 127.0.0.1 on Redis' own machine. Raises ConfigError when there is no route."""
     redis = urlsplit(redis_url)
-    host, port = redis.hostname or _LOOPBACK, redis.port or 6379
+    host, port = redis.hostname or loopback(), redis.port or 6379
     try:
         return own_address(host, port)
     except OSError as error:
@@ -116,6 +121,15 @@ def own_address(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # a datagram socket sends nothing here
         return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has one of this machine's addresses, such as "lo". Raises ValueError: none has it."""
+    plain = address.partition("%")[0]
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == plain for each in found):
+            return str(name)
+    raise ValueError(f"expected a network interface with the address {address}; found none")
 
 
 def is_loopback(address: str) -> bool:

@@ -1,14 +1,15 @@
 """HTTP servers: uvicorn inside the process's event loop, for every service.
 
 Invariant: the server installs no signal handler and ends with its block. With a token, only the probes, and the paths that the service
-declares open, are answered without it. A request body beyond BODY_LIMIT is refused and never kept.
+declares open, are answered without it. Without one, no other web page reaches the server through a browser (`http_hosts`). A request body
+beyond BODY_LIMIT is refused and never kept.
 """
 
 import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -17,6 +18,7 @@ import uvicorn
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.net import tls
+from polyreme.net.http_hosts import own_names, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,24 @@ class RequireBearer:
             return
         body = self._error_body(401, "expected `authorization: Bearer TOKEN` with this service's token")
         await _send_json(send, 401, body, (b"www-authenticate", b"Bearer"))
+
+
+class OwnHosts:
+    """Answers 421 to requests for a host of another name, and 403 to those of another web page; see `http_hosts`."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str], error_body: ErrorBody = detail_body) -> None:
+        self._app, self._names, self._error_body = app, names, error_body
+        self._warned = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (found := refusal(scope, self._names)) is None:
+            await self._app(scope, receive, send)
+            return
+        status, problem = found
+        if not self._warned:
+            self._warned = True  # once: the caller is told each time
+            logger.warning("a request to %s was refused: %s", scope["path"], problem)
+        await _send_json(send, status, self._error_body(status, problem), (b"connection", b"close"))
 
 
 class BodyLimit:
@@ -133,6 +153,7 @@ async def serve_http(
     security: SecurityConfig | None = None,
     is_open: Callable[[str], bool] = lambda path: False,
     error_body: ErrorBody = detail_body,
+    names: Iterable[str] = (),
 ) -> AsyncIterator[int]:
     """Serves `app` until the block ends. Yields the port.
 
@@ -142,7 +163,8 @@ async def serve_http(
         drain_timeout: seconds for running requests at the end.
         security: TLS and token; None: plain.
         is_open: whether a path, in addition to the probes, is served without the token.
-        error_body: returns the body of 401 and 413.
+        error_body: returns the body of 401, 403, 413 and 421.
+        names: host names by which clients reach the server, besides `host` and the machine's own.
 
     Raises:
         ConfigError: the port is taken, or the security settings cannot be used.
@@ -150,6 +172,9 @@ async def serve_http(
     app = BodyLimit(app, BODY_LIMIT, error_body)
     if security is not None and (token := tls.token(security)) is not None:
         app = RequireBearer(app, token, is_open, error_body)
+    else:
+        served = (security.server_name,) if security is not None and security.server_name else ()
+        app = OwnHosts(app, own_names((host, *names, *served)), error_body)
     context = tls.server_context(security) if security is not None else None
     bound = bind(host, port)
     bound.listen(1024)

@@ -1,16 +1,17 @@
-"""Ports, in addresses and for processes that bind them later.
+"""Ports and the loopback address, in addresses and for processes that bind them later.
 
 Invariant: free ports lie below the kernel's range for outgoing connections, so that no connection takes one before its process binds it;
 not even a client that retries on the port, which would otherwise connect to itself.
 """
 
+import errno
 import random
 import socket
-from contextlib import suppress
 
 from polyreme.errors import ConfigError
 
 _FIRST, _LAST, _TRIES = 20_000, 29_999, 200
+_LOOPBACK = ("127.0.0.1", "::1")
 
 
 def join(host: str, port: int) -> str:
@@ -18,17 +19,46 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine's address `host` on which no process listens. Raises ConfigError when it finds none."""
+def loopback() -> str:
+    """This machine's loopback address: 127.0.0.1, or ::1 where there is no IPv4. Raises ConfigError when it has none."""
+    found = []
+    for host in _LOOPBACK:
+        try:
+            with _socket(host, socket.SOCK_DGRAM) as probe:  # it sends nothing
+                probe.bind((host, 0))
+                probe.connect(probe.getsockname())  # fails where the interface is down, although the address can be bound
+            return host
+        except OSError as error:
+            found.append(f"{host}: {error.strerror or error}")
+    raise ConfigError(
+        f"a loopback interface with {' or '.join(_LOOPBACK)}, through which the processes of a run connect",
+        f"none ({'; '.join(found)})",
+        "Start it: `ip link set lo up`; in a sandbox or container, allow it.",
+    )
+
+
+def free_port(host: str | None = None) -> int:
+    """A port of this machine's address `host` (default: loopback) on which no process listens. Raises ConfigError when it finds none."""
     draw = random.SystemRandom()  # processes with the same seed must not draw the same ports
+    host = host or loopback()
     for _ in range(_TRIES):
         port = draw.randint(_FIRST, _LAST)
-        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, port))
+        try:
+            with _socket(host) as probe:
+                probe.bind((host, port))
             return port
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise ConfigError(
+                    f"an address {host} of this machine", error.strerror or str(error), "Check the network interfaces: `ip addr`."
+                ) from None
     raise ConfigError(
         f"a free port between {_FIRST} and {_LAST} on {host}", f"none in {_TRIES} tries", "Stop the processes that use them."
     )
+
+
+def _socket(host: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
 
 
 def check_free(host: str, port: int) -> None:
@@ -48,10 +78,10 @@ def check_free(host: str, port: int) -> None:
             ) from None
 
 
-def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether no process listens at the port now."""
+def is_free(port: int, host: str | None = None) -> bool:
+    """Whether no process listens at the port of `host` (default: loopback) now."""
     try:
-        check_free(host, port)
+        check_free(host or loopback(), port)
     except ConfigError:
         return False
     return True

@@ -5,11 +5,13 @@ Invariant: the returned URL has no password, and no message quotes the URL that 
 
 import os
 from typing import Any
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
 import typer
 
 from polyreme.errors import StoreError
+from polyreme.net.endpoint import is_loopback
+from polyreme.net.ports import join
 
 PASSWORD = "POLYREME_REDIS_PASSWORD"
 
@@ -30,14 +32,39 @@ def without_password(url: str | None) -> str | None:
     if url is None:
         return None
     parts = split(url)
-    given = unquote(parts.password) if parts.password else (parse_qs(parts.query).get("password") or [""])[0]
-    if not given:
+    if not (given := _password_of(parts)):
         return url
     os.environ[PASSWORD] = given
     login, _, address = parts.netloc.rpartition("@")
     user = login.partition(":")[0]
     query = "&".join(word for word in parts.query.split("&") if not word.startswith("password="))
     return f"{parts.scheme}://{user}{'@' * bool(user)}{address}{parts.path}{'?' * bool(query)}{query}"
+
+
+def exposure(url: str) -> str:
+    """Who can command the Redis at `url`, and what to do, if this process reaches it without a password; else ''."""
+    parts = split(url)
+    if (
+        _password_of(parts) or os.environ.get(PASSWORD) or parts.scheme != "redis"
+    ):  # rediss:// may ask for a certificate; a socket has the rights of its file
+        return ""
+    host = parts.hostname or "localhost"
+    who = "user of its machine" if host == "localhost" or is_loopback(host) else "machine that reaches it, and every user there,"
+    return (
+        f"the Redis at {join(host, parts.port or 6379)} has no password: every {who} can read the run's samples and change what it trains. "
+        f"Set `requirepass` there and {PASSWORD} here."
+    )
+
+
+def with_password(url: str, password: str) -> str:
+    """The URL with a password, for a client in this process. An empty password, or one in the URL, leaves it as it is."""
+    parts = split(url)
+    if not password or _password_of(parts):
+        return url
+    if parts.scheme == "unix":
+        return f"{url}{'&' if parts.query else '?'}password={quote(password, safe='')}"
+    user, _, address = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{address}").geturl()
 
 
 def split(url: str) -> SplitResult:
@@ -51,6 +78,10 @@ def split(url: str) -> SplitResult:
     if parts.scheme != "unix" and "@" in parts.path + parts.query + parts.fragment:
         raise _invalid_url("an @ after the address")
     return parts
+
+
+def _password_of(parts: SplitResult) -> str:
+    return unquote(parts.password) if parts.password else (parse_qs(parts.query).get("password") or [""])[0]
 
 
 def _invalid_url(found: str) -> StoreError:

@@ -5,23 +5,113 @@ Invariant: reading changes nothing.
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The files with the container's limit under cgroup v2 and v1."""
+_FIRST_PERSON, _NOBODY = 1000, 60_000
+_CGROUPS = Path("/sys/fs/cgroup")
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+"""The file with a control group's limit under cgroup v2 and v1."""
+_KILLS = ("memory.events", "memory.oom_control")
+"""The file with the number of killed processes under cgroup v2 and v1, in a line `oom_kill N`."""
+
+
+def control_groups(membership: str, root: Path = _CGROUPS) -> list[Path]:
+    """The folders of a process's control groups for memory that are visible here, innermost first.
+
+    Args:
+        membership: the content of /proc/PID/cgroup.
+    """
+    found = []
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base = root
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+        else:
+            continue
+        # In a container that sees the host's path, or one outside its own, its group is mounted at `base`.
+        inner = base if ".." in path.split("/") else base / path.lstrip("/")
+        found += [folder for folder in (inner, *inner.parents) if folder.is_relative_to(base) and folder.is_dir()]
+    return found
+
+
+def _own_groups() -> list[Path]:
+    with suppress(OSError):
+        return control_groups(Path("/proc/self/cgroup").read_text())
+    return []
 
 
 def memory_limit() -> int:
     """Bytes of memory that the processes of this machine or container may use together."""
-    texts = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
+    paths = [folder / name for folder in _own_groups() for name in _LIMITS]
+    texts = []
+    for path in paths:
+        with suppress(OSError):
+            texts.append(path.read_text().strip())
     return limit_of(psutil.virtual_memory().total, texts)
+
+
+@dataclass(frozen=True)
+class MemoryKills:
+    """The numbers of processes that the kernel has killed for memory so far: in this control group, and on the whole machine."""
+
+    group: int = 0
+    machine: int = 0
+
+    @classmethod
+    def now(cls) -> "MemoryKills":
+        files = (folder / name for folder in _own_groups() for name in _KILLS)
+        group = next((count for path in files if (count := _oom_kills(path)) is not None), 0)
+        return cls(group, _oom_kills(Path("/proc/vmstat")) or 0)
+
+    def since(self, before: "MemoryKills", limit: int, total: int) -> str:
+        """What the kernel has done since `before`; '' when it has killed none.
+
+        Args:
+            limit, total: bytes of memory of this container, and of the machine.
+        """
+        if self.group > before.group:
+            return f"the kernel killed {_processes(self.group - before.group)} for memory: the limit is {limit / 2**20:,.0f} MiB"
+        if self.machine > before.machine:
+            killed = _processes(self.machine - before.machine)
+            return f"the kernel killed {killed} of this machine for memory: it has {total / 2**20:,.0f} MiB"
+        return ""
+
+
+def killed_for_memory_since(before: MemoryKills) -> str:
+    """`MemoryKills.since` on this machine now."""
+    return MemoryKills.now().since(before, memory_limit(), psutil.virtual_memory().total)
+
+
+def _processes(count: int) -> str:
+    return "a process" if count == 1 else f"{count} processes"
+
+
+def _oom_kills(path: Path) -> int | None:
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
 
 
 def limit_of(total: int, cgroup_limits: list[str]) -> int:
     """The smallest of the machine's memory and the limits of its control group, where "max" means no limit."""
     return min([total, *(int(text) for text in cgroup_limits if text.isdigit())])
+
+
+def other_users() -> list[int]:
+    """The ids, sorted, of other people who run processes on this machine: users other than this process's, root and system accounts."""
+    found = set()
+    for process in psutil.process_iter(["uids"]):
+        if (ids := process.info["uids"]) is not None:
+            found.add(int(ids.real))
+    return sorted(uid for uid in found - {os.getuid()} if _FIRST_PERSON <= uid < _NOBODY)
 
 
 def device_count(kind: str, folder: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> int:

@@ -1,7 +1,8 @@
 """Starts, restarts and ends processes.
 
 Invariant: the processes of a set share their life: when one dies, all are ended and restarted. A child is not restarted if its exit
-code stands for a permanent error, and each set has a limited number of restarts. When supervision ends, all its processes have ended.
+code stands for a permanent error, or if the kernel has ended each of its last starts for memory, and each set has a limited number of
+restarts. When supervision ends, all its processes have ended.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from pathlib import Path
 from polyreme.errors import ConfigError, GateError, RunFailedError, StaleTermError, UnavailableError
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
+from polyreme.process.machine import MemoryKills, killed_for_memory_since
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,11 @@ _SET_END_TIMEOUT = 600.0
 """Seconds for the other processes of a set to end after the first one succeeded. One of them may still be saving."""
 WELL_SECONDS = 300.0
 """The restart counter resets after this much healthy uptime."""
-_ERROR_LINE = re.compile(r"error: |^[\w.]*(Error|Exception)\b")
+STARTS_WITHOUT_MEMORY = 3
+"""After so many starts in a row that the kernel ended for memory, another one would end in the same way."""
+_ERROR_LINE = re.compile(r"error: |^(\(\w+ pid=\d+\) )?(ERROR [^\]]*\] )?[\w.]*(Error|Exception)\b")
+_POINTS_ELSEWHERE = "root cause above"  # an error of vLLM that only says that there is another one
+_MORE_MEMORY = "Allow more memory, or need less: `polyreme config check --memory` prints what each part needs."
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class ProcessSpec:
 class ChildFailedError(RunFailedError):
     """A child failed for good."""
 
-    def __init__(self, child: Child, found: str) -> None:
-        super().__init__(f"{child.name} to keep running", found, f"See {child.log_path}.")
+    def __init__(self, child: Child, found: str, do: str = "") -> None:
+        super().__init__(f"{child.name} to keep running", found, f"{do}{' ' * bool(do)}See {child.log_path}.")
         self.child = child
 
 
@@ -59,10 +65,11 @@ class ProcessSet:
     def __init__(self, name: str, programs: Callable[[], Sequence[ProcessSpec]], log_dir: Path, serves: bool = False) -> None:
         self.name, self.programs, self._log_dir, self._serves = name, programs, log_dir, serves
         self._children: list[Child] = []
+        self._kills = MemoryKills()
 
     def start(self) -> None:
         """Starts every process. Raises RunFailedError when the system cannot start one; earlier ones keep running."""
-        self._children = []
+        self._children, self._kills = [], MemoryKills.now()
         for program in self.programs():
             log_path = self._log_dir / f"{program.name}.log"
             try:
@@ -90,6 +97,10 @@ class ProcessSet:
         finally:
             for task in waiting:
                 task.cancel()
+
+    def lacked_memory(self) -> str:
+        """What the kernel has killed for memory since the start, and the limit; '' for nothing."""
+        return killed_for_memory_since(self._kills)
 
     def signal(self, number: int) -> None:
         """Sends a signal to every process that still runs."""
@@ -155,28 +166,34 @@ class Supervisor:
         await asyncio.gather(*(processes.stop(grace) for processes in self._process_sets))
 
     async def _keep(self, processes: ProcessSet) -> None:
-        restart = 0
+        restart = without_memory = 0
         while True:
             processes.start()
             started = asyncio.get_running_loop().time()
             child = await processes.ended()
             if child is None or (self.draining and child.poll() == 0):
                 return
+            lack = processes.lacked_memory()
             processes.kill()
             await processes.reap()
             if asyncio.get_running_loop().time() - started > WELL_SECONDS:
-                restart = 0
-            self._judge(child, restart)
+                restart = without_memory = 0
+            without_memory = without_memory + 1 if lack else 0
+            if without_memory >= STARTS_WITHOUT_MEMORY:
+                raise ChildFailedError(
+                    child, f"{describe_end(child, lack)}, as at the {without_memory - 1} starts before", _MORE_MEMORY
+                )
+            self._judge(child, restart, lack)
             restart += 1
             pause = self._backoff.draw(restart)
-            logger.warning("%s; restart %d of %d in %.1f s", describe_end(child), restart, self._max_restarts, pause)
-            self._on_restart(processes.name, describe_end(child))
+            logger.warning("%s; restart %d of %d in %.1f s", describe_end(child, lack), restart, self._max_restarts, pause)
+            self._on_restart(processes.name, describe_end(child, lack))
             await asyncio.sleep(pause)
             if self.draining:
-                self._judge(child, restart - 1)  # raises, because a stop was requested meanwhile
+                self._judge(child, restart - 1, lack)  # raises, because a stop was requested meanwhile
 
-    def _judge(self, child: Child, restarts: int) -> None:
-        """Raises when the child must not be restarted."""
+    def _judge(self, child: Child, restarts: int, lack: str = "") -> None:
+        """Raises when the child must not be restarted. `lack`: as `ProcessSet.lacked_memory` returns it."""
         status = child.poll()
         message = last_error(child.log_tail(60))
         why = message or "its log is empty"
@@ -187,7 +204,7 @@ class Supervisor:
         if status in FINAL_CODES and message:
             raise ChildFailedError(child, message)
         spent = "" if status in FINAL_CODES or self.draining else f" after {restarts} restarts"
-        raise ChildFailedError(child, f"{describe_end(child)}{spent}: {why}")
+        raise ChildFailedError(child, f"{describe_end(child, lack)}{spent}: {why}", _MORE_MEMORY if lack else "")
 
 
 def restart_backoff(first: float = 1.0) -> Backoff:
@@ -195,18 +212,21 @@ def restart_backoff(first: float = 1.0) -> Backoff:
     return Backoff(first, longest=30.0)
 
 
-def describe_end(child: Child) -> str:
-    """How a child ended, for messages."""
+def describe_end(child: Child, lack: str = "") -> str:
+    """How a child ended, for messages. `lack`: what the kernel killed for memory meanwhile."""
     status = child.poll()
     if status is None:
-        return f"{child.name} did not end with the others"
-    if status < 0:
-        return f"{child.name} was ended by {signal.Signals(-status).name}"
-    return f"{child.name} ended with status {status}"
+        text = f"{child.name} did not end with the others"
+    elif status < 0:
+        text = f"{child.name} was ended by {signal.Signals(-status).name}"
+    else:
+        text = f"{child.name} ended with status {status}"
+    return f"{text} ({lack})" if lack else text
 
 
 def last_error(log: str) -> str:
     """The line of a log that most likely states why its process exited."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR_LINE.search(line)]
+    errors = [line for line in errors if _POINTS_ELSEWHERE not in line] or errors
     return (errors or lines or [""])[-1].partition("error: ")[2] or (errors or lines or [""])[-1]

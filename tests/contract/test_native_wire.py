@@ -88,6 +88,27 @@ async def test_a_body_beyond_the_limit_is_a_413_and_logged(caplog: pytest.LogCap
     assert len(logged) == 2 and all("/v1/score" in line and str(BODY_LIMIT) in line for line in logged)
 
 
+async def test_a_page_that_reaches_it_through_a_browser_gets_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"items": [{"response": "#3", "label": "3"}]}
+    async with serving(EXACT) as (_, client, _):
+        for headers, expected in (({"host": "evil.example"}, 421), ({"origin": "https://evil.example"}, 403), ({}, 200)):
+            assert (await client.post("/v1/score", json=body, headers=headers)).status_code == expected
+        for path in ("/ready", "/metrics", "/docs", "/openapi.json"):
+            answer = await client.get(path, headers={"host": "evil.example:80"})
+            assert (answer.status_code, "POLYREME_HOSTS" in answer.json()["detail"]) == (421, True)
+            assert (await client.get(path, headers={"host": "localhost:1"})).status_code == 200
+    assert sum("evil.example" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_a_service_has_the_names_that_it_was_started_for() -> None:
+    endpoint = Endpoint(advertise="scores.example:50051")
+    async with serve(reward_config(EXACT), endpoint) as addresses, httpx.AsyncClient(trust_env=False) as client:
+        port = addresses.http.rpartition(":")[2]
+        for host, expected in (("scores.example", 200), ("scores.example:8080", 200), ("10.9.8.7", 200), ("example", 421)):
+            answer = await client.get(f"http://127.0.0.1:{port}/health", headers={"host": host})
+            assert answer.status_code == expected
+
+
 async def test_what_json_cannot_hold_is_a_422() -> None:
     async with serving(EXACT) as (_, client, _):
         for body in (

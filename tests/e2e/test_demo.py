@@ -66,9 +66,30 @@ def assert_answers_as_the_replica_did(model_dir: Path, up: Up) -> None:
         assert tokenizer.decode(answer, skip_special_tokens=True) == example["response"]
 
 
+FOREIGN = {
+    **{"VLLM_PORT": "tcp://10.0.0.7:8000", "VLLM_HOST_IP": "192.0.2.7", "GLOO_SOCKET_IFNAME": "nothing0"},
+    **{"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.7", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+}
+"""What Kubernetes and a surrounding job may set."""
+
+
+def assert_on_loopback_alone(up: Up) -> None:
+    """No process of the run listens on another address."""
+    listening = {
+        (connection.laddr.ip.removeprefix("::ffff:"), " ".join(command_line(process)))
+        for process in psutil.Process(up.process.pid).children(recursive=True)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert len(listening) >= 5, "Redis, trainer, reward, replica and the learner's ranks"
+    assert {address for address, _ in listening} <= {"127.0.0.1", "::1"}, listening
+
+
 def test_ctrl_c_drains_and_saves_and_resume_continues(task: Path) -> None:
-    first = Up(task, "name=drains", "iterations=200")
+    (far := task.parent / "temporary files far below, beyond the room of a unix socket's address").mkdir()
+    first = Up(task, "name=drains", "iterations=200", TMPDIR=str(far), **FOREIGN)
     first.until(lambda: len(first.records("iteration")) >= 2)
+    assert_on_loopback_alone(first)
     first.signal(signal.SIGINT)
     assert first.wait() == 0, first.output
     assert not first.leftovers()

@@ -13,6 +13,7 @@ from polyreme.config.run import RunConfig
 from polyreme.experience.embedded_redis import EmbeddedServer
 from support.commands import polyreme, start
 from support.processes import command_line, runs
+from support.proxy import port_of
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
 from support.waiting import wait_until
@@ -21,13 +22,13 @@ SECRET = "open-sesame"
 
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A Redis that requires the password."""
+def guarded(tmp_path: Path) -> Iterator[str]:
+    """The URL, without its password, of a Redis that requires SECRET."""
     with EmbeddedServer.start(tmp_path / "store") as server:
         with Redis.from_url(server.url) as client:
             client.config_set("rdbcompression", "no")  # the dump must be readable
             client.config_set("requirepass", SECRET)
-        yield server
+        yield f"redis://127.0.0.1:{port_of(server.url)}/0"
 
 
 @pytest.fixture
@@ -39,9 +40,9 @@ def config(tmp_path: Path) -> RunConfig:
     return config_tree(tmp_path, ROWS)
 
 
-def test_it_is_in_no_record_no_argument_and_no_output(guarded: EmbeddedServer, config: RunConfig, tmp_path: Path) -> None:
+def test_it_is_in_no_record_no_argument_and_no_output(guarded: str, config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(config.to_yaml())
-    url = guarded.url.replace("//", f"//:{SECRET}@")
+    url = guarded.replace("//", f"//:{SECRET}@")
     up = start("up", str(tmp_path / "run.yaml"), "--redis", url, together=True)
     output = tmp_path / "up.log"
     output.symlink_to(up.out)
@@ -51,13 +52,13 @@ def test_it_is_in_no_record_no_argument_and_no_output(guarded: EmbeddedServer, c
     finally:
         up.process.kill()
     assert not psutil.wait_procs(children, timeout=300)[1]
-    assert guarded.url in words
+    assert guarded in words
     assert not [word for word in words if SECRET in word]
     record = read_run_file(config.run_dir)
-    assert record is not None and record.redis == guarded.url
+    assert record is not None and record.redis == guarded
     for path in (output, *config.run_dir.rglob("*")):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
-    with Redis.from_url(guarded.url, password=SECRET) as client:
+    with Redis.from_url(guarded, password=SECRET) as client:
         for key in client.scan_iter("*"):
             assert SECRET.encode() not in (client.dump(key) or b""), key
 
@@ -76,11 +77,11 @@ def started(up: psutil.Process, services: tuple[str, ...], output: Path) -> list
 
 
 def test_a_record_of_an_earlier_release_that_has_it_is_used_and_it_is_not_shown(
-    guarded: EmbeddedServer, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    guarded: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("POLYREME_REDIS_PASSWORD", raising=False)
     config.run_dir.mkdir(parents=True)
-    record = RunFile("gone", guarded.url.replace("//", f"//:{SECRET}@"))
+    record = RunFile("gone", guarded.replace("//", f"//:{SECRET}@"))
     (config.run_dir / "run.json").write_text(json.dumps(vars(record)))
     done = polyreme("audit", str(config.run_dir))
     assert "expected run gone in Redis; found none" in done.stderr

@@ -1,6 +1,7 @@
 """`polyreme reward` as a process: its lease, its end, its errors."""
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -13,8 +14,10 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
+from polyreme.errors import GateError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
+from polyreme.experience.seal import SEAL
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme_reward.server import serve
@@ -117,6 +120,21 @@ async def error_of(*arguments: str) -> tuple[int, str]:
         assert process.stdout is not None
         text = await asyncio.to_thread(process.stdout.read)
         return process.wait(), text
+
+
+async def test_a_configuration_that_others_wrote_into_redis_is_refused(
+    redis_url: str, redis: Redis, reward_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it names a Python file that would run with the rights of this user."""
+    monkeypatch.setenv(SEAL, reward_run.seal)
+    (theirs := tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nreward = len\n")
+    config = json.loads(await redis.get(reward_run.key("config")) or b"")
+    config["reward"]["rewards"] = [{"file": str(theirs)}]
+    await redis.set(reward_run.key("config"), json.dumps(config))
+    status, said = await error_of("--redis", redis_url, "--run", reward_run.run_id)
+    assert status == GateError.exit_code
+    assert "configuration of run" in said
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("option", ["--port", "--http-port"])

@@ -29,7 +29,7 @@ from polyreme.process.supervisor import last_error
 from support.faults import PHASES, Fault, script_digest
 from support.nursery import Born, Nursery
 from support.processes import runs
-from support.proxy import Proxy, bad_network, port_of
+from support.proxy import Proxy, at_port, bad_network, port_of
 
 STALL = 300.0
 """Seconds without a new sample after which the run counts as stuck."""
@@ -135,7 +135,7 @@ class Storm:
         await part.born.over.wait()
 
     async def _spawn(self, part: Part) -> Born:
-        url = f"redis://127.0.0.1:{part.proxy.port}/0"
+        url = at_port(self._server.url, part.proxy.port)
         environment = {"POLYREME_REDIS": url, "POLYREME_RUN": self.run.run_id}
         if part.forked:
             return await self.nursery.spawn(part.module, part.arguments, environment, part.log)

@@ -14,6 +14,12 @@ def port_of(url: str) -> int:
     return port
 
 
+def at_port(url: str, port: int) -> str:
+    """The URL of the same server, with the same login, at another port of 127.0.0.1."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=f"{parts.netloc.rpartition('@')[0]}@127.0.0.1:{port}").geturl()
+
+
 class Proxy:
     """A proxy in front of a server.
 

@@ -75,13 +75,13 @@ def make_task(folder: Path, lead: str = "") -> Path:
 class Up:
     """A running `polyreme up`, its output in a file."""
 
-    def __init__(self, config: Path, *arguments: str) -> None:
+    def __init__(self, config: Path, *arguments: str, **environment: str) -> None:
         self.run_dir = config.parent / "runs" / "run"
         for argument in arguments:
             if argument.startswith("name="):
                 self.run_dir = config.parent / "runs" / argument.removeprefix("name=")
         self._output = config.parent / f"up-{time.monotonic_ns()}.log"
-        env = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
+        env = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")} | environment
         with open(self._output, "wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "polyreme", "up", str(config), *arguments],

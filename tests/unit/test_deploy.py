@@ -213,6 +213,33 @@ def test_kubernetes_objects_fit_their_published_schemas() -> None:
     }
 
 
+def test_no_pod_gets_variables_of_other_services() -> None:
+    """Kubernetes would set VLLM_PORT=tcp://... beside a service called vllm, and our own names must not look like such variables."""
+    pods = [
+        document["spec"]["template"]["spec"]
+        for folder in ("base", "components/multi-node", "components/gateway")
+        for document in documents(KUBERNETES / folder)
+        if "template" in document.get("spec", {})
+    ]
+    assert len(pods) == 6
+    assert all(pod["enableServiceLinks"] is False for pod in pods)
+    sources = [path for folder in ("polyreme", "services") for path in (ROOT / folder).rglob("*.py")]
+    ours = {name for path in sources for name in re.findall(r"POLYREME_[A-Z_]+", path.read_text())}
+    assert "POLYREME_REDIS" in ours
+    assert not [name for name in ours if re.search(r"_(PORT|SERVICE_HOST|SERVICE_PORT)(_|$)", name)]
+
+
+def test_only_the_learner_s_pods_reach_its_store_and_its_collectives() -> None:
+    policy = next(each for each in documents(KUBERNETES / "components" / "multi-node") if each["kind"] == "NetworkPolicy")["spec"]
+    assert policy["podSelector"] == {"matchLabels": {"polyreme/learner": "true"}}
+    learner, *others = policy["ingress"]
+    assert learner == {"from": [{"podSelector": policy["podSelector"]}]}
+    for rule in others:
+        assert not [each for each in rule["ports"] if each["port"] <= 29500 <= each.get("endPort", each["port"])]
+    patch = (KUBERNETES / "components" / "multi-node" / "kustomization.yaml").read_text()
+    assert "kind: NetworkPolicy, name: polyreme" in patch and "DoesNotExist" in patch
+
+
 def test_the_gateway_is_an_option_of_both() -> None:
     assert (
         SERVICES["gateway"]["profiles"] == ["gateway"]

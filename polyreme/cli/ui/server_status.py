@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from polyreme.cli.reader import RunReader
-from polyreme.cli.run_directory import read_config, read_run_file
+from polyreme.cli.run_directory import read_config, read_run_file, redis_of
 from polyreme.config.security import EndpointSecurity, SecurityConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.leases import Kind, Lease, Registry
@@ -79,7 +79,7 @@ class ServerStatus:
             yield self._store
             return
         run_file = read_run_file(reader.run_dir)
-        url = self._store or (run_file.redis_url if run_file else "")
+        url = self._store or (redis_of(reader.run_dir, run_file) if run_file and run_file.redis_url else "")
         if not url:
             raise ConfigError(f"a Redis of run {reader.run_id}", "none", "Pass --redis.")
         redis = await connect(url, _TIMEOUT)

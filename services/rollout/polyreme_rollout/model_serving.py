@@ -34,7 +34,7 @@ async def serve_v1(engine: InferenceEngine, config: RunConfig, endpoint: Endpoin
     app = make_app(
         lambda: not engine.dead, lambda: not engine.dead, version, metrics, lambda: engine.openai_app(config.name, salt)
     )
-    async with serve_http(endpoint.host, endpoint.http_port or 0, app, security=config.security) as port:
+    async with serve_http(endpoint.host, endpoint.http_port or 0, app, security=config.security, names=endpoint.names) as port:
         logger.info("%s: HTTP at %s, %s", config.model.path, endpoint.http_address(port), engine.name)
         while not stop.is_set():
             if engine.dead:

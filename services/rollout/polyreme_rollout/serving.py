@@ -23,6 +23,7 @@ from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme.process.lifecycle import StopEvent, until_set
+from polyreme.process.machine import MemoryKills, killed_for_memory_since
 from polyreme_rollout.device_start import Held
 from polyreme_rollout.device_turns import ReplicaTurns
 from polyreme_rollout.engine.protocol import InferenceEngine
@@ -97,7 +98,7 @@ async def serve(
                     lambda: engine.openai_app(spec.config.name, swapper.steady_salt),
                 )
                 http_port = await servers.enter_async_context(
-                    serve_http(endpoint.host, endpoint.http_port, app, security=spec.config.security)
+                    serve_http(endpoint.host, endpoint.http_port, app, security=spec.config.security, names=endpoint.names)
                 )
                 http_address = endpoint.http_address(http_port)
             lease = Lease(
@@ -152,11 +153,12 @@ async def _acquire(device: DeviceLease, stop: asyncio.Event) -> bool:
 
 async def _wait_for_stop(stop: asyncio.Event, engine: InferenceEngine, turns: "asyncio.Task[None] | None") -> None:
     """Also returns when `turns` ends. Raises PolyremeError with a restartable exit code when the engine has died."""
-    stopping = asyncio.create_task(stop.wait())
+    stopping, kills = asyncio.create_task(stop.wait()), MemoryKills.now()
     try:
         while not stop.is_set():
             if engine.dead:
-                raise PolyremeError("the engine to run", "its processes have exited", "See the log above; restart the replica.")
+                found = f"its processes have exited{f': {lack}' if (lack := killed_for_memory_since(kills)) else ''}"
+                raise PolyremeError("the engine to run", found, "See the log above; restart the replica.")
             if turns is not None and turns.done():
                 return turns.result()  # raises its error
             waited = {stopping, *([turns] if turns else [])}

@@ -13,14 +13,14 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.run_directory import next_attempt, open_run
+from polyreme.cli.run_directory import make_folder, next_attempt, open_run
 from polyreme.cli.start import Start, prepared
 from polyreme.cli.summary import summary_lines
 from polyreme.config.load import load_config
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net.ports import check_free
-from polyreme.net.redis_url import redis_option
+from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import stop_event
@@ -72,6 +72,8 @@ def train(
     for where, number in ((host, http_port), (_ANY, learner_port)):
         if number:
             check_free(where, number)
+    if log_dir is not None:
+        make_folder(log_dir, "--log-dir")
     opened = prepared(config, overrides or [], resume, fork, only="trainer")
     with opened if run is None else _joined(config, overrides or []) as chosen:
         if chosen.finished:
@@ -101,7 +103,7 @@ async def _train(
     try:
         if run_id is None:
             run = await open_run(redis, config, chosen.existing, redis_url, redis_url, chosen.origin)
-            for line in summary_lines(config, chosen.notices):
+            for line in summary_lines(config, [*chosen.notices, *filter(None, [exposure(redis_url)])]):
                 logger.info(line)
         else:
             run = await Run.attach(redis, run_id, _ATTACH_SECONDS, start=start)

@@ -14,7 +14,7 @@ from typing import Any
 
 from polyreme.cli.doctor import installed_version
 from polyreme.cli.verdicts import Verdict, packages_verdict
-from polyreme.net.ports import free_port
+from polyreme_trainer.launch.ranks import local_rendezvous
 from polyreme_trainer.megatron.mindspeed import Choice, choice
 
 SECONDS = 120.0
@@ -120,7 +120,7 @@ def collective_verdict(kind: str, ranks: int, failure: str | None) -> Verdict:
 
 def _children(arguments: Sequence[str], ranks: int = 1) -> tuple[list[dict[str, Any]], str | None]:
     """Runs `ranks` processes of the self-test. Returns their answers, and the reason why one failed (None when none failed)."""
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    shared = {**os.environ, **local_rendezvous(), "WORLD_SIZE": str(ranks)}
     children = [
         subprocess.Popen(
             [sys.executable, "-m", _MODULE, *arguments],

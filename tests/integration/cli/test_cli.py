@@ -91,6 +91,11 @@ def test_an_invalid_override_is_an_error(config_file: Path) -> None:
 def test_a_missing_file_is_an_error(config_file: Path, tmp_path: Path) -> None:
     fails(polyreme("up", str(tmp_path / "nothing.yaml")), 2, "nothing.yaml")
     fails(polyreme("up", str(config_file), "model.path=nowhere"), 2, "model.path", "nowhere")
+    beyond = str(tmp_path / "nothing.yaml" / "logs")
+    (tmp_path / "nothing.yaml").touch()
+    fails(polyreme("train", str(config_file), "--log-dir", beyond), 2, "--log-dir", beyond)
+    fails(polyreme("doctor", "--directory", beyond), 2, "--directory", beyond)
+    fails(polyreme("audit", str(tmp_path / "nothing.yaml")), 2, "run.json")
 
 
 def test_samples_longer_than_the_context_are_an_error(config_file: Path, tmp_path: Path) -> None:

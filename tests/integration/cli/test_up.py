@@ -4,15 +4,19 @@ has imported it."""
 import json
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from polyreme.cli.run_directory import read_run_file
 from polyreme.cli.run_records import read_summary
+from polyreme.experience.seal import SEAL
+from polyreme.net.redis_url import PASSWORD
 from support.commands import Fork, fork, piped, polyreme
 from support.processes import runs
 from support.waiting import wait_until
@@ -26,7 +30,7 @@ open(folder / role, "a").write(str(os.getpid()) + "\\n")
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 
 def state(name):
-    with redis.Redis.from_url(option["--redis"]) as client:
+    with redis.Redis.from_url(option["--redis"], password=os.environ["POLYREME_REDIS_PASSWORD"]) as client:
         client.hset("polyreme:{{" + option["--run"] + "}}:meta", "state", name)
 
 if role == "train":
@@ -192,6 +196,28 @@ def test_a_running_run_can_be_audited_by_its_directory(config_file: Path, run_di
         assert found is not None and found.run_id in result.stdout
         (config_file.parent / "trained").touch()
         assert process.wait(300) == 0
+
+
+def test_only_its_user_can_read_what_commands_a_run(config_file: Path, run_dir: Path) -> None:
+    """The password of its Redis: others find it in no argument and in no file that they may read."""
+    with up(config_file) as process:
+        until(process, "running")
+        secret = (run_dir / "redis" / "password").read_text()
+        children = psutil.Process(process.pid).children(recursive=True)
+        arguments = [word for child in children for word in child.cmdline()]
+        environments = [child.environ() for child in children if "train" in child.cmdline()]
+        (config_file.parent / "trained").touch()
+        assert process.stdout is not None
+        said = process.stdout.read()
+        assert process.wait(300) == 0
+    found = read_run_file(run_dir)
+    assert found is not None and found.redis_url in arguments
+    assert secret not in said and not [word for word in arguments if secret in word]
+    assert [(each[PASSWORD], each[SEAL].split()[0]) for each in environments] == [(secret, found.run_id)]
+    assert stat.S_IMODE((run_dir / "redis").stat().st_mode) == 0o700
+    for path in run_dir.rglob("*"):
+        inside = (run_dir / "redis") in path.parents
+        assert inside or not path.is_file() or secret.encode() not in path.read_bytes(), path
 
 
 def test_the_end_is_recorded_when_the_trainer_cannot_record_it(config_file: Path, run_dir: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from polyreme.errors import StoreError
-from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.experience.embedded_redis import EmbeddedServer, embedded_url
 from polyreme.experience.store import connect
 from support.proxy import port_of
 
@@ -70,6 +71,43 @@ async def test_a_restart_that_is_cancelled_leaves_no_server(tmp_path: Path, monk
         with pytest.raises(asyncio.CancelledError):
             await restarting
         assert not server.alive
+
+
+async def test_only_who_knows_its_password_commands_it_and_only_its_user_can_read_that(tmp_path: Path) -> None:
+    (data := tmp_path / 'a "quoted" \\ name').mkdir(mode=0o755)
+    with EmbeddedServer.start(data) as server:
+        bare = f"redis://127.0.0.1:{port_of(server.url)}/0"
+        with pytest.raises(StoreError, match="to accept the login"):
+            await connect(bare)
+        async with await connect(embedded_url(data, bare)) as client:
+            assert await client.ping()
+        secret = (data / "password").read_text()
+        assert len(secret) >= 32
+        assert secret not in " ".join(psutil.Process(server.pid).cmdline())
+    assert stat.S_IMODE(data.stat().st_mode) == 0o700
+    assert stat.S_IMODE((data / "password").stat().st_mode) == 0o600
+    assert [path for path in data.iterdir() if path.is_dir()], "the append-only files are there"
+    with EmbeddedServer.start(data):
+        assert (data / "password").read_text() == secret, "replicas that know it find the Redis again"
+
+
+async def test_a_port_that_another_process_took_costs_the_password(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    """Replicas of the previous start may have sent it there."""
+    passwords = []
+    for port in (0, port_of(own_server.url)):
+        server = await EmbeddedServer.open(tmp_path, port)
+        passwords.append((tmp_path / "password").read_text())
+        assert port_of(server.url) != port_of(own_server.url)
+        server.stop()
+    assert passwords[0] != passwords[1]
+
+
+def test_every_server_has_its_own_password(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "password").touch()  # a full disk left it empty
+    for name in ("one", "two"):
+        EmbeddedServer.start(tmp_path / name).stop()
+    assert (tmp_path / "one" / "password").read_text() != (tmp_path / "two" / "password").read_text()
 
 
 def test_the_last_words_of_a_server(tmp_path: Path) -> None:

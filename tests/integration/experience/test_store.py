@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from redis.asyncio.connection import AbstractConnection
@@ -17,7 +18,7 @@ from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from support.configs import run_config
-from support.proxy import bad_network, port_of
+from support.proxy import at_port, bad_network, port_of
 
 
 def free_port() -> int:
@@ -63,6 +64,12 @@ async def test_another_server_at_the_address() -> None:
         await server.wait_closed()
 
 
+def as_user(url: str, login: str) -> str:
+    """The URL with another `user:password`, or without any."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=f"{login}{'@' * bool(login)}{parts.hostname}:{parts.port}").geturl()
+
+
 async def test_settings_that_could_lose_experience(own_server: EmbeddedServer) -> None:
     client = await connect(own_server.url)
     await client.config_set("appendfsync", "everysec")
@@ -80,7 +87,7 @@ async def test_a_password_that_is_wrong_or_missing(own_server: EmbeddedServer) -
     client = await connect(own_server.url)
     await client.config_set("requirepass", "open sesame")
     await client.aclose()
-    for url in (own_server.url, own_server.url.replace("//", "//:wrong@")):
+    for url in (own_server.url, as_user(own_server.url, ":wrong"), as_user(own_server.url, "")):
         with pytest.raises(StoreError, match="Set POLYREME_REDIS_PASSWORD"):
             await connect(url)
 
@@ -90,7 +97,7 @@ async def test_a_user_without_permissions(own_server: EmbeddedServer) -> None:
     await client.execute_command("ACL", "SETUSER", "guest", "on", ">pw", "~*", "+@all", "-config")
     await client.aclose()
     with pytest.raises(StoreError, match="CONFIG GET"):
-        await connect(own_server.url.replace("//", "//guest:pw@"))
+        await connect(as_user(own_server.url, "guest:pw"))
 
 
 async def test_a_client_rides_over_a_restart(tmp_path: Path) -> None:
@@ -184,7 +191,7 @@ async def test_the_groups_without_a_plan_are_read_over_a_restart(tmp_path: Path)
 
 async def test_an_append_whose_answer_was_lost_is_one_append(redis_url: str, tmp_path: Path) -> None:
     async with bad_network("127.0.0.1", port_of(redis_url)) as proxy:
-        client = await connect(f"redis://127.0.0.1:{proxy.port}/0")
+        client = await connect(at_port(redis_url, proxy.port))
         run = await Run.create(client, f"lossy-{os.urandom(4).hex()}", run_config(tmp_path), {})
         orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
         await orchestrator.take(Writer.ORCHESTRATOR)
@@ -266,13 +273,14 @@ async def test_the_password_comes_from_the_environment_unless_the_url_has_one(
 ) -> None:
     async with await connect(own_server.url) as client:
         await client.config_set("requirepass", "right")
+    url = as_user(own_server.url, "")
     with pytest.raises(StoreError, match="POLYREME_REDIS_PASSWORD"):
-        await connect(own_server.url)
+        await connect(url)
     monkeypatch.setenv("POLYREME_REDIS_PASSWORD", "right")
-    async with await connect(own_server.url) as client:
+    async with await connect(url) as client:
         assert await client.ping()
     with pytest.raises(StoreError, match="to accept the login"):
-        await connect(own_server.url.replace("redis://", "redis://:wrong@"))
+        await connect(as_user(url, ":wrong"))
     with EmbeddedServer.start(tmp_path / "without") as server:
         async with await connect(server.url) as client:
             assert await client.ping()

@@ -3,13 +3,16 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from polyreme.errors import GateError, RunFailedError, StaleTermError
+from polyreme.process.machine import _own_groups
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpec, Supervisor, last_error
 from support.processes import command_line, runs
 from support.waiting import until, wait_until
@@ -60,6 +63,59 @@ async def test_restarts_before_a_long_good_time_are_forgotten(tmp_path: Path, mo
     script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 6 else 1)"
     await Supervisor([unit(tmp_path, script)], max_restarts=1, first_backoff=0.01).run()
     assert notes(tmp_path) == ["start"] * 6
+
+
+@pytest.fixture
+def small_group() -> Iterator[str]:
+    """Code by which a process enters a control group with 64 MiB of memory."""
+    if os.geteuid() or not (groups := _own_groups()) or not os.access(groups[0], os.W_OK):
+        pytest.skip("this user cannot create a control group")
+    folder = groups[0] / f"polyreme-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        for name in ("memory.limit_in_bytes", "memory.max"):
+            if (folder / name).exists():
+                (folder / name).write_text(str(64 << 20))
+                break
+        else:
+            pytest.skip("its control groups have no limit of memory")
+        yield f"open({str(folder / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+    finally:
+        folder.rmdir()
+
+
+_SUPERVISED = """
+import asyncio, os, sys
+{enter}
+from pathlib import Path
+from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpec, Supervisor
+script = "import time\\nblock = bytearray(200 << 20)\\nfor at in range(0, len(block), 4096): block[at] = 1\\ntime.sleep(600)"
+unit = ProcessSet("big", lambda: [ProcessSpec("big", (sys.executable, "-S", "-c", script))], Path(sys.argv[1]), True)
+restarts = []
+supervisor = Supervisor([unit], 10, first_backoff=0.01, on_restart=lambda name, found: restarts.append(found))
+try:
+    asyncio.run(supervisor.run())
+except ChildFailedError as error:
+    print(len(restarts), restarts[0], error, sep="\\n")
+"""
+
+
+def test_a_process_that_the_kernel_kills_for_memory_at_every_start_is_given_up(tmp_path: Path, small_group: str) -> None:
+    argv = [sys.executable, "-c", _SUPERVISED.format(enter=small_group), str(tmp_path)]
+    said = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert said.returncode == 0, said.stderr
+    restarts, first, error = said.stdout.strip().split("\n")
+    assert restarts == "2"
+    assert first == "big was ended by SIGKILL (the kernel killed a process for memory: the limit is 64 MiB)"
+    assert first in error and "as at the 2 starts before" in error and "Allow more memory" in error
+
+
+async def test_an_end_for_memory_between_others_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = iter(["", "lack", "lack", "", "lack", "lack", ""])
+    monkeypatch.setattr("polyreme.process.supervisor.killed_for_memory_since", lambda _: next(lacks))
+    script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 8 else 1)"
+    await Supervisor([unit(tmp_path, script)], max_restarts=10, first_backoff=0.01).run()
+    assert notes(tmp_path) == ["start"] * 8
 
 
 async def test_each_unit_has_its_own_restarts(tmp_path: Path) -> None:
@@ -180,6 +236,10 @@ def test_the_telling_line_of_a_log() -> None:
         last_error("Traceback (most recent call last):\n  ...\ntorch.OutOfMemoryError: no room\n")
         == "torch.OutOfMemoryError: no room"
     )
+    elsewhere = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    cause = "(EngineCore pid=7) ValueError: VLLM_PORT appears to be a URI"
+    assert last_error(f"Traceback ...\n{cause}\n(EngineCore pid=7) ...\n{elsewhere}\n") == cause
+    assert last_error(f"{elsewhere}\n") == elsewhere
     assert last_error("hello\n\n") == "hello"
     assert last_error("") == ""
 

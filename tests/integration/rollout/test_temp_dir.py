@@ -2,9 +2,13 @@
 
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,20 +22,23 @@ HOLDER = (
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of temporary files: empty, with a short path."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="p") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
-def test_it_is_there_for_the_block_alone(tmp_path: Path) -> None:
+def test_it_is_there_for_the_block_alone(temporary: Path) -> None:
     with replica_temp_dir() as folder:
         (folder / "file").touch()
-        assert [*tmp_path.iterdir()] == [folder]
-    assert not [*tmp_path.iterdir()]
+        assert [*temporary.iterdir()] == [folder]
+    assert not [*temporary.iterdir()]
 
 
-def test_a_living_replica_keeps_its_own_and_a_killed_one_is_cleared_up(tmp_path: Path) -> None:
+def test_a_living_replica_keeps_its_own_and_a_killed_one_is_cleared_up(temporary: Path) -> None:
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+        [sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)}
     )
     assert holder.stdout is not None
     with holder, holder.stdout:
@@ -42,3 +49,24 @@ def test_a_living_replica_keeps_its_own_and_a_killed_one_is_cleared_up(tmp_path:
     assert theirs.exists()
     with replica_temp_dir():
         assert not theirs.exists()
+
+
+@pytest.mark.parametrize("length", [20, 44, 45, 90, 200])
+def test_a_socket_of_the_engine_fits_below_any_tmpdir(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="p") as short:
+        long = Path(short, "x" * max(1, length - len(short) - 1))
+        long.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        with replica_temp_dir() as folder, socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"{folder}/{uuid.uuid4()}")
+            assert (folder.parent == long) == (length <= 44)
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert not folder.exists()
+
+
+def test_a_link_to_a_directory_of_its_name_is_left_alone(temporary: Path, tmp_path: Path) -> None:
+    (precious := tmp_path / "precious").mkdir()
+    (precious / "file").touch()
+    (temporary / "polyreme-rollout-theirs").symlink_to(precious)
+    with replica_temp_dir():
+        assert (precious / "file").exists() and (temporary / "polyreme-rollout-theirs").is_symlink()

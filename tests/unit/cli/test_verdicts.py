@@ -7,16 +7,20 @@ import pytest
 from polyreme.cli.doctor import installed_version, port_failure
 from polyreme.cli.verdicts import (
     GIB,
+    TempFacts,
     Verdict,
+    clock_verdict,
     disk_verdict,
     exit_code,
     files_verdict,
+    loopback_verdict,
     memory_verdict,
     packages_verdict,
     port_verdict,
     python_verdict,
     redis_verdict,
     shared_memory_verdict,
+    temp_verdict,
 )
 
 
@@ -53,6 +57,32 @@ def test_open_files(limit: int, level: str) -> None:
     check(files_verdict(limit), level)
 
 
+@pytest.mark.parametrize(
+    ("facts", "level", "words"),
+    [
+        (TempFacts("", "/tmp", 8 * GIB), "ok", "/tmp"),
+        (TempFacts("/scratch", "/scratch", 8 * GIB), "ok", "/scratch"),
+        (TempFacts("/long", "/tmp", 8 * GIB), "note", "in place of /long"),
+        (TempFacts("", "/tmp", GIB // 4), "note", "0.2 GiB"),
+        (TempFacts("", "/tmp", 8 * GIB, noexec=True), "note", "noexec"),
+        (TempFacts("/gone", None), "missing", "/gone"),
+    ],
+)
+def test_temporary_files(facts: TempFacts, level: str, words: str) -> None:
+    check(verdict := temp_verdict(facts), level)
+    assert words in verdict.found
+
+
+@pytest.mark.parametrize(("address", "level"), [("127.0.0.1", "ok"), ("::1", "note"), (None, "missing")])
+def test_loopback(address: str | None, level: str) -> None:
+    check(loopback_verdict(address, "127.0.0.1: Cannot assign requested address"), level)
+
+
+@pytest.mark.parametrize(("now", "level"), [(1_800_000_000.0, "ok"), (3600.0, "note")])
+def test_the_clock(now: float, level: str) -> None:
+    check(clock_verdict(now), level)
+
+
 def test_memory_is_reported() -> None:
     assert "8.0 GiB" in memory_verdict(8 * GIB).found
 
@@ -60,6 +90,7 @@ def test_memory_is_reported() -> None:
 def test_redis_and_ports_fail_with_their_reason() -> None:
     check(redis_verdict("redis://127.0.0.1:6379", None), "ok")
     check(redis_verdict("redis://127.0.0.1:6379", "Start one."), "missing")
+    check(redis_verdict("redis://127.0.0.1:6379", None, "It has no password."), "note")
     check(port_verdict(8080, None), "ok")
     check(port_verdict(8080, "Choose another port."), "missing")
 

@@ -13,7 +13,7 @@ from redis.asyncio.connection import parse_url
 
 from polyreme.cli.main import build_app, commands
 from polyreme.errors import StoreError
-from polyreme.net.redis_url import PASSWORD, without_password
+from polyreme.net.redis_url import PASSWORD, exposure, with_password, without_password
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,35 @@ def test_any_password_is_the_one_that_redis_would_get(password: str, user: str) 
     stripped = without_password(url)
     assert os.environ[PASSWORD] == password
     assert stripped is not None and parse_url(stripped) == expected
+
+
+@pytest.mark.parametrize("url", ["redis://redis:6379/0", "rediss://me@[::1]:6379/2?db=1", "unix:///run/redis.sock?db=1"])
+def test_a_password_that_is_added_is_the_one_that_redis_gets(url: str) -> None:
+    with_it = with_password(url, "se/c@r?t")
+    assert parse_url(with_it)["password"] == "se/c@r?t"
+    assert (without_password(with_it), os.environ[PASSWORD]) == (url, "se/c@r?t")
+    assert with_password(with_it, "other") == with_it
+    assert with_password(url, "") == url
+
+
+@pytest.mark.parametrize(
+    ("url", "who"),
+    [
+        ("redis://127.0.0.1:6379/0", "every user of its machine"),
+        ("redis://localhost", "every user of its machine"),
+        ("redis://[::1]:6379", "every user of its machine"),
+        ("redis://10.0.0.1", "every machine that reaches it"),
+        ("redis://redis:6379/0?db=1", "every machine that reaches it"),
+        ("redis://:secret@redis:6379", ""),
+        ("redis://redis:6379?password=secret", ""),
+        ("rediss://redis:6379", ""),
+        ("unix:///run/redis.sock", ""),
+    ],
+)
+def test_a_redis_without_a_password_is_a_warning(url: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert who in exposure(url) and bool(exposure(url)) == bool(who)
+    monkeypatch.setenv(PASSWORD, "secret")
+    assert exposure(url) == ""
 
 
 @pytest.mark.parametrize(

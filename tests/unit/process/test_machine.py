@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from polyreme.process.machine import device_count, limit_of, memory_limit
+from polyreme.process.machine import MemoryKills, control_groups, device_count, limit_of, memory_limit
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,42 @@ def test_the_smallest_limit_counts(limits: list[str], expected: int) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert memory_limit() > 2**20
+
+
+V2, V1, BOTH = "0::/a/b\n", "9:name=systemd:/\n4:cpuset,memory:/a/b\n", "4:memory:/a/b\n0::/c\n"
+
+
+@pytest.mark.parametrize(
+    ("membership", "folders", "expected"),
+    [
+        (V2, ["a/b"], ["a/b", "a", ""]),
+        (V2, [""], [""]),  # a container that sees the host's path
+        ("0::/\n", ["a"], [""]),
+        (V1, ["memory/a/b", "systemd"], ["memory/a/b", "memory/a", "memory"]),
+        (V1, ["memory"], ["memory"]),
+        (BOTH, ["memory/a/b", "c"], ["memory/a/b", "memory/a", "memory", "c", ""]),
+        ("", ["a"], []),
+        ("0::/../../x\n", ["a"], [""]),
+    ],
+)
+def test_the_control_groups_of_a_process(tmp_path: Path, membership: str, folders: list[str], expected: list[str]) -> None:
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    assert control_groups(membership, tmp_path) == [tmp_path / folder for folder in expected]
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (MemoryKills(2, 9), ""),
+        (MemoryKills(3, 10), "a process for memory: the limit is 1,200 MiB"),
+        (MemoryKills(4, 11), "2 processes for memory: the limit is 1,200 MiB"),
+        (MemoryKills(2, 10), "a process of this machine for memory: it has 4,096 MiB"),
+    ],
+)
+def test_what_the_kernel_killed_for_memory(now: MemoryKills, words: str) -> None:
+    found = now.since(MemoryKills(2, 9), 1200 * 2**20, 2**32)
+    assert words in found and bool(found) == bool(words)
 
 
 def test_devices_are_counted_and_their_managers_are_not(tmp_path: Path) -> None:

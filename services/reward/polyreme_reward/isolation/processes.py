@@ -19,10 +19,14 @@ from typing import Any
 
 from polyreme.errors import ConfigError, UnavailableError
 from polyreme.experience.loading import Loaded
+from polyreme.process.temp_root import temp_root
 from polyreme_reward.isolation.privacy import scrubbed
 from polyreme_reward.isolation.wire import HEADER, encode
 
 logger = logging.getLogger(__name__)
+
+_SOCKET_ROOM = len("polyreme-reward-XXXXXXXX/1000000/pymp-XXXXXXXX/listener-XXXXXXXX")
+"""For the sockets of Python's multiprocessing in a reward's own temporary directory."""
 
 _REPLY_BYTES = 8 << 20  # one number for each of some hundred thousand tokens
 _STOP_SECONDS = 5.0
@@ -220,7 +224,7 @@ class Workers:
 
     def _start_keeper(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._folder = tempfile.mkdtemp(prefix="polyreme-reward-")
+        self._folder = tempfile.mkdtemp(prefix="polyreme-reward-", dir=temp_root(_SOCKET_ROOM))
         with theirs:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-m", "polyreme_reward.isolation.keeper", str(theirs.fileno()), self._folder, *self._preload],

@@ -25,6 +25,8 @@ import psutil  # type: ignore[import-untyped]
 from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
+from polyreme.net.endpoint import interface_of
+from polyreme.net.ports import loopback
 from polyreme.process.gloo_device import share_gloo_device
 from polyreme.process.lifecycle import die_with_parent, uncollected
 from polyreme_rollout.engine.output_chunks import IN_CHUNKS
@@ -41,6 +43,7 @@ from polyreme_rollout.engine.protocol import (
 from polyreme_rollout.engine.scheduler import extend_scheduler
 from polyreme_rollout.engine.sleep import check_sleep
 from polyreme_rollout.engine.vllm_arguments import engine_arguments
+from polyreme_rollout.engine.vllm_environment import PASSED, engine_environment, foreign
 from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 LOAD_TIMEOUT = 600.0
@@ -256,25 +259,15 @@ def _do_nothing() -> None:
 
 
 def _prepare_environment(config: RunConfig) -> None:
-    """Sets variables that vLLM and torch read when they are imported. Forked processes inherit them."""
-    os.environ.update(
-        VLLM_USE_V2_MODEL_RUNNER="0",  # PolicyWorker reads token counts of the first model runner
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        TOKENIZERS_PARALLELISM="false",
-    )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that are intended here
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    """Sets the variables that vLLM and torch read when they are imported, here and in forked processes, and removes all others of theirs."""
+    if unwanted := foreign(os.environ):
+        logger.warning("not passed to the engine: %s (name in %s what it needs)", ", ".join(unwanted), PASSED)
+    host = loopback()
+    wanted = engine_environment(config, os.environ, host, interface_of(host))
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    os.environ.update(wanted)
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    if config.device == "cpu":
-        os.environ.update(
-            VLLM_CPU_OMP_THREADS_BIND="nobind",  # other processes of the run share these cores
-            OMP_NUM_THREADS=str(config.rollout.vllm.threads),
-            OMP_WAIT_POLICY="PASSIVE",
-            TORCHDYNAMO_DISABLE="1",  # compiling the sampler for each new batch size would stop generation for seconds
-        )
-    if config.device == "npu":
-        os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # a reload, and a wake of weights alone, need the plain format
 
 
 @contextmanager

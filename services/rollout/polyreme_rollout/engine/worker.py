@@ -12,6 +12,7 @@ import logging
 import time
 import traceback
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from polyreme.api.v1 import weights_pb2
+from polyreme.net.torch_store import narrow_stores
 from polyreme.weights.manifest import Manifest
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.discarded_draws import spare_generators
@@ -32,6 +34,8 @@ from polyreme_rollout.engine.protocol import ArenaSource
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 logger = logging.getLogger(__name__)
+
+narrow_stores(import_module("torch.distributed.rendezvous"))  # vLLM imports this module in each worker before it makes a store
 
 
 class PolicyWorker:

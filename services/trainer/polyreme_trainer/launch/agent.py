@@ -10,15 +10,17 @@ import sys
 import time
 from urllib.parse import urlsplit
 
-import psutil  # type: ignore[import-untyped]
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from polyreme.errors import PolyremeError, UnavailableError
-from polyreme.net.endpoint import own_address
+from polyreme.net.endpoint import interface_of, own_address
+from polyreme.net.torch_store import narrow_stores
 from polyreme.process.lifecycle import exit_on_error
+from polyreme.process.machine import MemoryKills, killed_for_memory_since
 from polyreme.process.supervisor import FINAL_CODES
 from polyreme_trainer.learner.leader import AGENT_PID
 
@@ -55,6 +57,8 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write to the agent's outputs
     )
+    narrow_stores(static_tcp_rendezvous)
+    kills = MemoryKills.now()
     try:
         elastic_launch(config, sys.executable)(*program)
     except (DistNetworkError, DistStoreError) as error:
@@ -67,7 +71,8 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
         rank, first = min(failed.failures.items(), key=lambda item: (item[1].exitcode not in FINAL_CODES, item[1].timestamp))
         if first.exitcode < 0:
             by = signal.Signals(-first.exitcode).name
-            raise PolyremeError(f"rank {rank} to keep running", f"{by}", "See its log.") from None
+            lack = killed_for_memory_since(kills)
+            raise PolyremeError(f"rank {rank} to keep running", f"{by}{f' ({lack})' if lack else ''}", "See its log.") from None
         sys.exit(first.exitcode)
 
 
@@ -85,9 +90,7 @@ def interface_towards(address: str) -> str:
                 found = error.strerror or str(error)
                 raise UnavailableError(f"a route to the trainer at {host}", found, "Check its --advertise.") from None
             time.sleep(1.0)
-    return next(
-        name for name, found in psutil.net_if_addrs().items() if any(each.address.partition("%")[0] == own for each in found)
-    )
+    return interface_of(own)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError
+from polyreme.net.torch_store import narrow_stores
 from polyreme.process.gloo_device import share_gloo_device
 from polyreme_trainer.megatron import hf_mapping, moe
 from polyreme_trainer.megatron.accelerator import CUDA, NPU
@@ -46,6 +48,7 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core overlaps collectives by kernel order
     if device.kind == "cpu":
         share_gloo_device(torch.distributed.ProcessGroupGloo)
+    narrow_stores(import_module("torch.distributed.rendezvous"))
     torch.distributed.init_process_group(device.backend, timeout=COLLECTIVE_TIMEOUT)
     initialize_rng_tracker(inference_rng_tracker=True)  # the tracker for models without dropout, which creates no generators
     create_groups(parallel, device)

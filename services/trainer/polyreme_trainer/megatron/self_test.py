@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from polyreme.net.torch_store import narrow_stores
 from polyreme_trainer.megatron.device import Device, import_npu
 from polyreme_trainer.megatron.mindspeed import DEVICE
 
@@ -41,6 +42,7 @@ def reduce_once(kind: str) -> dict[str, Any]:
     os.environ[DEVICE] = kind
     importlib.import_module("polyreme_trainer.megatron.mcore")  # on npu also MindSpeed's adaptor, if it is used
     device = Device(kind, int(os.environ["LOCAL_RANK"]))
+    narrow_stores(importlib.import_module("torch.distributed.rendezvous"))
     dist.init_process_group(device.backend)
     numbers = torch.full((_NUMBERS,), float(dist.get_rank() + 1), device=device.torch)
     dist.all_reduce(numbers)

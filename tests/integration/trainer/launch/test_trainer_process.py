@@ -335,6 +335,9 @@ def test_learner_ranks_start_under_the_launcher_contract(tmp_path: Path, config:
     assert {program.env["WORLD_SIZE"] for program in ranks} == {"4"}
     assert len({program.env["MASTER_PORT"] for program in ranks}) == 1
     assert {program.env["OMP_NUM_THREADS"] for program in ranks} == {"3"}
+    for program in ranks:  # whatever is set around the run, they meet on loopback
+        reached = [program.env[name] for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
+        assert reached == ["127.0.0.1", "lo", "lo"] and program.env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert {program.env[DEVICE] for program in ranks} == {"cpu"}
     assert len(orchestrator.programs()) == 1
 
