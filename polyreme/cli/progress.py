@@ -74,6 +74,7 @@ class Progress:
         failed_evaluations: reason by version, for the newest failures.
         versions: served version by replica.
         replicas: URL of /v1 by replica, for the registered replicas.
+        replayed: while a resumed learner repeats iterations from the log, the newest that it has; else None.
         starts: number of starts of the run; `started` is the time of the newest one.
         restarts: number of restarts by process since the newest start.
         tracker_failures: number of failures by tracker since the newest start.
@@ -94,6 +95,7 @@ class Progress:
     failed_evaluations: dict[int, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
+    replayed: int | None = None
     starts: int = 0
     started: float | None = None
     forked_from: Record | None = None
@@ -120,12 +122,14 @@ class Progress:
         return record.get("kind") == "iteration" and record["iteration"] <= self.newest
 
     def add(self, record: Record) -> None:
-        """Adds the next record, which has a `time`. Ignores unknown kinds and repeated iterations."""
+        """Adds the next record, which has a `time`. Ignores unknown kinds; a repeated iteration is only noted as `replayed`."""
         match record.get("kind"):
             case "start":
                 self._start(record)
             case "iteration" if not self.repeats(record):
                 self._iterate(record)
+            case "iteration" | "resumed":
+                self.replayed = record["iteration"] if record["iteration"] < self.newest else None
             case "rollout":
                 self._wait(record)
             case "eval":
@@ -209,7 +213,8 @@ class Progress:
     def remaining_seconds(self, iterations: int) -> float | None:
         """Estimated seconds for the remaining iterations, from the mean of the newest ones; None before the first."""
         newest = [float(record["time/iteration"]) for record in self.recent][-20:]
-        return max(0, iterations - self.newest) * sum(newest) / len(newest) if newest else None
+        trained = self.newest if self.replayed is None else self.replayed
+        return max(0, iterations - trained) * sum(newest) / len(newest) if newest else None
 
     def sft_remaining_seconds(self) -> float | None:
         """Estimated seconds for the remaining steps of the warm start's phase; None before its second record."""
@@ -234,6 +239,7 @@ class Progress:
             "rl_seconds": round(seconds, 2),
             "iterations": self.iterations,
             "iteration": self.newest,
+            "replayed": self.replayed,
             "reward": self.last["reward/mean"] if self.last else None,
             "versions": dict(self.versions),
             "updated": self.time,
@@ -257,13 +263,13 @@ class Progress:
     def _start(self, record: Record) -> None:
         """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
-        self.forked_from = record.get("forked_from") or self.forked_from
+        self.forked_from, self.replayed = record.get("forked_from") or self.forked_from, None
         self.sft, self._sft_first, self.evaluating, self.loading, self.engine_start = None, None, None, {}, None
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:
         self.iterations += 1
-        self.newest = record["iteration"]
+        self.newest, self.replayed = record["iteration"], None
         self.loading = {role: load for role, load in self.loading.items() if record["time"] - load["time"] < LOADING_SECONDS}
         seconds = float(record["time/iteration"])
         if not self.first:

@@ -17,7 +17,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
         case "iteration":
             number = f"iteration {record['iteration']:>{len(str(iterations))}}/{iterations}"
             if record.get("repeated"):
-                return f"{number}  repeated from the log after the resume"
+                return f"{number}  {replay(record['iteration'], progress.newest)}"
             versions = " ".join(f"{replica}@{version}" for replica, version in sorted(progress.versions.items()))
             score = progress.score()
             return (
@@ -32,6 +32,8 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
             return f"evaluation of version {record['version']}: {name} {value:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"
         case "eval_progress":
             return f"evaluation of version {record['version']}: {evaluation_progress(record)}"
+        case "resumed" if record["iteration"] < progress.newest:
+            return replay(record["iteration"], progress.newest)
         case "loading":
             return loading_progress(record)
         case "engine_start":
@@ -63,6 +65,16 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
     return None
 
 
+def replay(done: int, trained: int) -> str:
+    """That a resumed learner repeats iterations, or a stage steps, and how far it is.
+
+    Args:
+        done: the newest that it has repeated, or that its checkpoint has.
+        trained: the newest one before the resume.
+    """
+    return f"replaying {done} of {trained} after the resume"
+
+
 def loading_progress(record: Record) -> str:
     """The progress of loading a role's weights, from a `loading` record."""
     left = f", remaining about {duration(record['seconds_left'])}" if record["fraction"] < 1 else ""
@@ -79,6 +91,8 @@ def engine_progress(record: Record) -> str:
 def activities(progress: Progress) -> Iterator[str]:
     """What takes long at the moment and is no iteration, and about how long it still takes."""
     yield from map(loading_progress, progress.loading.values())
+    if progress.replayed is not None:
+        yield replay(progress.replayed, progress.newest)
     if sft := progress.sft:
         left = progress.sft_remaining_seconds()
         text = f"warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}"

@@ -63,6 +63,15 @@ def test_a_stage(tmp_path: Path) -> None:
     assert (status.iteration, status.iterations, status.metric, status.value) == (120, 120, "loss", 2.5)
 
 
+def test_a_replay_is_told_apart_from_training(tmp_path: Path) -> None:
+    write_run_file(tmp_path, RunFile("sft-1", NO_REDIS))
+    write_summary(tmp_path, "sft-1", RunState.RUNNING, "", {"step": 90, "steps": 120, "replayed": 12})
+    with owned(tmp_path):
+        [_, line] = status_lines([directory_status(tmp_path)], now=0.0)
+        assert "running" in line and "90/120, replaying 12 of 90" in line
+    assert directory_status(tmp_path).replayed is None, "an interrupted one replays nothing"
+
+
 def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
     assert isinstance(CliRunner().invoke(build_app(["status"]), ["status", str(tmp_path)]).exception, ConfigError)
     with pytest.raises(ConfigError):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from polyreme.cli.reader.scalars import stage_scalars
+from polyreme.cli.report import replay
 from polyreme_trainer.launch.stage_progress import StageProgress, line_of
 from polyreme_trainer.observe.stage_records import StageRecorder
 
@@ -41,6 +42,29 @@ async def test_a_restarted_stage_repeats_no_record(tmp_path: Path) -> None:
     found = [(record["kind"], record["step"]) for record in lines(tmp_path)]
     assert found == [("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3), ("saved", 3)]
     assert not any(record.get("loss") == 9.0 for record in lines(tmp_path))
+
+
+async def test_repeated_steps_are_visible_as_such(tmp_path: Path) -> None:
+    first = StageRecorder(tmp_path, "run")
+    for number in range(1, 5):
+        await first.emit(step(number))
+    first.close()
+    now = 0.0
+    second = StageRecorder(tmp_path, "run", clock=lambda: now)
+    await second.emit({"kind": "resumed", "step": 1})
+    for number, at in ((2, 1.0), (3, 8.0), (4, 9.0)):
+        now = at
+        await second.emit(step(number, 9.0))
+    seen, said = StageProgress(), []
+    for record in lines(tmp_path):
+        seen.add(record)
+        said += [line_of(record, seen.step)] * (record["kind"] == "resumed")
+    assert said == [replay(1, 4), replay(3, 4)]
+    assert (seen.step, seen.numbers()["replayed"]) == (4, 3)
+    await second.emit(step(5))
+    seen.add(lines(tmp_path)[-1])
+    assert (seen.step, seen.numbers()["replayed"]) == (5, None)
+    second.close()
 
 
 async def test_another_stage_of_the_directory_starts_anew(tmp_path: Path) -> None:
