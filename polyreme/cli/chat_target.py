@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyreme.cli.run_directory import read_run_file, read_settings
+from polyreme.cli.run_directory import no_run, read_run_file, read_settings
 from polyreme.cli.run_status import directory_status
 from polyreme.config.load import load_config
 from polyreme.config.security import EndpointSecurity, SecurityConfig
@@ -74,9 +74,7 @@ def find_target(place: str, version: int | None = None, access: EndpointSecurity
         run_dir = path.resolve().parent.parent
         is_export = path.resolve().parent.name == "hf" and (run_dir / "config.yaml").is_file()
         return _export(run_dir, path) if is_export else ChatTarget(path.name, model_dir=path)
-    raise ConfigError(
-        f"a run directory, a Hugging Face directory or a URL at {place}", "none of these", "Pass output_dir/name of a run."
-    )
+    raise no_run(path, "a run directory, a Hugging Face directory or a URL at")
 
 
 @contextmanager

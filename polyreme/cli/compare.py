@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polyreme.cli.run_directory import flat_settings, read_run_file, read_settings
+from polyreme.cli.run_directory import flat_settings, no_run, read_run_file, read_settings
 from polyreme.cli.run_records import read_records, read_summary
 from polyreme.cli.table import fitted
 from polyreme.cli.terminal import TerminalConsole
@@ -127,7 +127,7 @@ def settings_rows(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]
 def _iterations(run_dir: Path) -> list[dict[str, Any]]:
     found = read_run_file(run_dir)
     if found is None:
-        raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Pass output_dir/name of a run.")
+        raise no_run(run_dir)
     newest = 0
     records = []
     for record in read_records(run_dir, found.run_id):

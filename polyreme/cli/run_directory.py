@@ -5,6 +5,7 @@ owns the directory, by a lock that ends with the process. A run with a checkpoin
 gets its own directory.
 """
 
+import difflib
 import fcntl
 import json
 import os
@@ -37,6 +38,9 @@ NO_REDIS = ""
 _YAML_LOADER = getattr(
     yaml, "CSafeLoader", yaml.SafeLoader
 )  # libyaml's loader is ten times faster, which matters for a page of many runs
+
+_NAMES = 8
+"""Maximum number of runs that an error names."""
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -234,6 +238,28 @@ def read_run_file(run_dir: Path) -> RunFile | None:
         return None
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"a valid run record in {path}", str(error), "Restore the file, or choose another name=...") from None
+
+
+def no_run(run_dir: Path, wanted: str = "a run directory at", do: str = "Pass output_dir/name of a run.") -> ConfigError:
+    """The error of a directory without a run. It names the runs in it or beside it, and the one with the most similar name."""
+    there = "no run.json in it" if run_dir.is_dir() else "a file" if run_dir.exists() else "no such directory"
+    for folder in (run_dir, run_dir.parent):
+        names = sorted(path.parent.name for path in folder.glob("*/run.json"))
+        if names:
+            near = (
+                difflib.get_close_matches(run_dir.name, names, n=1) if folder == run_dir.parent else names[:1] * (len(names) == 1)
+            )
+            shown = ", ".join([*near, *(name for name in names if name not in near)][:_NAMES]) + ", ..." * (len(names) > _NAMES)
+            advice = f"Did you mean {folder / near[0]}? " if near else ""
+            return ConfigError(f"{wanted} {run_dir}", f"{there}; the runs in {folder} are {shown}", advice + do)
+    return ConfigError(f"{wanted} {run_dir}", there, do)
+
+
+def check_resumable(config: RunConfig | StageConfig) -> None:
+    """Raises ConfigError when the configuration's directory has no run, so that a misspelt name does not start a new one."""
+    if read_run_file(config.run_dir) is None:
+        advice = "Pass name=... of a run; without --resume a new run starts."
+        raise no_run(config.run_dir, "a run to resume in", advice)
 
 
 def write_replicas(run_dir: Path, run_id: str, replicas: Mapping[str, str]) -> None:

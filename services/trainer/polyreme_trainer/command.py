@@ -42,7 +42,12 @@ def train(
     log_dir: Annotated[
         Path | None, typer.Option(help="Directory of the children's logs; without it, the run directory's next attempt.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the directory's run.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue the directory's run, or start it if there is none; with name=..., it must exist."
+        ),
+    ] = False,
     fork: Annotated[
         bool, typer.Option("--fork", help="Start a new run, in a new directory, from the run's newest checkpoint.")
     ] = False,

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from polyreme.cli.checks import check_run
-from polyreme.cli.run_directory import claim, next_attempt, open_stage, owned, read_stage_config
+from polyreme.cli.run_directory import check_resumable, claim, next_attempt, open_stage, owned, read_stage_config
 from polyreme.cli.run_records import read_summary
 from polyreme.cli.summary import stage_lines
 from polyreme.cli.terminal import TerminalConsole
@@ -45,6 +45,8 @@ def dpo(config: ConfigFile, overrides: Overrides = None, resume: Resume = False,
 def run(config: StageConfig, resume: bool, dry_run: bool) -> None:
     """Checks a stage and runs it to its end, in the foreground. Raises PolyremeError."""
     console = TerminalConsole(sys.stdout)
+    if resume:
+        check_resumable(config)
     notices = check_run(config)
     if dry_run:
         console.print("\n".join(stage_lines(config, notices)), soft_wrap=True)
