@@ -109,7 +109,8 @@ def run_yaml(answers: Answers) -> str:
     return _RUN.format(
         name=_as_yaml(answers.name),
         device=answers.device,
-        iterations=40 if tiny else 100,
+        iterations=60 if tiny else 100,
+        eval_interval=10 if tiny else 20,
         groups=16 if tiny else 32,
         model="model" if tiny else _absolute("the model", answers.model),
         dtype="float32" if answers.device == "cpu" else "bfloat16",
@@ -233,6 +234,7 @@ device: {device}
 iterations: {iterations}
 groups_per_iteration: {groups}          # prompts in each iteration
 group_size: 8                     # samples of each prompt
+eval_interval: {eval_interval}                 # iterations between evaluations on held-out prompts
 {answers}
 model:
   path: {model}
@@ -256,6 +258,7 @@ algorithm:
 
 trainer:
   optimizer: {{lr: {lr}}}
+  save_minutes: 10                # a run that is killed repeats at most the iterations of these minutes
 {sft}"""
 
 _REWARD = '''\

@@ -1,5 +1,7 @@
 """Sample data for each kind of reward.
 
+A word of each prompt decides what is right, so that a tiny model learns it within a minute; the other letters only make many prompts.
+
 Invariant: the same call returns the same rows. Every row has the columns `prompt` and `answer`; supervised rows have `prompt` and `response`.
 """
 
@@ -13,6 +15,7 @@ Example = Callable[[random.Random], tuple[Row, str]]
 
 _TRIES = 20
 _COLOURS = {"grass": "green", "snow": "white", "coal": "black", "blood": "red"}
+_FLIES = {"gull": True, "mole": False, "hawk": True, "seal": False}
 _KINDS = {"vowels": "aeiouy", "early": "abcdefgh", "late": "stuvwxyz"}
 
 
@@ -35,10 +38,9 @@ def _one_more(rng: random.Random) -> tuple[Row, str]:
 
 
 def _choice(rng: random.Random) -> tuple[Row, str]:
-    vowel, other = rng.choice("aeiou"), rng.choice("bcdfghjkmnpqrstvwxz")
-    right = rng.choice("AB")
-    options = f"A) {vowel} B) {other}" if right == "A" else f"A) {other} B) {vowel}"
-    return {"prompt": f"Which is a vowel? {options}", "answer": right}, rng.choice("AB")
+    animal = rng.choice(list(_FLIES))
+    prompt = f"Can a {animal} fly? {''.join(rng.choices(string.ascii_lowercase, k=3))} A) yes B) no"
+    return {"prompt": prompt, "answer": "A" if _FLIES[animal] else "B"}, rng.choice("AB")
 
 
 EXAMPLES: dict[str, Example] = {"python": _letters, "exact": _colour, "numeric": _one_more, "math": _one_more, "choice": _choice}

@@ -1,14 +1,15 @@
 """The configuration with which a model directory is served without a run.
 
-Invariant: an export of a run is served with that run's settings. Any other model is served with the defaults, within its own context.
+Invariant: an export of a run is served with that run's settings, that of a stage on the stage's device in its dtype. Any other model is
+served with the defaults, within its own context.
 """
 
 import json
 import re
 from pathlib import Path
 
+from polyreme.cli.chat_target import export_config, is_classifier, no_policy
 from polyreme.cli.input_files import read_model_files
-from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 
 _NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
@@ -20,17 +21,20 @@ def config_for_model(model_dir: Path) -> RunConfig:
     """A configuration whose `model`, `device` and `rollout` serve the directory. Its other sections are placeholders.
 
     Args:
-        model_dir: a Hugging Face directory; RUN_DIR/hf/NAME is an export of a run.
+        model_dir: a Hugging Face directory; RUN_DIR/hf/NAME is an export of a run or a stage.
 
     Raises:
-        ConfigError: it has no model.
+        ConfigError: it has no model, or one that writes no text.
     """
     files = read_model_files(model_dir)
-    run_config = model_dir.resolve().parent.parent / "config.yaml"
-    if model_dir.resolve().parent.name == "hf" and run_config.is_file():
-        config = load_config(run_config)
-        return config.model_copy(update={"model": config.model.model_copy(update={"path": model_dir})})
-    context = min(json.loads(files["config.json"]).get("max_position_embeddings") or _CONTEXT, _CONTEXT)
+    fields = json.loads(files["config.json"])
+    if is_classifier(fields):
+        raise no_policy(model_dir)
+    origin = export_config(model_dir)
+    if isinstance(origin, RunConfig):
+        return origin.model_copy(update={"model": origin.model.model_copy(update={"path": model_dir})})
+    context = min(fields.get("max_position_embeddings") or _CONTEXT, _CONTEXT)
+    stage = {} if origin is None else {"device": origin.device, "model": {"path": model_dir, "dtype": origin.model.dtype}}
     return RunConfig.model_validate(
         {
             "name": _NOT_IN_NAME.sub("-", model_dir.resolve().name.lower()).strip("-") or "model",
@@ -42,5 +46,6 @@ def config_for_model(model_dir: Path) -> RunConfig:
             "reward": {"rewards": [{"name": "length"}]},
             "rollout": {"max_new_tokens": 1, "max_model_len": context},
             "trainer": {"optimizer": {"lr": 1e-6}},
+            **stage,
         }
     )
