@@ -12,6 +12,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from polyreme.cli.completion import one_of
 from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, Device, find_columns, write_new_run
 from polyreme.config.base import NAME
 from polyreme.errors import ConfigError
@@ -32,9 +33,13 @@ def init(
     ] = None,
     data: Annotated[str | None, typer.Option(help=f"Data file with one row per prompt, or `{SAMPLE}`: sample data.")] = None,
     reward: Annotated[
-        str | None, typer.Option(help=f"Reward of a response: {', '.join(REWARDS)}, or a Python file with a function of yours.")
+        str | None,
+        typer.Option(
+            help=f"Reward of a response: {', '.join(REWARDS)}, or a Python file with a function of yours.",
+            autocompletion=one_of(REWARDS),
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.", autocompletion=one_of(get_args(Device)))] = None,
     prompt_key: Annotated[
         str | None, typer.Option(help="Column of the data with the prompt. Default: the first usual name that the file has.")
     ] = None,

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from polyreme.cli.checks import check_run
+from polyreme.cli.completion import DpoOverrides, RewardModelOverrides, SftOverrides
 from polyreme.cli.run_directory import check_resumable, claim, next_attempt, open_stage, owned, read_stage_config
 from polyreme.cli.run_records import read_summary
 from polyreme.cli.summary import stage_lines
@@ -22,22 +23,23 @@ from polyreme.experience.run import RunState
 from polyreme_trainer.launch.stage_process import StageProcess
 
 ConfigFile = Annotated[Path, typer.Argument(help="The stage's YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Override as key=value, such as trainer.optimizer.lr=1e-4.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the directory's stage from its newest checkpoint.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the summary, and start nothing.")]
 
 
-def sft(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+def sft(config: ConfigFile, overrides: SftOverrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
     """Train a model on answers (supervised fine-tuning)."""
     run(load_stage(config, overrides or (), "sft"), resume, dry_run)
 
 
-def reward_model(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+def reward_model(
+    config: ConfigFile, overrides: RewardModelOverrides = None, resume: Resume = False, dry_run: DryRun = False
+) -> None:
     """Train a reward model on pairs of answers."""
     run(load_stage(config, overrides or (), "reward-model"), resume, dry_run)
 
 
-def dpo(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+def dpo(config: ConfigFile, overrides: DpoOverrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
     """Train a policy on preferences: DPO, IPO, KTO, SimPO or ORPO."""
     run(load_stage(config, overrides or (), "dpo"), resume, dry_run)
 
