@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from polyreme.cli.learning import Learning
+
 Record = dict[str, Any]
 
 SPLIT = {"waiting for samples": "time/learner_wait", "training": "time/train", "writing weights": "time/write"}
@@ -110,10 +112,13 @@ class Progress:
     sft_seconds: float = 0.0
     saved: Record | None = None
     rollout: Record | None = None
+    learning: Learning = field(default_factory=Learning)
     _seconds: float = 0.0
     _split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT, 0.0))
     _waits: dict[int, float] = field(default_factory=dict)
     _wait_seconds: float = 0.0
+    _planned: float | None = None
+    _newest_wait: int = 0
     _staleness: list[int] = field(default_factory=list)
     _mismatch: float | None = None
 
@@ -195,7 +200,8 @@ class Progress:
         return self.evaluations.get(self.newest) if self.iterations else None
 
     def rollout_wait(self, iteration: int) -> float | None:
-        """Idle seconds of the replicas before a recent iteration; see orchestrator/idle_time.py."""
+        """Idle time of the replicas before a recent iteration (see orchestrator/idle_time.py), as a share of the time since the plan before,
+        in which it was measured; None when either is unknown."""
         return self._waits.get(iteration)
 
     def rl_seconds(self) -> float:
@@ -229,6 +235,10 @@ class Progress:
         names = (name for name in record if name.startswith("reward/") and name not in ("reward/mean", "reward/std"))
         return {name.removeprefix("reward/"): float(record[name]) for name in names}
 
+    def not_learned(self) -> list[str]:
+        """That the run has learned nothing, and what may be the cause; see `Learning.findings`."""
+        return self.learning.findings(self.evaluations, self.evaluation)
+
     def summary(self) -> Record:
         """The values of summary.json."""
         seconds, split = self._seconds, self.time_split()
@@ -254,6 +264,7 @@ class Progress:
             "failed_evaluations": {str(version): text for version, text in sorted(self.failed_evaluations.items())},
             "checkpoint": self.saved and self.saved["path"],
             "hf_path": self.saved and self.saved["hf_path"],
+            "not_learned": self.not_learned(),
             "alarms": [text for _, text in self.alarms],
             "tracker_failures": dict(self.tracker_failures),
             "starts": self.starts,
@@ -265,6 +276,7 @@ class Progress:
         self.starts, self.started = record["start"], record["time"]
         self.forked_from, self.replayed = record.get("forked_from") or self.forked_from, None
         self.sft, self._sft_first, self.evaluating, self.loading, self.engine_start = None, None, None, {}, None
+        self._planned = None
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:
@@ -285,13 +297,17 @@ class Progress:
         self._staleness = [sum(pair) for pair in zip_longest(self._staleness, counts, fillvalue=0)]
         self._mismatch = max(self._mismatch or 0.0, record.get("mismatch_kl") or 0.0)
         self.recent.append(record)
+        self.learning.add(record)
 
     def _wait(self, record: Record) -> None:
-        self.rollout = record
-        if record["iteration"] not in self._waits:
-            self._waits[record["iteration"]] = record["time/rollout_wait"]
-            self._wait_seconds += record["time/rollout_wait"]
-            _keep_newest(self._waits)
+        seconds, before = record["time/rollout_wait"], self._planned
+        self.rollout, self._planned = record, record["time"]
+        if record["iteration"] > self._newest_wait:
+            self._newest_wait = record["iteration"]
+            self._wait_seconds += seconds
+            if before is not None and record["time"] > before:
+                self._waits[record["iteration"]] = min(1.0, seconds / (record["time"] - before))
+                _keep_newest(self._waits)
 
     def _evaluate(self, record: Record) -> None:
         name, value = evaluation_of(record)

@@ -6,6 +6,7 @@ Invariant: pure functions from records and Progress to strings.
 from collections.abc import Iterator
 from pathlib import Path
 
+from polyreme.cli.learning import learning_lines
 from polyreme.cli.progress import SPLIT, Progress, Record, evaluation_of
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import RunState
@@ -116,7 +117,7 @@ def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState
     lines = [f"{state:8} {reason}"] if reason else []
     if not config.iterations:  # an evaluation prints its own results
         return [*lines, f"run      {run_dir}"]
-    lines += _result_lines(progress)
+    lines += _result_lines(progress) + learning_lines(progress.not_learned())
     seconds = progress.rl_seconds()
     if seconds:
         split = ", ".join(f"{name} {value / seconds:.0%}" for name, value in progress.time_split().items())
@@ -173,10 +174,10 @@ def shortened(text: str, most: int = 200) -> str:
 def shares_of(record: Record, progress: Progress, names: bool = True) -> str:
     """Shares of an iteration's time: the learner's waiting, training and writing, and separately the replicas' idle time."""
     total = record["time/iteration"] or 1.0
-    shares = [(key.removeprefix("time/").removeprefix("learner_"), record.get(key, 0.0)) for key in SPLIT.values()]
+    shares = [(key.removeprefix("time/").removeprefix("learner_"), record.get(key, 0.0) / total) for key in SPLIT.values()]
     if (idle := progress.rollout_wait(record["iteration"])) is not None:
         shares.append(("rollouts wait", idle))
-    return " ".join(f"{name} {seconds / total:.0%}" if names else f"{seconds / total:.0%}" for name, seconds in shares)
+    return " ".join(f"{name} {share:.0%}" if names else f"{share:.0%}" for name, share in shares)
 
 
 def staleness_of(record: Record) -> str:

@@ -23,7 +23,7 @@ class RunStatus:
         run_id: id of the run.
         place: its run directory, or the URL of its Redis.
         state: a RunState, or `interrupted`: its processes ended without setting a final state.
-        reason: reason for the state, or ''.
+        reason: reason for the state, or for a run that is done that it has learned nothing; else ''.
         iteration, iterations: the newest trained iteration (of a stage: step) and the configured number; None when it is unknown.
         replayed: while the iterations (of a stage: steps) after the newest checkpoint are repeated after a resume, the newest that is; else
             None.
@@ -86,8 +86,10 @@ def _run_status(status: RunStatus, found: RunFile, summary: Mapping[str, Any], s
     evaluations = {int(version): value for version, value in summary.get("evaluations", {}).items()}
     versions = summary.get("versions", {})
     metric = next((name.removesuffix("_before") for name in summary if name.endswith("_before")), "")
+    nothing = summary.get("not_learned") if status.ended else None
     return replace(
         status,
+        reason=status.reason or (nothing[0] if nothing else ""),
         iteration=summary.get("iteration", summary.get("iterations")),
         iterations=settings.get("iterations"),
         replayed=None if status.ended else summary.get("replayed"),

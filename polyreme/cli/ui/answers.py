@@ -43,7 +43,9 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
         "run": reader.run_id,
         "state": summary.get("state", ""),
         "reason": summary.get("reason", ""),
-        "activities": [*replays(summary), *activities(reader, time.time())] if summary.get("state") in _LIVE else [],
+        "activities": [*replays(summary), *activities(reader, time.time())]
+        if summary.get("state") in _LIVE
+        else summary.get("not_learned", []),
         "iteration": contents.iterations,
         "iterations": config.get("iterations") or (config.get("trainer") or {}).get("steps"),
         "metrics": contents.metrics,

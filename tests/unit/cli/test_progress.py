@@ -293,7 +293,8 @@ def test_an_asynchronous_iteration_shows_its_staleness_and_both_waits(tmp_path: 
     before: dict[str, Any] = {"staleness/samples": [250, 6]}
     stale: dict[str, Any] = {"staleness/samples": [100, 150, 6], "mismatch_kl": None}
     progress = progress_of(
-        {"kind": "rollout", "time": 9.0, "iteration": 3, "time/rollout_wait": 0.5},
+        {"kind": "rollout", "time": 8.0, "iteration": 2, "time/rollout_wait": 0.0},
+        {"kind": "rollout", "time": 10.0, "iteration": 3, "time/rollout_wait": 0.5},
         iteration(2, time=8.0, **before),
         record := iteration(3, time=10.0, **stale),
     )
@@ -307,6 +308,18 @@ def test_an_asynchronous_iteration_shows_its_staleness_and_both_waits(tmp_path: 
     with console.file:
         console.print(view.render(run_config(tmp_path), progress, "running"))
         assert "100/150/6" in console.export_text()
+
+
+def test_the_replicas_wait_is_a_share_of_the_time_in_which_it_was_measured() -> None:
+    """The time between two plans is not that of the learner's iteration, which may be shorter."""
+    plans = [{"kind": "rollout", "time": 3.0 * number, "iteration": number, "time/rollout_wait": 2.4} for number in (1, 2, 3)]
+    progress = progress_of(*plans)
+    assert "rollouts wait 80%" in str(plain_line(iteration(3, time=10.0, seconds=1.5), progress, 24))
+    assert "rollouts" not in str(plain_line(iteration(1, time=4.0), progress, 24)), "there is no plan before the first"
+    assert progress.summary()["rollout_wait_seconds"] == pytest.approx(7.2)
+    progress.add({"kind": "start", "time": 500.0, "start": 2})
+    progress.add({"kind": "rollout", "time": 510.0, "iteration": 4, "time/rollout_wait": 9.0})
+    assert progress.rollout_wait(4) is None
 
 
 def test_an_alarm_is_shown_once() -> None:
