@@ -19,9 +19,12 @@ from polyreme.errors import ConfigError
 
 _TRIES = 5
 _RANDOM_WEIGHTS = """\
-note     The tiny model has random weights. This run shows that all parts work.
-         To learn from your data, set model.path to a model of yours, or add a
-         warm start on answers: trainer.sft."""
+note     The tiny model has random weights and a context of 256 characters. This
+         run shows that all parts work. To get a useful policy from your data,
+         set model.path to a model of yours."""
+_NO_ANSWERS = """\
+         It cannot learn from this data: no row has a reference answer, in the
+         column {label}, that its context holds with the prompt."""
 _NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
 
 
@@ -87,6 +90,8 @@ def init(
         print(f"wrote    {path}")
     if answers_model == TINY and not sample:
         print(_RANDOM_WEIGHTS)
+        if not (folder / "sft.jsonl").exists():
+            print(_NO_ANSWERS.format(label=answers.label_key))
     print("\n".join(next_steps(folder)))
 
 
