@@ -127,25 +127,30 @@ def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState
     lines.append(f"run      {run_dir}")
     if progress.saved:
         lines.append(f"model    {progress.saved['hf_path']}")
-    return lines + next_lines(run_dir, state)
+    return lines + next_lines(config, run_dir, state, progress.saved["hf_path"] if progress.saved else None)
 
 
-def next_lines(run_dir: Path, state: RunState) -> list[str]:
-    """The commands that a user needs after a run that ended in `state`."""
+def next_lines(config: RunConfig, run_dir: Path, state: RunState, model: str | None) -> list[str]:
+    """The commands that a user needs after a run that ended in `state`. `model`: the trained model's directory, if there is one."""
+    looks = [
+        (f"ui {run_dir}", "curves, samples and events in a browser"),
+        (f"samples {run_dir}", "what it was trained on"),
+        *([(f"chat {run_dir}", "ask its policy")] if model else []),
+    ]
     match state:
         case RunState.DONE:
-            steps = [("samples", "what it was trained on"), ("compare", "beside another run")]
-        case RunState.STOPPED:
+            judged = [(f"eval {run_dir / 'config.yaml'} --model {model}", "its policy on the held-out prompts")]
             steps = [
-                ("samples", "what it was trained on"),
-                ("status", "its progress; `polyreme up ... --resume` continues it"),
+                *looks,
+                *(judged if model and config.evaluation_sets else []),
+                (f"compare {run_dir} OTHER", "beside another run"),
             ]
+        case RunState.STOPPED:
+            steps = [*looks, (f"status {run_dir}", "its progress; `polyreme up ... --resume` continues it")]
         case _:
-            steps = [("logs", "what its processes logged; `polyreme up ... --resume` continues it")]
-    paths = {"compare": f"{run_dir} OTHER"}
-    commands = [(f"polyreme {name} {paths.get(name, run_dir)}", about) for name, about in steps]
-    width = max(len(command) for command, _ in commands)
-    return [f"{'next' if not place else '':8} {command:{width}}  # {about}" for place, (command, about) in enumerate(commands)]
+            steps = [(f"logs {run_dir}", "what its processes logged; `polyreme up ... --resume` continues it")]
+    width = max(len(words) for words, _ in steps if not words.startswith("eval "))  # a long path stands out by itself
+    return [f"{'next' if not place else '':8} polyreme {words:{width}}  # {about}" for place, (words, about) in enumerate(steps)]
 
 
 def _result_lines(progress: Progress) -> list[str]:
@@ -157,7 +162,9 @@ def _result_lines(progress: Progress) -> list[str]:
     if after is None and (why := progress.failed_evaluations.get(trained)):
         return [f"{first}; UNKNOWN after {trained} iterations, since version {trained} was not evaluated: {why}"]
     if after is None:
-        return [f"{first}; version {trained} was not evaluated: the run ended before"]
+        newest = max(progress.evaluations, default=0)
+        between = "" if newest < max(1, progress.first) else f", {progress.evaluations[newest]:.3f} after iteration {newest}"
+        return [f"{first}{between}; version {trained} was not evaluated: the run ended before"]
     lines = [f"{first}, {after:.3f} after iteration {trained}"]
     for example in (progress.evaluation or {}).get("examples", ())[:5]:
         prompt, response, label = (shortened(str(example[key])) for key in ("prompt", "response", "label"))

@@ -1,17 +1,21 @@
 """The run summary that is printed before training starts.
 
-Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json.
+Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json, and
+with an own algorithm, of its source.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from polyreme.cli.input_files import route_bytes
 from polyreme.config.data import Sources
 from polyreme.config.evaluation import EvaluationSet
+from polyreme.config.python_source import parse
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig, StageTrainer
 from polyreme.config.trainer import OptimizerConfig, TrainerConfig
 from polyreme.dataset.source import as_sources
+from polyreme.errors import ConfigError
 
 _TOKEN_BYTES = 4 + 4 + 1 + 4
 """Bytes of a response token in the log: id, log-probability, mask, and up to four bytes of text."""
@@ -123,11 +127,19 @@ def minibatch_line(config: RunConfig) -> str:
 
 
 def algorithm_line(config: RunConfig) -> str:
-    """The recipe's primitives on one line."""
-    recipe = config.recipe
+    """The recipe's primitives on one line, with the user's functions in place of those that they replace."""
+    recipe, name, own = config.recipe, config.algorithm.preset, set[str]()
+    if (source := config.algorithm.source) is not None:
+        name = f"{source.module or source.file} on the preset {name}"
+        with suppress(ConfigError):  # an error of the checks
+            own = {"advantages", "loss"} & parse(source.code(), name).keys()
     kl = "no KL" if recipe.kl is None else f"KL {recipe.kl.estimator} x {recipe.kl.coef:g} in the {recipe.kl.place}"
     corrected = " and ".join(each.kind for each in recipe.correction) or "no correction"
-    return f"{config.algorithm.preset}: {recipe.advantage.kind} advantages, {recipe.loss.kind} loss, {recipe.aggregation}, {kl}, {corrected}"
+    advantages, loss = (
+        "own" if function in own else kind
+        for function, kind in (("advantages", recipe.advantage.kind), ("loss", recipe.loss.kind))
+    )
+    return f"{name}: {advantages} advantages, {loss} loss, {recipe.aggregation}, {kl}, {corrected}"
 
 
 def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "iterations") -> str:
