@@ -16,7 +16,7 @@ import typer
 from polyreme.cli.chat_target import ChatTarget, find_target, served
 from polyreme.cli.progress_bar import waiting
 from polyreme.cli.report import shortened
-from polyreme.cli.v1_client import Chat, Piece, RefusedError, V1Client
+from polyreme.cli.v1_client import Chat, Piece, RequestRefusedError, V1Client
 from polyreme.config.security import EndpointSecurity
 from polyreme.errors import ConfigError, PolyremeError
 
@@ -56,7 +56,7 @@ class Dialogue:
             for piece in self._answer(asked, max_tokens or self.target.max_tokens, temperature):
                 begun = True
                 yield piece
-        except RefusedError:  # perhaps the context has no room for so many tokens
+        except RequestRefusedError:  # perhaps the context has no room for so many tokens
             if begun or max_tokens is not None:
                 raise
             yield from self._answer(asked, None, temperature)

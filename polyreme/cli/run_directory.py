@@ -259,7 +259,8 @@ def check_resumable(config: RunConfig | StageConfig) -> None:
     """Raises ConfigError when the configuration's directory has no run, so that a misspelt name does not start a new one."""
     if read_run_file(config.run_dir) is None:
         advice = "Pass name=... of a run; without --resume a new run starts."
-        raise no_run(config.run_dir, "a run to resume in", advice)
+        error = no_run(config.run_dir, do=advice)
+        raise ConfigError(f"a run to resume in {config.run_dir}", error.found, error.do)
 
 
 def write_replicas(run_dir: Path, run_id: str, replicas: Mapping[str, str]) -> None:

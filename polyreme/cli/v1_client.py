@@ -19,7 +19,7 @@ Chat = list[dict[str, str]]
 _DATA = b"data:"
 
 
-class RefusedError(PolyremeError):
+class RequestRefusedError(PolyremeError):
     """The server refused a request (status 400)."""
 
 
@@ -56,7 +56,7 @@ class V1Client:
             return str(json.load(reply)["data"][0]["id"])
 
     def chat(self, model: str, messages: Sequence[dict[str, str]], max_tokens: int | None, temperature: float) -> Iterator[Piece]:
-        """Streams the answer to a conversation, of at most `max_tokens` (None: the rest of the context). Raises UnavailableError, RefusedError,
+        """Streams the answer to a conversation, of at most `max_tokens` (None: the rest of the context). Raises UnavailableError, RequestRefusedError,
         PolyremeError."""
         body = {"messages": list(messages)}
         for event in self._stream("/chat/completions", model, body, max_tokens, temperature):
@@ -98,7 +98,7 @@ class V1Client:
             return urllib.request.urlopen(request, timeout=self._timeout, context=self._context)
         except urllib.error.HTTPError as error:
             found = f"status {error.code}: {_message(error.read())}"
-            kind = RefusedError if error.code == 400 else PolyremeError
+            kind = RequestRefusedError if error.code == 400 else PolyremeError
             raise kind(f"an answer from {self._url}", found, "Fix the request, or see the log of the replica.") from None
         except (OSError, ValueError) as error:
             raise UnavailableError(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from polyreme.cli.chat_target import find_target
 from polyreme.cli.main import build_app
 from polyreme.cli.run_directory import owned
-from polyreme.cli.v1_client import Piece, RefusedError, V1Client
+from polyreme.cli.v1_client import Piece, RequestRefusedError, V1Client
 from polyreme.config.run import RunConfig
 from polyreme.config.security import EndpointSecurity
 from polyreme.config.stage import StageConfig
@@ -163,7 +163,7 @@ def test_an_answer_fits_a_context_smaller_than_its_usual_length(echo: EchoServer
     assert result.exit_code == 0 and result.stdout.splitlines() == ["b a "]
     assert [asked.get("max_tokens") for asked in echo.asked] == [512, None]
     refused = CliRunner().invoke(build_app(["chat"]), ["chat", echo.url, "-m", "a b", "--max-tokens", "200"])
-    assert isinstance(refused.exception, RefusedError), "a length that was asked for is not changed"
+    assert isinstance(refused.exception, RequestRefusedError), "a length that was asked for is not changed"
 
 
 def export_of(config: StageConfig | RunConfig, name: str, **fields: Any) -> Path:
