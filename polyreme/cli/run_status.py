@@ -110,4 +110,5 @@ def _stage_status(status: RunStatus, found: RunFile, summary: Mapping[str, Any],
         replayed=None if status.ended else summary.get("replayed"),
         metric="" if loss is None else "loss",
         value=loss,
+        updated=summary.get("updated"),
     )

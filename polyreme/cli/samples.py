@@ -36,6 +36,8 @@ def samples(
 ) -> None:
     """Show samples of a run, filtered by iteration, reward, length and text."""
     reader, kind = RunReader(run_dir), "eval" if evaluation else "train"
+    if "stage" in reader.config():
+        raise ConfigError(f"a run with samples at {run_dir}", "a stage, which generates none", "Pass the directory of a run.")
     scores, lengths = _range("--reward", reward), _range("--tokens", tokens)
     chosen = _range("--iteration", None if iteration == "newest" else iteration)
     reader.catch_up()

@@ -21,6 +21,7 @@ from polyreme.config.load import load_stage
 from polyreme.config.stage import StageConfig
 from polyreme.experience.run import RunState
 from polyreme_trainer.launch.stage_process import StageProcess
+from polyreme_trainer.stages.loop import FINAL, HF
 
 ConfigFile = Annotated[Path, typer.Argument(help="The stage's YAML file.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the directory's stage from its newest checkpoint.")]
@@ -69,6 +70,19 @@ async def _run(config: StageConfig, run_id: str, console: Console) -> None:
     state = await StageProcess(config, run_id, log_dir, console).run()
     if state is RunState.STOPPED:
         console.print("stopped and saved; continue with --resume")
+        return
+    for line in next_lines(config):
+        console.print(line, soft_wrap=True)
+
+
+def next_lines(config: StageConfig) -> list[str]:
+    """The commands that a user needs after a stage."""
+    result = config.run_dir / HF / FINAL
+    if config.stage == "reward-model":
+        use = f"next     reward: {{rewards: [{{model: {result}}}]}}  # in a run, or for `polyreme reward test`"
+    else:
+        use = f"next     polyreme chat {config.run_dir}  # ask the model; in a run: model.path={result}"
+    return [use, f"         polyreme ui {config.run_dir}  # its curves"]
 
 
 def finished(config: StageConfig, run_id: str) -> int:

@@ -60,9 +60,10 @@ def test_the_summary_of_a_replaced_run_is_not_this_runs(tmp_path: Path) -> None:
 
 def test_a_stage(tmp_path: Path) -> None:
     write_run_file(tmp_path, RunFile("sft-1", NO_REDIS))
-    write_summary(tmp_path, "sft-1", RunState.DONE, "", {"stage": "sft", "step": 120, "steps": 120, "loss": 2.5})
+    write_summary(tmp_path, "sft-1", RunState.DONE, "", {"stage": "sft", "step": 120, "steps": 120, "loss": 2.5, "updated": 7.0})
     status = directory_status(tmp_path)
     assert (status.iteration, status.iterations, status.metric, status.value) == (120, 120, "loss", 2.5)
+    assert status.updated == 7.0
 
 
 def test_a_replay_is_told_apart_from_training(tmp_path: Path) -> None:

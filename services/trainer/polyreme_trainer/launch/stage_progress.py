@@ -25,6 +25,7 @@ class StageProgress:
         seconds: the time of all steps together.
         before, after: the first and the newest evaluation.
         hf_path: of the trained model.
+        updated: Unix time in seconds of the newest record; None before the first.
         complete: whether the newest record is the stage's end.
     """
 
@@ -36,11 +37,12 @@ class StageProgress:
     before: Record | None = None
     after: Record | None = None
     hf_path: str | None = None
+    updated: float | None = None
     complete: bool = False
 
     def add(self, record: Record) -> None:
         """Adds the next record."""
-        self.complete = record["kind"] == "done"
+        self.complete, self.updated = record["kind"] == "done", record.get("time", self.updated)
         match record["kind"]:
             case "step":
                 self.step, self.steps, self.loss = record["step"], record["steps"], record["loss"]
@@ -65,6 +67,7 @@ class StageProgress:
             "eval_before": self.before,
             "eval_after": self.after,
             "hf_path": self.hf_path,
+            "updated": self.updated,
         }
 
 

@@ -92,9 +92,9 @@ def test_progress_has_the_first_and_the_newest_evaluation() -> None:
     numbers = progress.numbers()
     assert (numbers["step"], numbers["steps"], numbers["loss"], numbers["step_seconds"]) == (2, 4, 0.5, 1.0)
     assert numbers["eval_before"]["loss"] == 3.0 and numbers["eval_after"] == {"step": 2, "rows": 3, "loss": 2.0, "accuracy": 0.5}
-    assert not progress.complete
-    progress.add({"kind": "done", "step": 4, "hf_path": "/there"})
-    assert progress.complete and progress.numbers()["hf_path"] == "/there"
+    assert not progress.complete and numbers["updated"] is None
+    progress.add({"time": 9.0, "kind": "done", "step": 4, "hf_path": "/there"})
+    assert progress.complete and progress.numbers()["hf_path"] == "/there" and progress.numbers()["updated"] == 9.0
     progress.add(step(5))
     assert not progress.complete
 
