@@ -17,7 +17,8 @@ from polyreme.config.stage import STAGES
 
 def one_of(values: Iterable[str]) -> Callable[[str], list[str]]:
     """The completion of an option with fixed values."""
-    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+    choices = tuple(values)
+    return lambda incomplete: [value for value in choices if value.startswith(incomplete)]
 
 
 def config_keys(incomplete: str, schema: type[Section] = RunConfig) -> list[str]:

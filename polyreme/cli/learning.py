@@ -75,9 +75,8 @@ class Learning:
         if self.rate == 0:
             found.append("the learning rate was 0 in every iteration")
         if self.lowest == self.highest:
-            found.append(
-                f"every answer scored {self.lowest:g}, so none was better than another: the reward may not find the answers in the texts"
-            )
+            why = "the task may be solved already" if self.lowest > 0 else "the reward may not find the answers in the texts"
+            found.append(f"every answer scored {self.lowest:g}, so none was better than another: {why}")
         elif equal > _MOSTLY:
             found.append(
                 f"in {equal:.0%} of the groups all answers scored the same, and such a group teaches nothing: use easier prompts, a larger"

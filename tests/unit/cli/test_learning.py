@@ -61,7 +61,7 @@ def test_most_seeds_of_noise_are_told_apart_from_learning() -> None:
         ({"grad_norm": 0.0}, ["1"], "gradient was 0"),
     ],
 )
-def test_a_cause_that_the_records_show_is_named(fields: dict[str, float], labels: list[str], cause: str) -> None:
+def test_a_cause_that_the_records_show_is_named(fields: dict[str, Any], labels: list[str], cause: str) -> None:
     newest = {"samples": 64, "examples": [{"label": label} for label in labels]}
     head, *causes = learned(lambda number: 0.1, **fields).findings({0: 0.1, 60: 0.1}, newest)
     assert len(causes) == 1 and cause in causes[0]
@@ -70,4 +70,5 @@ def test_a_cause_that_the_records_show_is_named(fields: dict[str, float], labels
 
 def test_nothing_is_claimed_too_early_or_about_a_distillation() -> None:
     assert learned(lambda number: 0.1, iterations=9).findings({}, None) == []
-    assert learned(lambda number: 0.0, **{"actor/teacher_kl": 0.1}).findings({}, None) == []
+    teacher: dict[str, Any] = {"actor/teacher_kl": 0.1}
+    assert learned(lambda number: 0.0, **teacher).findings({}, None) == []
