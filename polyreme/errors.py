@@ -4,6 +4,11 @@ Invariant: the command line prints such an error as one message without a traceb
 a bug and keeps its traceback.
 """
 
+from collections.abc import Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 class PolyremeError(Exception):
     """A failure that the user can act on.
@@ -30,6 +35,10 @@ class ConfigError(PolyremeError, ValueError):
     """The configuration, or a file that it names, cannot be used. Nothing was started."""
 
     exit_code = 2
+
+
+class AbsentError(ConfigError):
+    """A file or a device that the configuration names is not on this machine. A run on another machine may have it."""
 
 
 class DataError(PolyremeError, ValueError):
@@ -66,3 +75,12 @@ class RunFailedError(PolyremeError, RuntimeError):
     """The run was declared failed; the reason is in `found`."""
 
     exit_code = 7
+
+
+def results(*checks: Iterator[T]) -> "Iterator[T | PolyremeError]":
+    """What several checks yield, and the errors that they raise. An error ends only its own check."""
+    for check in checks:
+        try:
+            yield from check
+        except PolyremeError as error:
+            yield error

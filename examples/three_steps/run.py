@@ -1,6 +1,6 @@
 """Runs supervised training, a reward model from comparisons, and PPO against it: three commands, one after the other.
 
-Each command starts with `--resume`, so this script may be interrupted at any point and continues there when it is started again. Ctrl-C
+A step that has begun is started with `--resume`, so this script may be interrupted at any point and continues there when it is started again. Ctrl-C
 saves the current step.
 
     python examples/three_steps/run.py                       # a few minutes on two cores
@@ -80,7 +80,7 @@ def step(command: str, output: Path, extra: list[str], interruption: Interruptio
         str(HERE / FILES[command]),
         *overrides(command, output),
         *extra,
-        "--resume",
+        *(["--resume"] if (output / NAMES[command] / "run.json").is_file() else []),
     ]
     print(f"== polyreme {command}", flush=True)
     return interruption.run(words)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.run_directory import EMBEDDED, NO_REDIS, RunFile, owned, read_run_file, redis_of, unused
+from polyreme.cli.run_directory import EMBEDDED, NO_REDIS, RunFile, no_run, owned, read_run_file, redis_of, unused
 from polyreme.errors import ConfigError
 from polyreme.experience.audit import audit_main
 from polyreme.experience.embedded_redis import EmbeddedServer
@@ -26,7 +26,7 @@ def audit(
     """Account for every group of a run's experience log. The exit status is 0 when no group is missing or duplicated."""
     found = read_run_file(run_dir) if run_dir else None
     if run_dir and found is None:
-        raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Pass output_dir/name of a run, or --redis.")
+        raise no_run(run_dir, do="Pass output_dir/name of a run, or --redis.")
     if found and found.redis == NO_REDIS:
         raise ConfigError(f"a run with an experience log at {run_dir}", "a stage, which has none", "Pass the directory of a run.")
     run_id = run or (found.run_id if found else None)

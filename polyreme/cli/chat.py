@@ -15,7 +15,8 @@ import typer
 
 from polyreme.cli.chat_target import ChatTarget, find_target, served
 from polyreme.cli.progress_bar import waiting
-from polyreme.cli.v1_client import Chat, Piece, V1Client
+from polyreme.cli.report import shortened
+from polyreme.cli.v1_client import Chat, Piece, RequestRefusedError, V1Client
 from polyreme.config.security import EndpointSecurity
 from polyreme.errors import ConfigError, PolyremeError
 
@@ -36,18 +37,35 @@ class Dialogue:
     model: str
     messages: Chat = field(default_factory=list)
 
-    def ask(self, question: str, max_tokens: int, temperature: float) -> Iterator[Piece]:
-        """Streams the answer and keeps it for the next question. A text model sees only the question."""
-        if not self.target.is_chat:
-            yield from self.client.complete(self.model, question, max_tokens, temperature)
-            return
+    def ask(self, question: str, max_tokens: int | None, temperature: float) -> Iterator[Piece]:
+        """Streams the answer and keeps it for the next question. A text model sees only the question.
+
+        Without `max_tokens`, an answer may be as long as the target's, or fill the rest of the model's context if that is less.
+        """
         asked = [*self.messages, {"role": "user", "content": question}]
-        system = [{"role": "system", "content": self.target.system}] if self.target.system else []
         answer = ""
-        for piece in self.client.chat(self.model, [*system, *asked], max_tokens, temperature):
+        for piece in self._fitting(asked, max_tokens, temperature):
             answer += piece.text
             yield piece
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        if self.target.is_chat:
+            self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def _fitting(self, asked: Chat, max_tokens: int | None, temperature: float) -> Iterator[Piece]:
+        begun = False
+        try:
+            for piece in self._answer(asked, max_tokens or self.target.max_tokens, temperature):
+                begun = True
+                yield piece
+        except RequestRefusedError:  # perhaps the context has no room for so many tokens
+            if begun or max_tokens is not None:
+                raise
+            yield from self._answer(asked, None, temperature)
+
+    def _answer(self, asked: Chat, max_tokens: int | None, temperature: float) -> Iterator[Piece]:
+        if not self.target.is_chat:
+            return self.client.complete(self.model, asked[-1]["content"], max_tokens, temperature)
+        system = [{"role": "system", "content": self.target.system}] if self.target.system else []
+        return self.client.chat(self.model, [*system, *asked], max_tokens, temperature)
 
 
 def chat(
@@ -63,12 +81,21 @@ def chat(
     ca: Annotated[
         Path | None, typer.Option(help="PEM file with the CA certificates of a URL. Default: the system's.", show_default=False)
     ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            help="System message; '' for none. Default: that of the configuration or of its training rows.", show_default=False
+        ),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum length of an answer. Default: the run's.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the most likely answer.")] = 0.0,
 ) -> None:
-    """Talk to the policy of a run, live or exported, or to a model directory."""
+    """Talk to the policy of a run or a stage, live or exported, or to a model directory."""
     access = EndpointSecurity(ca=ca, token_env=token_env) if ca or token_env else None
-    targets = [find_target(target, None, access)] + ([] if compare is None else [find_target(target, compare, access)])
+    versions = [None] if compare is None else [None, compare]
+    targets = [find_target(target, version, access, system) for version in versions]
+    if targets[0].system and system is None:
+        print(f"system message: {shortened(targets[0].system)}", file=sys.stderr)
     with ExitStack() as servers:
         conversations = []
         for each in targets:
@@ -85,7 +112,7 @@ def chat(
                     conversation.messages = []
                 continue
             for conversation in conversations:
-                _answer(conversation, question, max_tokens or conversation.target.max_tokens, temperature, len(targets) > 1)
+                _answer(conversation, question, max_tokens, temperature, len(targets) > 1)
 
 
 def _questions() -> Iterator[str]:
@@ -101,7 +128,7 @@ def _questions() -> Iterator[str]:
             yield line.strip()
 
 
-def _answer(conversation: Dialogue, question: str, max_tokens: int, temperature: float, named: bool) -> None:
+def _answer(conversation: Dialogue, question: str, max_tokens: int | None, temperature: float, named: bool) -> None:
     """Prints an answer as it arrives. An interrupt ends the answer, not the conversation."""
     version, begun = "", False
     try:

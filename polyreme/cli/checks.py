@@ -6,15 +6,14 @@ errors (PolyremeError). Raising an error ends the check. Checks of stages are in
 Invariant: a check starts no service, runs no user code, and changes nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
 
-from polyreme.cli.input_files import check_inputs, check_stage_inputs
+from polyreme.cli.input_files import input_errors
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
-from polyreme.errors import PolyremeError
+from polyreme.errors import PolyremeError, results
 from polyreme.net import tls
 
 GROUP = "polyreme.checks"
@@ -34,42 +33,45 @@ class Findings:
 
 
 def check_run(config: RunConfig | StageConfig, only: str | None = None) -> tuple[str, ...]:
-    """Runs all checks and returns their notices. Raises the first error.
+    """Runs all checks and returns their notices. Raises their errors together.
 
     Args:
         only: name of the check of the one service that will certainly run on this machine, or None for all services. An error of another
             service becomes a notice, since that service may run on a different machine.
     """
     found = findings(config, only)
-    if found.errors:
-        raise found.errors[0]
+    raise_all(found.errors)
     return found.notices
 
 
+def raise_all(errors: Sequence[PolyremeError]) -> None:
+    """Raises the errors as one; nothing without any."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else SeveralErrors(errors)
+
+
 def findings(config: RunConfig | StageConfig, only: str | None = None) -> Findings:
-    """The results of all checks; `only` as in `check_run`. The services' checks run only after the files that they read are found."""
-    try:
-        if isinstance(config, StageConfig):
-            check_stage_inputs(config)
-        else:
-            check_inputs(config)
-            if config.security is not None:
-                tls.check_files(config.security)
-    except PolyremeError as error:
-        return Findings((error,), ())
-    group = STAGE_GROUP if isinstance(config, StageConfig) else GROUP
-    points = sorted(entry_points(group=group), key=lambda point: point.name)
-    errors: list[PolyremeError] = []
+    """The results of all checks; `only` as in `check_run`. A check whose input is missing is left out, and no error is repeated."""
+    errors: list[PolyremeError] = [*input_errors(config), *results(_security_errors(config))]
     notices: list[str] = []
-    for point in points:
-        for result in _results(point.load(), config):
+    group = STAGE_GROUP if isinstance(config, StageConfig) else GROUP
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        for result in results(point.load()(config)):
             if isinstance(result, str):
                 notices.append(result)
+            elif str(result) in map(str, errors):
+                continue
             elif only in (None, point.name):
                 errors.append(result)
             else:
                 notices.append(f"the {point.name} service cannot start on this machine: {result}")
     return Findings(tuple(errors), tuple(notices))
+
+
+def _security_errors(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
+    if isinstance(config, RunConfig) and config.security is not None:
+        tls.check_files(config.security)
+    yield from ()
 
 
 def memory_report(config: RunConfig | StageConfig, device_bytes: int | None) -> Findings:
@@ -79,13 +81,19 @@ def memory_report(config: RunConfig | StageConfig, device_bytes: int | None) -> 
         device_bytes: memory of a device; None: unknown.
     """
     points = sorted(entry_points(group=MEMORY_GROUP), key=lambda point: point.name)
-    results = [result for point in points for result in _results(point.load(), config, device_bytes)]
-    errors = tuple(result for result in results if not isinstance(result, str))
-    return Findings(errors, tuple(result for result in results if isinstance(result, str)))
+    found = [result for point in points for result in results(point.load()(config, device_bytes))]
+    errors = tuple(result for result in found if not isinstance(result, str))
+    return Findings(errors, tuple(result for result in found if isinstance(result, str)))
 
 
-def _results(check: Check, *arguments: Any) -> Iterator[str | PolyremeError]:
-    try:
-        yield from check(*arguments)
-    except PolyremeError as error:
-        yield error
+class SeveralErrors(PolyremeError):
+    """Several errors, printed on one line each."""
+
+    exit_code = 2
+
+    def __init__(self, errors: Sequence[PolyremeError]) -> None:
+        super().__init__("a run that can start", f"{len(errors)} errors", "Fix them.")
+        self.errors = tuple(errors)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{len(self.errors)} errors", *(f"- {error}" for error in self.errors)])

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polyreme.cli.run_directory import flat_settings, read_run_file, read_settings
+from polyreme.cli.run_directory import flat_settings, no_run, read_run_file, read_settings
 from polyreme.cli.run_records import read_records, read_summary
 from polyreme.cli.table import fitted
 from polyreme.cli.terminal import TerminalConsole
@@ -34,7 +34,9 @@ MAIN = (
     "time/train",
 )
 """The metrics that are shown without --all."""
-_RESULTS = ("state", "rl_seconds", "samples_per_second")
+STAGE_MAIN = ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "tokens_per_second", "time/step")
+"""The same for stages."""
+_RESULTS = ("state", "rl_seconds", "samples_per_second", "step", "loss", "step_seconds")
 
 Record = Mapping[str, Any]
 
@@ -50,7 +52,8 @@ def compare(
         raise ConfigError("two run directories or more", "one", "Pass the directories of the runs to compare.")
     histories = [_iterations(run_dir) for run_dir in runs]
     first, newest = common_iterations(histories, last)
-    metrics = metric_rows(histories, first, newest, None if everything else MAIN)
+    spans = [(first, newest)] * len(runs) if newest else [own_iterations(history, last) for history in histories]
+    metrics = metric_rows(histories, spans, None if everything else (*MAIN, *(name for name in STAGE_MAIN if name not in MAIN)))
     summaries = [read_summary(run_dir) for run_dir in runs]
     results = result_rows(summaries)
     evaluations = summary_rows([summary.get("newest_evaluation") or {} for summary in summaries])
@@ -62,6 +65,7 @@ def compare(
             "results": results,
             "evaluations": evaluations,
             "iterations": [first, newest],
+            "own_iterations": spans,
             "metrics": metrics,
         }
         console.print(json.dumps({"runs": list(map(str, runs)), **fields}), soft_wrap=True)
@@ -72,8 +76,13 @@ def compare(
     if evaluations:
         lines += ["", *_table("NEWEST EVALUATION", names, evaluations, width)]
     if metrics:
-        title = f"MEAN OF ITERATIONS {first} TO {newest}"
-        lines += ["", *_table(title, names, metrics, width)]
+        shown = f"{first} TO {newest}" if newest else ", ".join(f"{low} TO {high}" for low, high in spans)
+        lines += (
+            []
+            if newest
+            else ["", "The runs have no iteration in common, as a fork and its parent: each has its own newest ones."]
+        )
+        lines += ["", *_table(f"MEAN OF {_unit(histories)} {shown}", names, metrics, width)]
     console.print("\n".join(lines), soft_wrap=True)
 
 
@@ -84,28 +93,38 @@ def common_iterations(histories: Sequence[Sequence[Record]], last: int) -> tuple
     return (common[0], common[-1]) if common else (0, 0)
 
 
+def own_iterations(history: Sequence[Record], last: int) -> tuple[int, int]:
+    """The first and the newest of a run's `last` newest iterations; (0, 0) when there are none."""
+    return common_iterations([history], last)
+
+
 def metric_rows(
-    histories: Sequence[Sequence[Record]], first: int, newest: int, names: Sequence[str] | None = None
+    histories: Sequence[Sequence[Record]], spans: Sequence[tuple[int, int]], names: Sequence[str] | None = None
 ) -> dict[str, list[float | None]]:
-    """Means over the iterations `first` to `newest`, by metric, one value per run; None for a run that does not record the metric.
+    """Means over some iterations, by metric, one value per run; None for a run that does not record the metric.
 
     Args:
-        histories: the `iteration` records of each run.
-        first, newest: the iterations.
+        histories: the `iteration` records of each run, or a stage's `step` records.
+        spans: the first and the last iteration of each run.
         names: metrics in the order wanted, or None for every number that a run records.
     """
-    chosen = [[record for record in history if first <= record["iteration"] <= newest] for history in histories]
+    chosen = [
+        [record for record in history if first <= record["iteration"] <= newest]
+        for history, (first, newest) in zip(histories, spans, strict=True)
+    ]
     if names is None:
         recorded = {name for history in chosen for record in history for name in record}
-        names = sorted(recorded - {"iteration", "time", "next_group"})
+        names = sorted(recorded - {"iteration", "step", "steps", "time", "next_group"})
     rows = {name: [_mean(record.get(name) for record in history) for history in chosen] for name in names}
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
 
 def result_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
     """The results in the runs' summaries, by name: the state, the metric of the best version before and after training, the speed."""
-    rows = summary_rows(summaries)
-    decided = [name for name in rows if name.endswith(("_before", "_after"))]
+    rows = summary_rows([flat_settings(summary) for summary in summaries])
+    decided = [
+        name for name in rows if name.partition(".")[0].endswith(("_before", "_after")) or name.endswith(("_before", "_after"))
+    ]
     return {name: rows[name] for name in (_RESULTS[0], *decided, *_RESULTS[1:]) if name in rows}
 
 
@@ -124,16 +143,21 @@ def settings_rows(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
+def _unit(histories: Sequence[Sequence[Record]]) -> str:
+    return "STEPS" if all(record["kind"] == "step" for history in histories for record in history) else "ITERATIONS"
+
+
 def _iterations(run_dir: Path) -> list[dict[str, Any]]:
+    """The `iteration` records of a run, each iteration once; the `step` records of a stage, with the step as `iteration`."""
     found = read_run_file(run_dir)
     if found is None:
-        raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Pass output_dir/name of a run.")
+        raise no_run(run_dir)
     newest = 0
     records = []
     for record in read_records(run_dir, found.run_id):
-        if record["kind"] == "iteration" and record["iteration"] > newest:
-            newest = record["iteration"]
-            records.append(record)
+        if record["kind"] in ("iteration", "step") and (number := record[record["kind"]]) > newest:
+            newest = number
+            records.append({**record, "iteration": number})
     return records
 
 

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.checks import findings, memory_report
+from polyreme.cli.checks import findings, memory_report, raise_all
 from polyreme.cli.completion import Overrides
 from polyreme.cli.summary import lines_of
 from polyreme.config.describe import annotated_yaml, reference
 from polyreme.config.load import load_any
-from polyreme.errors import PolyremeError
+from polyreme.errors import AbsentError
 
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file of a run or a stage.")]
 
@@ -41,35 +41,20 @@ def check(
     """Check everything that can be checked before processes start, and print the run's summary."""
     resolved = load_any(file, overrides or ())
     found = findings(resolved)
-    lines, errors = lines_of(resolved, found.notices), list(found.errors)
+    lines, errors, absent = lines_of(resolved, found.notices), list(found.errors), list[str]()
     if memory or device_gib is not None:
         estimate = memory_report(resolved, None if device_gib is None else int(device_gib * 2**30))
         lines += estimate.notices
-        errors = errors or list(estimate.errors)
-    print("\n".join(lines))
-    match errors:
-        case []:
-            print("checks         passed")
-        case [error]:
-            raise error
-        case errors:
-            raise _Several(tuple(errors))
+        # An estimate is made for a machine that may be another one. Without config.json there is none.
+        absent = [f"missing        {error}" for error in errors if isinstance(error, AbsentError)]
+        errors = [error for error in errors if not isinstance(error, AbsentError)]
+        errors += [error for error in estimate.errors if str(error) not in map(str, errors)]
+    print("\n".join([*lines, *absent]))
+    raise_all(errors)
+    print("checks         passed" + (", except what is missing here" if absent else ""))
 
 
 @config.command("reference")
 def print_reference() -> None:
     """Print the reference of all configuration keys as Markdown."""
     print(reference(), end="")
-
-
-class _Several(PolyremeError):
-    """Several errors, printed on one line each."""
-
-    exit_code = 2
-
-    def __init__(self, errors: tuple[PolyremeError, ...]) -> None:
-        super().__init__("a run that can start", f"{len(errors)} errors", "Fix them.")
-        self._errors = errors
-
-    def __str__(self) -> str:
-        return "\n".join([f"{len(self._errors)} errors", *(f"- {error}" for error in self._errors)])

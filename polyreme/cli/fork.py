@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from polyreme.cli.checkpoint_manifest import is_intact, read_manifest
-from polyreme.cli.run_directory import Origin, RunFile, checkpoints, read_run_file, unused
+from polyreme.cli.run_directory import Origin, RunFile, checkpoints, no_run, read_run_file, unused
 from polyreme.cli.run_records import read_records
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
@@ -35,7 +35,7 @@ def plan_fork(config: RunConfig, file_run_dir: Path) -> tuple[Path, RunConfig]:
             number += 1
         return config.run_dir, config.model_copy(update={"name": f"{stem}-fork-{number}"})
     if read_run_file(file_run_dir) is None:
-        raise ConfigError(f"a run to fork in {config.run_dir}", "no run.json in it", "Pass name=... of a run, or omit --fork.")
+        raise no_run(config.run_dir, "a run to fork in", "Pass name=... of a run, or omit --fork.")
     if checkpoints(config.run_dir):
         raise ConfigError(
             f"an empty fork directory {config.run_dir}", "checkpoints", "Choose another name=..., or remove the directory."

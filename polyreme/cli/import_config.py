@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 import yaml
 
+from polyreme.cli.completion import one_of
 from polyreme.cli.run_records import write_atomically
 from polyreme.config.load import parse_config
 from polyreme.errors import ConfigError
@@ -21,7 +22,10 @@ from polyreme.import_config.systems import SYSTEMS, import_file
 def import_config(
     file: Annotated[Path, typer.Argument(help="YAML, JSON or a shell script with the command line.")],
     output: Annotated[Path | None, typer.Option(help="The run.yaml to write. Default: print it.", show_default=False)] = None,
-    system: Annotated[str | None, typer.Option(help=f"{', '.join(SYSTEMS)}; none: by the keys.", show_default=False)] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(SYSTEMS)}; none: by the keys.", show_default=False, autocompletion=one_of(SYSTEMS)),
+    ] = None,
     rows: Annotated[
         int | None, typer.Option(min=1, help="Rows of the training data, for files that count passes.", show_default=False)
     ] = None,

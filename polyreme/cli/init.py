@@ -12,15 +12,19 @@ from typing import Annotated, get_args
 
 import typer
 
+from polyreme.cli.completion import one_of
 from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, Device, find_columns, write_new_run
 from polyreme.config.base import NAME
 from polyreme.errors import ConfigError
 
 _TRIES = 5
 _RANDOM_WEIGHTS = """\
-note     The tiny model has random weights. This run shows that all parts work.
-         To learn from your data, set model.path to a model of yours, or add a
-         warm start on answers: trainer.sft."""
+note     The tiny model has random weights and a context of 256 characters. This
+         run shows that all parts work. To get a useful policy from your data,
+         set model.path to a model of yours."""
+_NO_ANSWERS = """\
+         It cannot learn from this data: no row has a reference answer, in the
+         column {label}, that its context holds with the prompt."""
 _NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
 
 
@@ -32,9 +36,13 @@ def init(
     ] = None,
     data: Annotated[str | None, typer.Option(help=f"Data file with one row per prompt, or `{SAMPLE}`: sample data.")] = None,
     reward: Annotated[
-        str | None, typer.Option(help=f"Reward of a response: {', '.join(REWARDS)}, or a Python file with a function of yours.")
+        str | None,
+        typer.Option(
+            help=f"Reward of a response: {', '.join(REWARDS)}, or a Python file with a function of yours.",
+            autocompletion=one_of(REWARDS),
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.", autocompletion=one_of(get_args(Device)))] = None,
     prompt_key: Annotated[
         str | None, typer.Option(help="Column of the data with the prompt. Default: the first usual name that the file has.")
     ] = None,
@@ -82,6 +90,8 @@ def init(
         print(f"wrote    {path}")
     if answers_model == TINY and not sample:
         print(_RANDOM_WEIGHTS)
+        if not (folder / "sft.jsonl").exists():
+            print(_NO_ANSWERS.format(label=answers.label_key))
     print("\n".join(next_steps(folder)))
 
 

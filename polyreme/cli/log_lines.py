@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from polyreme.cli.run_directory import no_run, read_run_file
 from polyreme.errors import ConfigError
 
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[\d.,]*Z?")
@@ -47,6 +48,8 @@ class LogFile:
 def newest_attempt(run_dir: Path) -> Path:
     """The folder of the newest start's logs. Raises ConfigError without one."""
     found = [path for path in run_dir.glob("logs/attempt_*") if path.name.removeprefix("attempt_").isdigit()]
+    if not found and read_run_file(run_dir) is None:
+        raise no_run(run_dir)
     if not found:
         raise ConfigError(f"logs of a run in {run_dir}", "no logs/attempt_1 in it", "Pass output_dir/name of a run.")
     return max(found, key=lambda path: int(path.name.removeprefix("attempt_")))

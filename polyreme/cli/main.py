@@ -80,7 +80,7 @@ def commands() -> tuple[Command, ...]:
         ),
         Command(
             "chat",
-            "Talk to the policy of a run, live or exported, or to a model directory.",
+            "Talk to the policy of a run or a stage, live or exported, or to a model directory.",
             lambda: _attribute("polyreme.cli.chat", "chat"),
         ),
         Command(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from polyreme.cli.learning import Learning
+
 Record = dict[str, Any]
 
 SPLIT = {"waiting for samples": "time/learner_wait", "training": "time/train", "writing weights": "time/write"}
@@ -74,6 +76,7 @@ class Progress:
         failed_evaluations: reason by version, for the newest failures.
         versions: served version by replica.
         replicas: URL of /v1 by replica, for the registered replicas.
+        replayed: while a resumed learner repeats iterations from the log, the newest that it has; else None.
         starts: number of starts of the run; `started` is the time of the newest one.
         restarts: number of restarts by process since the newest start.
         tracker_failures: number of failures by tracker since the newest start.
@@ -94,6 +97,7 @@ class Progress:
     failed_evaluations: dict[int, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
+    replayed: int | None = None
     starts: int = 0
     started: float | None = None
     forked_from: Record | None = None
@@ -108,10 +112,13 @@ class Progress:
     sft_seconds: float = 0.0
     saved: Record | None = None
     rollout: Record | None = None
+    learning: Learning = field(default_factory=Learning)
     _seconds: float = 0.0
     _split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT, 0.0))
     _waits: dict[int, float] = field(default_factory=dict)
     _wait_seconds: float = 0.0
+    _planned: float | None = None
+    _newest_wait: int = 0
     _staleness: list[int] = field(default_factory=list)
     _mismatch: float | None = None
 
@@ -120,12 +127,14 @@ class Progress:
         return record.get("kind") == "iteration" and record["iteration"] <= self.newest
 
     def add(self, record: Record) -> None:
-        """Adds the next record, which has a `time`. Ignores unknown kinds and repeated iterations."""
+        """Adds the next record, which has a `time`. Ignores unknown kinds; a repeated iteration is only noted as `replayed`."""
         match record.get("kind"):
             case "start":
                 self._start(record)
             case "iteration" if not self.repeats(record):
                 self._iterate(record)
+            case "iteration" | "resumed":
+                self.replayed = record["iteration"] if record["iteration"] < self.newest else None
             case "rollout":
                 self._wait(record)
             case "eval":
@@ -191,7 +200,8 @@ class Progress:
         return self.evaluations.get(self.newest) if self.iterations else None
 
     def rollout_wait(self, iteration: int) -> float | None:
-        """Idle seconds of the replicas before a recent iteration; see orchestrator/idle_time.py."""
+        """Idle time of the replicas before a recent iteration (see orchestrator/idle_time.py), as a share of the time since the plan before,
+        in which it was measured; None when either is unknown."""
         return self._waits.get(iteration)
 
     def rl_seconds(self) -> float:
@@ -209,7 +219,8 @@ class Progress:
     def remaining_seconds(self, iterations: int) -> float | None:
         """Estimated seconds for the remaining iterations, from the mean of the newest ones; None before the first."""
         newest = [float(record["time/iteration"]) for record in self.recent][-20:]
-        return max(0, iterations - self.newest) * sum(newest) / len(newest) if newest else None
+        trained = self.newest if self.replayed is None else self.replayed
+        return max(0, iterations - trained) * sum(newest) / len(newest) if newest else None
 
     def sft_remaining_seconds(self) -> float | None:
         """Estimated seconds for the remaining steps of the warm start's phase; None before its second record."""
@@ -224,6 +235,10 @@ class Progress:
         names = (name for name in record if name.startswith("reward/") and name not in ("reward/mean", "reward/std"))
         return {name.removeprefix("reward/"): float(record[name]) for name in names}
 
+    def not_learned(self) -> list[str]:
+        """That the run has learned nothing, and what may be the cause; see `Learning.findings`."""
+        return self.learning.findings(self.evaluations, self.evaluation)
+
     def summary(self) -> Record:
         """The values of summary.json."""
         seconds, split = self._seconds, self.time_split()
@@ -234,6 +249,7 @@ class Progress:
             "rl_seconds": round(seconds, 2),
             "iterations": self.iterations,
             "iteration": self.newest,
+            "replayed": self.replayed,
             "reward": self.last["reward/mean"] if self.last else None,
             "versions": dict(self.versions),
             "updated": self.time,
@@ -248,6 +264,7 @@ class Progress:
             "failed_evaluations": {str(version): text for version, text in sorted(self.failed_evaluations.items())},
             "checkpoint": self.saved and self.saved["path"],
             "hf_path": self.saved and self.saved["hf_path"],
+            "not_learned": self.not_learned(),
             "alarms": [text for _, text in self.alarms],
             "tracker_failures": dict(self.tracker_failures),
             "starts": self.starts,
@@ -257,13 +274,14 @@ class Progress:
     def _start(self, record: Record) -> None:
         """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
-        self.forked_from = record.get("forked_from") or self.forked_from
+        self.forked_from, self.replayed = record.get("forked_from") or self.forked_from, None
         self.sft, self._sft_first, self.evaluating, self.loading, self.engine_start = None, None, None, {}, None
+        self._planned = None
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:
         self.iterations += 1
-        self.newest = record["iteration"]
+        self.newest, self.replayed = record["iteration"], None
         self.loading = {role: load for role, load in self.loading.items() if record["time"] - load["time"] < LOADING_SECONDS}
         seconds = float(record["time/iteration"])
         if not self.first:
@@ -279,13 +297,17 @@ class Progress:
         self._staleness = [sum(pair) for pair in zip_longest(self._staleness, counts, fillvalue=0)]
         self._mismatch = max(self._mismatch or 0.0, record.get("mismatch_kl") or 0.0)
         self.recent.append(record)
+        self.learning.add(record)
 
     def _wait(self, record: Record) -> None:
-        self.rollout = record
-        if record["iteration"] not in self._waits:
-            self._waits[record["iteration"]] = record["time/rollout_wait"]
-            self._wait_seconds += record["time/rollout_wait"]
-            _keep_newest(self._waits)
+        seconds, before = record["time/rollout_wait"], self._planned
+        self.rollout, self._planned = record, record["time"]
+        if record["iteration"] > self._newest_wait:
+            self._newest_wait = record["iteration"]
+            self._wait_seconds += seconds
+            if before is not None and record["time"] > before:
+                self._waits[record["iteration"]] = min(1.0, seconds / (record["time"] - before))
+                _keep_newest(self._waits)
 
     def _evaluate(self, record: Record) -> None:
         name, value = evaluation_of(record)

@@ -6,6 +6,7 @@ Invariant: pure functions from records and Progress to strings.
 from collections.abc import Iterator
 from pathlib import Path
 
+from polyreme.cli.learning import learning_lines
 from polyreme.cli.progress import SPLIT, Progress, Record, evaluation_of
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import RunState
@@ -17,7 +18,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
         case "iteration":
             number = f"iteration {record['iteration']:>{len(str(iterations))}}/{iterations}"
             if record.get("repeated"):
-                return f"{number}  repeated from the log after the resume"
+                return f"{number}  {replay(record['iteration'], progress.newest)}"
             versions = " ".join(f"{replica}@{version}" for replica, version in sorted(progress.versions.items()))
             score = progress.score()
             return (
@@ -32,6 +33,8 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
             return f"evaluation of version {record['version']}: {name} {value:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"
         case "eval_progress":
             return f"evaluation of version {record['version']}: {evaluation_progress(record)}"
+        case "resumed" if record["iteration"] < progress.newest:
+            return replay(record["iteration"], progress.newest)
         case "loading":
             return loading_progress(record)
         case "engine_start":
@@ -63,6 +66,16 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
     return None
 
 
+def replay(done: int, trained: int) -> str:
+    """That a resumed learner repeats iterations, or a stage steps, and how far it is.
+
+    Args:
+        done: the newest that it has repeated, or that its checkpoint has.
+        trained: the newest one before the resume.
+    """
+    return f"replaying {done} of {trained} after the resume"
+
+
 def loading_progress(record: Record) -> str:
     """The progress of loading a role's weights, from a `loading` record."""
     left = f", remaining about {duration(record['seconds_left'])}" if record["fraction"] < 1 else ""
@@ -79,6 +92,8 @@ def engine_progress(record: Record) -> str:
 def activities(progress: Progress) -> Iterator[str]:
     """What takes long at the moment and is no iteration, and about how long it still takes."""
     yield from map(loading_progress, progress.loading.values())
+    if progress.replayed is not None:
+        yield replay(progress.replayed, progress.newest)
     if sft := progress.sft:
         left = progress.sft_remaining_seconds()
         text = f"warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}"
@@ -102,7 +117,7 @@ def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState
     lines = [f"{state:8} {reason}"] if reason else []
     if not config.iterations:  # an evaluation prints its own results
         return [*lines, f"run      {run_dir}"]
-    lines += _result_lines(progress)
+    lines += _result_lines(progress) + learning_lines(progress.not_learned())
     seconds = progress.rl_seconds()
     if seconds:
         split = ", ".join(f"{name} {value / seconds:.0%}" for name, value in progress.time_split().items())
@@ -112,25 +127,30 @@ def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState
     lines.append(f"run      {run_dir}")
     if progress.saved:
         lines.append(f"model    {progress.saved['hf_path']}")
-    return lines + next_lines(run_dir, state)
+    return lines + next_lines(config, run_dir, state, progress.saved["hf_path"] if progress.saved else None)
 
 
-def next_lines(run_dir: Path, state: RunState) -> list[str]:
-    """The commands that a user needs after a run that ended in `state`."""
+def next_lines(config: RunConfig, run_dir: Path, state: RunState, model: str | None) -> list[str]:
+    """The commands that a user needs after a run that ended in `state`. `model`: the trained model's directory, if there is one."""
+    looks = [
+        (f"ui {run_dir}", "curves, samples and events in a browser"),
+        (f"samples {run_dir}", "what it was trained on"),
+        *([(f"chat {run_dir}", "ask its policy")] if model else []),
+    ]
     match state:
         case RunState.DONE:
-            steps = [("samples", "what it was trained on"), ("compare", "beside another run")]
-        case RunState.STOPPED:
+            judged = [(f"eval {run_dir / 'config.yaml'} --model {model}", "its policy on the held-out prompts")]
             steps = [
-                ("samples", "what it was trained on"),
-                ("status", "its progress; `polyreme up ... --resume` continues it"),
+                *looks,
+                *(judged if model and config.evaluation_sets else []),
+                (f"compare {run_dir} OTHER", "beside another run"),
             ]
+        case RunState.STOPPED:
+            steps = [*looks, (f"status {run_dir}", "its progress; `polyreme up ... --resume` continues it")]
         case _:
-            steps = [("logs", "what its processes logged; `polyreme up ... --resume` continues it")]
-    paths = {"compare": f"{run_dir} OTHER"}
-    commands = [(f"polyreme {name} {paths.get(name, run_dir)}", about) for name, about in steps]
-    width = max(len(command) for command, _ in commands)
-    return [f"{'next' if not place else '':8} {command:{width}}  # {about}" for place, (command, about) in enumerate(commands)]
+            steps = [(f"logs {run_dir}", "what its processes logged; `polyreme up ... --resume` continues it")]
+    width = max(len(words) for words, _ in steps if not words.startswith("eval "))  # a long path stands out by itself
+    return [f"{'next' if not place else '':8} polyreme {words:{width}}  # {about}" for place, (words, about) in enumerate(steps)]
 
 
 def _result_lines(progress: Progress) -> list[str]:
@@ -142,7 +162,9 @@ def _result_lines(progress: Progress) -> list[str]:
     if after is None and (why := progress.failed_evaluations.get(trained)):
         return [f"{first}; UNKNOWN after {trained} iterations, since version {trained} was not evaluated: {why}"]
     if after is None:
-        return [f"{first}; version {trained} was not evaluated: the run ended before"]
+        newest = max(progress.evaluations, default=0)
+        between = "" if newest < max(1, progress.first) else f", {progress.evaluations[newest]:.3f} after iteration {newest}"
+        return [f"{first}{between}; version {trained} was not evaluated: the run ended before"]
     lines = [f"{first}, {after:.3f} after iteration {trained}"]
     for example in (progress.evaluation or {}).get("examples", ())[:5]:
         prompt, response, label = (shortened(str(example[key])) for key in ("prompt", "response", "label"))
@@ -159,10 +181,10 @@ def shortened(text: str, most: int = 200) -> str:
 def shares_of(record: Record, progress: Progress, names: bool = True) -> str:
     """Shares of an iteration's time: the learner's waiting, training and writing, and separately the replicas' idle time."""
     total = record["time/iteration"] or 1.0
-    shares = [(key.removeprefix("time/").removeprefix("learner_"), record.get(key, 0.0)) for key in SPLIT.values()]
+    shares = [(key.removeprefix("time/").removeprefix("learner_"), record.get(key, 0.0) / total) for key in SPLIT.values()]
     if (idle := progress.rollout_wait(record["iteration"])) is not None:
         shares.append(("rollouts wait", idle))
-    return " ".join(f"{name} {seconds / total:.0%}" if names else f"{seconds / total:.0%}" for name, seconds in shares)
+    return " ".join(f"{name} {share:.0%}" if names else f"{share:.0%}" for name, share in shares)
 
 
 def staleness_of(record: Record) -> str:

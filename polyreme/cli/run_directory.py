@@ -5,6 +5,7 @@ owns the directory, by a lock that ends with the process. A run with a checkpoin
 gets its own directory.
 """
 
+import difflib
 import fcntl
 import json
 import os
@@ -40,6 +41,9 @@ NO_REDIS = ""
 _YAML_LOADER = getattr(
     yaml, "CSafeLoader", yaml.SafeLoader
 )  # libyaml's loader is ten times faster, which matters for a page of many runs
+
+_NAMES = 8
+"""Maximum number of runs that an error names."""
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -251,6 +255,29 @@ def redis_of(run_dir: Path, found: RunFile) -> str:
         StoreError: the run's own Redis belongs to another user.
     """
     return embedded_url(run_dir / "redis", found.redis_url) if found.redis == EMBEDDED else found.redis
+
+
+def no_run(run_dir: Path, wanted: str = "a run directory at", do: str = "Pass output_dir/name of a run.") -> ConfigError:
+    """The error of a directory without a run. It names the runs in it or beside it, and the one with the most similar name."""
+    there = "no run.json in it" if run_dir.is_dir() else "a file" if run_dir.exists() else "no such directory"
+    for folder in (run_dir, run_dir.parent):
+        names = sorted(path.parent.name for path in folder.glob("*/run.json"))
+        if names:
+            near = (
+                difflib.get_close_matches(run_dir.name, names, n=1) if folder == run_dir.parent else names[:1] * (len(names) == 1)
+            )
+            shown = ", ".join([*near, *(name for name in names if name not in near)][:_NAMES]) + ", ..." * (len(names) > _NAMES)
+            advice = f"Did you mean {folder / near[0]}? " if near else ""
+            return ConfigError(f"{wanted} {run_dir}", f"{there}; the runs in {folder} are {shown}", advice + do)
+    return ConfigError(f"{wanted} {run_dir}", there, do)
+
+
+def check_resumable(config: RunConfig | StageConfig) -> None:
+    """Raises ConfigError when the configuration's directory has no run, so that a misspelt name does not start a new one."""
+    if read_run_file(config.run_dir) is None:
+        advice = "Pass name=... of a run; without --resume a new run starts."
+        error = no_run(config.run_dir, do=advice)
+        raise ConfigError(f"a run to resume in {config.run_dir}", error.found, error.do)
 
 
 def write_replicas(run_dir: Path, run_id: str, replicas: Mapping[str, str]) -> None:

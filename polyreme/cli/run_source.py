@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from polyreme.cli.progress import Record, stream_time
-from polyreme.cli.run_directory import NO_REDIS, RunFile, read_run_file, read_settings, redis_of
+from polyreme.cli.run_directory import NO_REDIS, RunFile, no_run, read_run_file, read_settings, redis_of
 from polyreme.cli.run_records import parsed
 from polyreme.cli.run_status import RunStatus, directory_status, redis_status
 from polyreme.errors import ConfigError
@@ -51,9 +51,7 @@ class DirectorySource:
     def __init__(self, run_dir: Path) -> None:
         found = read_run_file(run_dir)
         if found is None:
-            raise ConfigError(
-                f"a run directory at {run_dir}", "no run.json in it", "Pass output_dir/name of a run, or a Redis URL."
-            )
+            raise no_run(run_dir, do="Pass output_dir/name of a run, or a Redis URL.")
         self.run_dir: Path | None = run_dir
         self.run_id, self._folder = found.run_id, run_dir
 

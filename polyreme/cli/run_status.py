@@ -23,8 +23,10 @@ class RunStatus:
         run_id: id of the run.
         place: its run directory, or the URL of its Redis.
         state: a RunState, or `interrupted`: its processes ended without setting a final state.
-        reason: reason for the state, or ''.
+        reason: reason for the state, or for a run that is done that it has learned nothing; else ''.
         iteration, iterations: the newest trained iteration (of a stage: step) and the configured number; None when it is unknown.
+        replayed: while the iterations (of a stage: steps) after the newest checkpoint are repeated after a resume, the newest that is; else
+            None.
         metric, value: name and value of the newest evaluation (of a stage: the loss); '' and None without one.
         reward: mean reward of the newest iteration, or None.
         replicas: served version by replica, for the live ones; None while a replica has none.
@@ -37,6 +39,7 @@ class RunStatus:
     reason: str = ""
     iteration: int | None = None
     iterations: int | None = None
+    replayed: int | None = None
     metric: str = ""
     value: float | None = None
     reward: float | None = None
@@ -70,6 +73,7 @@ def redis_status(listed: ListedRun, url: str) -> RunStatus:
         reason=listed.reason,
         iteration=listed.iteration,
         iterations=listed.iterations,
+        replayed=progress.replayed,
         metric=progress.metric if progress.evaluations else "",
         value=progress.score(),
         reward=progress.last["reward/mean"] if progress.last else None,
@@ -82,10 +86,13 @@ def _run_status(status: RunStatus, found: RunFile, summary: Mapping[str, Any], s
     evaluations = {int(version): value for version, value in summary.get("evaluations", {}).items()}
     versions = summary.get("versions", {})
     metric = next((name.removesuffix("_before") for name in summary if name.endswith("_before")), "")
+    nothing = summary.get("not_learned") if status.ended else None
     return replace(
         status,
+        reason=status.reason or (nothing[0] if nothing else ""),
         iteration=summary.get("iteration", summary.get("iterations")),
         iterations=settings.get("iterations"),
+        replayed=None if status.ended else summary.get("replayed"),
         metric=metric if evaluations else "",
         value=evaluations[max(evaluations)] if evaluations else None,
         reward=summary.get("reward"),
@@ -100,6 +107,8 @@ def _stage_status(status: RunStatus, found: RunFile, summary: Mapping[str, Any],
         status,
         iteration=summary.get("step"),
         iterations=summary.get("steps"),
+        replayed=None if status.ended else summary.get("replayed"),
         metric="" if loss is None else "loss",
         value=loss,
+        updated=summary.get("updated"),
     )

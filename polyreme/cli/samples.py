@@ -36,23 +36,30 @@ def samples(
 ) -> None:
     """Show samples of a run, filtered by iteration, reward, length and text."""
     reader, kind = RunReader(run_dir), "eval" if evaluation else "train"
+    if "stage" in reader.config():
+        raise ConfigError(f"a run with samples at {run_dir}", "a stage, which generates none", "Pass the directory of a run.")
     scores, lengths = _range("--reward", reward), _range("--tokens", tokens)
     chosen = _range("--iteration", None if iteration == "newest" else iteration)
     reader.catch_up()
     if iteration in (None, "newest"):
         newest = reader.newest_step(kind)
         chosen = (newest, newest)
-    found = itertools.islice(
-        reader.read_samples(sample_query(kind, chosen, scores, lengths, text)), limit or (None if as_json else _SHOWN)
-    )
-    console, some = TerminalConsole(sys.stdout), False
-    for sample in found:
-        some = True
+    query = sample_query(kind, chosen, scores, lengths, text, "oldest" if as_json else "prompts")
+    most = limit or (None if as_json else _SHOWN)
+    console, shown = TerminalConsole(sys.stdout), 0
+    for sample in itertools.islice(reader.read_samples(query), most):
+        shown += 1
         console.print(json.dumps(sample) if as_json else "\n".join(sample_text(sample)), soft_wrap=True)
         if console.quiet:  # the reader of the output has gone
             return
-    if not some and not as_json:
+    if as_json:
+        return
+    total, _ = reader.find_samples(query, limit=0)
+    if not total:
         console.print("no samples match", soft_wrap=True)
+    elif shown < total:
+        text = f"{shown} of {total} samples: one of each prompt, then a second one; --limit {total} shows all, --text PROMPT those of a prompt"
+        console.print(text, soft_wrap=True)
 
 
 def sample_text(sample: Sample) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from polyreme.cli.checks import check_run
 from polyreme.cli.fork import copy_start, plan_fork
-from polyreme.cli.run_directory import Origin, RunFile, claim, owned, read_config, read_run_file
+from polyreme.cli.run_directory import Origin, RunFile, check_resumable, claim, owned, read_config, read_run_file
 from polyreme.cli.run_records import read_summary
 from polyreme.cli.start_day import dated, first_day
 from polyreme.config.load import load_config
@@ -46,7 +46,8 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: s
     Args:
         path: the run's YAML file.
         overrides: key=value overrides of the configuration.
-        resume: continue the directory's run.
+        resume: continue the directory's run. A service that is started again and again (`only`) starts a new one where there is none,
+            unless an override names the run.
         fork: start a new run from a copy of the newest checkpoint.
         only: as in `check_run`.
 
@@ -56,6 +57,8 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: s
     if resume and fork:
         raise ConfigError("--resume or --fork", "both", "Pass one of them.")
     config = load_config(path, overrides)
+    if resume and (only is None or any(each.startswith("name=") for each in overrides)):
+        check_resumable(config)
     notices = check_run(config, only)
     if not fork:
         with owned(config.run_dir):

@@ -64,10 +64,11 @@ async def _of_redis(url: str) -> list[RunStatus]:
 def _cells(status: RunStatus, now: float) -> tuple[str, ...]:
     replicas = " ".join(f"{name}@{'-' if version is None else version}" for name, version in status.replicas.items())
     of = "" if status.iterations is None else f"/{status.iterations}"
+    replay = "" if status.replayed is None else f", replaying {status.replayed} of {status.iteration}"
     return (
         status.run_id,
         status.state,
-        "-" if status.iteration is None else f"{status.iteration}{of}",
+        "-" if status.iteration is None else f"{status.iteration}{of}{replay}",
         "-" if status.value is None else f"{status.metric} {status.value:.3f}",
         "-" if status.reward is None else f"{status.reward:.3f}",
         replicas or "-",

@@ -1,17 +1,21 @@
 """The run summary that is printed before training starts.
 
-Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json.
+Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json, and
+with an own algorithm, of its source.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from polyreme.cli.input_files import route_bytes
 from polyreme.config.data import Sources
 from polyreme.config.evaluation import EvaluationSet
+from polyreme.config.python_source import parse
 from polyreme.config.run import RunConfig
-from polyreme.config.stage import StageConfig
-from polyreme.config.trainer import OptimizerConfig
+from polyreme.config.stage import StageConfig, StageTrainer
+from polyreme.config.trainer import OptimizerConfig, TrainerConfig
 from polyreme.dataset.source import as_sources
+from polyreme.errors import ConfigError
 
 _TOKEN_BYTES = 4 + 4 + 1 + 4
 """Bytes of a response token in the log: id, log-probability, mask, and up to four bytes of text."""
@@ -35,7 +39,7 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
         f"mini-batches   {minibatch_line(config)}",
         f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
         f"evaluates      {_when(config.eval_interval, config.iterations, config.evaluation_sets) if config.evaluation_sets else 'never: data.eval is not set'}",
-        f"saves          {_points(trainer.save_interval, config.iterations)}, keeping {trainer.keep_checkpoints}",
+        f"saves          {_saves(trainer, config.iterations)}",
         f"trainer        {trainer.parallel.layout}{spread} on {config.device}, {config.model.dtype}",
         f"rollout        {config.rollout.replicas} replica(s), tensor {config.rollout.tensor_parallel},"
         f" up to {config.rollout.max_new_tokens} new tokens",
@@ -65,7 +69,8 @@ def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
         f"{_names(config.data.eval)} before the first step, after the last" if config.data.eval else "never: data.eval is not set"
     )
     between = f" and every {trainer.eval_interval} steps" if config.data.eval and trainer.eval_interval else ""
-    saves = f"every {trainer.save_interval} steps and after the last" if trainer.save_interval else "after the last step"
+    every = [f"every {trainer.save_interval} steps"] * bool(trainer.save_interval) + _timed_saves(trainer)
+    saves = f"{', '.join(every)} and after the last step"
     lines = [
         f"stage          {config.title}: {length}, {trainer.batch_size} rows per step",
         f"learning rate  {learning_rate(trainer.optimizer, trainer.steps, 'steps')}",
@@ -122,11 +127,19 @@ def minibatch_line(config: RunConfig) -> str:
 
 
 def algorithm_line(config: RunConfig) -> str:
-    """The recipe's primitives on one line."""
-    recipe = config.recipe
+    """The recipe's primitives on one line, with the user's functions in place of those that they replace."""
+    recipe, name, own = config.recipe, config.algorithm.preset, set[str]()
+    if (source := config.algorithm.source) is not None:
+        name = f"{source.module or source.file} on the preset {name}"
+        with suppress(ConfigError):  # an error of the checks
+            own = {"advantages", "loss"} & parse(source.code(), name).keys()
     kl = "no KL" if recipe.kl is None else f"KL {recipe.kl.estimator} x {recipe.kl.coef:g} in the {recipe.kl.place}"
     corrected = " and ".join(each.kind for each in recipe.correction) or "no correction"
-    return f"{config.algorithm.preset}: {recipe.advantage.kind} advantages, {recipe.loss.kind} loss, {recipe.aggregation}, {kl}, {corrected}"
+    advantages, loss = (
+        "own" if function in own else kind
+        for function, kind in (("advantages", recipe.advantage.kind), ("loss", recipe.loss.kind))
+    )
+    return f"{name}: {advantages} advantages, {loss} loss, {recipe.aggregation}, {kl}, {corrected}"
 
 
 def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "iterations") -> str:
@@ -157,6 +170,15 @@ def _when(interval: int, iterations: int, sets: Sequence[EvaluationSet]) -> str:
     parts = [f"{each.samples} {each.name}".rstrip() for each in sets]
     prompts = f"up to {' + '.join(parts)} held-out prompts"
     return f"{prompts} before iteration 1 and {_points(interval, iterations)}" if iterations else f"{prompts}, and trains nothing"
+
+
+def _saves(trainer: TrainerConfig, iterations: int) -> str:
+    points = [*_timed_saves(trainer), _points(trainer.save_interval, iterations)]
+    return f"{' and '.join(points)}, keeping {trainer.keep_checkpoints}"
+
+
+def _timed_saves(trainer: TrainerConfig | StageTrainer) -> list[str]:
+    return [f"every {trainer.save_seconds / 60:g} minutes"] if trainer.save_seconds else []
 
 
 def _points(interval: int, iterations: int) -> str:

@@ -19,6 +19,10 @@ Chat = list[dict[str, str]]
 _DATA = b"data:"
 
 
+class RequestRefusedError(PolyremeError):
+    """The server refused a request (status 400)."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of an answer. `version`: the policy version that the reply names for it, or ''."""
@@ -51,23 +55,25 @@ class V1Client:
         with self._open("/models", None) as reply:
             return str(json.load(reply)["data"][0]["id"])
 
-    def chat(self, model: str, messages: Sequence[dict[str, str]], max_tokens: int, temperature: float) -> Iterator[Piece]:
-        """Streams the answer to a conversation. Raises UnavailableError, PolyremeError."""
+    def chat(self, model: str, messages: Sequence[dict[str, str]], max_tokens: int | None, temperature: float) -> Iterator[Piece]:
+        """Streams the answer to a conversation, of at most `max_tokens` (None: the rest of the context). Raises UnavailableError, RequestRefusedError,
+        PolyremeError."""
         body = {"messages": list(messages)}
         for event in self._stream("/chat/completions", model, body, max_tokens, temperature):
             for choice in event.get("choices", ()):
                 yield Piece(choice.get("delta", {}).get("content") or "", _version(event))
 
-    def complete(self, model: str, prompt: str, max_tokens: int, temperature: float) -> Iterator[Piece]:
-        """Streams the continuation of a text. Raises UnavailableError, PolyremeError."""
+    def complete(self, model: str, prompt: str, max_tokens: int | None, temperature: float) -> Iterator[Piece]:
+        """Streams the continuation of a text, as `chat` does."""
         for event in self._stream("/completions", model, {"prompt": prompt}, max_tokens, temperature):
             for choice in event.get("choices", ()):
                 yield Piece(choice.get("text") or "", _version(event))
 
     def _stream(
-        self, path: str, model: str, body: dict[str, Any], max_tokens: int, temperature: float
+        self, path: str, model: str, body: dict[str, Any], max_tokens: int | None, temperature: float
     ) -> Iterator[dict[str, Any]]:
-        asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "stream": True, **body}
+        length = {} if max_tokens is None else {"max_tokens": max_tokens}
+        asked = {"model": model, **length, "temperature": temperature, "stream": True, **body}
         with self._open(path, asked) as reply:
             for line in self._lines(reply):
                 text = line.removeprefix(_DATA).strip()
@@ -92,7 +98,8 @@ class V1Client:
             return urllib.request.urlopen(request, timeout=self._timeout, context=self._context)
         except urllib.error.HTTPError as error:
             found = f"status {error.code}: {_message(error.read())}"
-            raise PolyremeError(f"an answer from {self._url}", found, "Fix the request, or see the log of the replica.") from None
+            kind = RequestRefusedError if error.code == 400 else PolyremeError
+            raise kind(f"an answer from {self._url}", found, "Fix the request, or see the log of the replica.") from None
         except (OSError, ValueError) as error:
             raise UnavailableError(
                 f"a server at {self._url}", str(error), "Check that the run is live, and its address."

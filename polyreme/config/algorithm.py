@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from polyreme.config.presets import STANDARD_CORRECTION, resolve
+from polyreme.config.presets import PRESETS, STANDARD_CORRECTION, resolve
 from polyreme.config.python_source import digest_of, find_source
 from polyreme.config.recipe import Correction, Gae, Recipe, TvMask
 from polyreme.config.section import Section
@@ -64,7 +64,7 @@ class PtxConfig(Section):
 class AlgorithmConfig(Recipe):
     filled_by: ClassVar[str] = "preset"
 
-    preset: str = Field("grpo", description="Name of the recipe that the other keys override.")
+    preset: str = Field("grpo", description="Name of the recipe that the other keys override.", examples=list(PRESETS))
     correction: Literal["auto"] | tuple[Correction, ...] = Field(  # type: ignore[assignment]
         "auto",
         description="Off-policy corrections. auto: truncated token weights when max_staleness > 0 or"

@@ -122,6 +122,8 @@ def _read_tree(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"a configuration file {path}", "no such file", advice) from None
     except OSError as error:
+        if (path / "config.yaml").is_file():
+            advice = f"That of this run is {path / 'config.yaml'}."
         raise ConfigError(f"a configuration file {path}", str(error.strerror), advice) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"YAML in {path}", str(error).replace("\n", " "), "Fix the file.") from None
@@ -133,7 +135,10 @@ def _read_tree(path: Path) -> dict[str, Any]:
 def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError("an override like trainer.optimizer.lr=1e-4", repr(override), "Write key=value.")
+        advice = (
+            "The configuration selects the run: name=NAME, output_dir=DIR." if Path(override).is_dir() else "Write key=value."
+        )
+        raise ConfigError("an override like trainer.optimizer.lr=1e-4", repr(override), advice)
     try:
         value = load_yaml(text, f"the override of {key}")
     except yaml.YAMLError:

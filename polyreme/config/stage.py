@@ -15,12 +15,15 @@ from polyreme.config.section import Operational, Section
 from polyreme.config.trainer import (
     LORA,
     RECOMPUTE,
+    SAVE_MINUTES,
+    SAVE_MINUTES_KEY,
     LoraConfig,
     MoeConfig,
     OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
     Recompute,
+    save_seconds,
 )
 
 
@@ -40,7 +43,10 @@ class StageTrainer(Section):
     epochs: Operational[float] = Field(1.0, gt=0, description="Passes over the data when `steps` is null.")
     steps: Operational[int | None] = Field(None, ge=1, description="Number of optimizer steps. null: set by `epochs`.")
     save_interval: Operational[int] = Field(
-        0, ge=0, description="Steps between checkpoints. 0: only after the last step, which is always saved."
+        0, ge=0, description="Steps between checkpoints. The last step is always saved. 0: see `save_minutes`."
+    )
+    save_minutes: Operational[float | None] = Field(
+        None, ge=0, description=SAVE_MINUTES_KEY.format(unit="a step", default=SAVE_MINUTES)
     )
     eval_interval: Operational[int] = Field(
         0, ge=0, description="Steps between evaluations. 0: only before the first step and after the last."
@@ -59,6 +65,11 @@ class StageTrainer(Section):
         if self.optimizer.min_lr > self.optimizer.lr:
             raise ValueError("`optimizer.min_lr` is above `optimizer.lr`")
         return self
+
+    @property
+    def save_seconds(self) -> float:
+        """Seconds between a checkpoint and the next one; 0: no checkpoint by time."""
+        return save_seconds(self.save_interval, self.save_minutes)
 
 
 class ConversationData(TextConfig):

@@ -161,6 +161,21 @@ class OffloadConfig(Section):
         return self.optimizer or self.idle_models
 
 
+SAVE_MINUTES = 10.0
+"""Default minutes between checkpoints: the loss when a run or a stage is killed."""
+SAVE_MINUTES_KEY = (
+    "Minutes after which another checkpoint follows the newest one, at the end of {unit}."
+    " 0: never. null: {default:g} if `save_interval` is 0, else never."
+)
+
+
+def save_seconds(interval: int, minutes: float | None) -> float:
+    """Seconds between a checkpoint and the next one, from the keys `save_interval` and `save_minutes`; 0: no checkpoint by time."""
+    if minutes is None:
+        return 0.0 if interval else 60 * SAVE_MINUTES
+    return 60 * minutes
+
+
 class MoeConfig(Section):
     """The balance of experts, in every optimizer step of a run or a stage."""
 
@@ -236,7 +251,10 @@ class TrainerConfig(Section):
     )
     sft: list[SftPhase] = Field([], description="Phases of the warm start, which run once before the first iteration.")
     save_interval: Operational[int] = Field(
-        0, ge=0, description="Iterations between checkpoints. The last iteration is always saved. 0: only the last."
+        0, ge=0, description="Iterations between checkpoints. The last iteration is always saved. 0: see `save_minutes`."
+    )
+    save_minutes: Operational[float | None] = Field(
+        None, ge=0, description=SAVE_MINUTES_KEY.format(unit="an iteration", default=SAVE_MINUTES)
     )
     keep_checkpoints: Operational[int] = Field(2, ge=1, description="Number of checkpoints to keep.")
     straggler_timeout: float = Field(
@@ -249,3 +267,8 @@ class TrainerConfig(Section):
         ge=0,
         description="Maximum restarts per process: each server, the run's own Redis, the trainer, the orchestrator, the learner (all ranks together). The count resets after five minutes of healthy uptime.",
     )
+
+    @property
+    def save_seconds(self) -> float:
+        """Seconds between a checkpoint and the next one; 0: no checkpoint by time."""
+        return save_seconds(self.save_interval, self.save_minutes)

@@ -151,11 +151,14 @@ def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
     return zip(flat[::2], flat[1::2], strict=True)
 
 
+def title(audit: Audit) -> str:
+    """The run and its state on one line, which is not wrapped, so that the run id can be copied."""
+    return f"run {audit.run_id} ({audit.state}): version {audit.version}, planned {audit.planned}"
+
+
 def render(audit: Audit) -> Table:
     """The audit as a table for the terminal."""
-    table = Table(
-        title=f"run {audit.run_id} ({audit.state}): version {audit.version}, planned {audit.planned}", title_justify="left"
-    )
+    table = Table()
     table.add_column("groups")
     table.add_column("count", justify="right")
     table.add_column("which")
@@ -184,5 +187,7 @@ async def audit_main(redis_url: str, run_id: str | None) -> int:
         result = (await LogSnapshot.take(run)).audit()
     finally:
         await redis.aclose()
-    Console().print(render(result))
+    console = Console()
+    console.print(title(result), soft_wrap=True, highlight=False, markup=False)
+    console.print(render(result))
     return 0 if result.clean else 1

@@ -3,6 +3,7 @@
 Invariant: reading changes nothing.
 """
 
+import ctypes
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -120,3 +121,17 @@ def device_count(kind: str, folder: Path = Path("/dev"), environ: Mapping[str, s
     present = sum(path.name.removeprefix(name).isdigit() for path in folder.glob(f"{name}*"))
     visible = environ.get(variable)
     return present if visible is None else min(present, sum(bool(device.strip()) for device in visible.split(",")))
+
+
+def has_device(kind: str) -> bool:
+    """Whether this process may use an accelerator of a kind, "cuda" or "npu": by its device files, or by the driver where it has none (WSL)."""
+    return device_count(kind) > 0 or (kind == "cuda" and _driver_devices() > 0)
+
+
+def _driver_devices() -> int:
+    """The number of devices that CUDA's driver reports; 0 without the driver. Creates no context."""
+    try:
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:
+        return 0
+    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value

@@ -7,7 +7,9 @@ data exist.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ from polyreme.cli.new_run.sample_data import rows, supervised_rows
 from polyreme.cli.new_run.tiny_model import write_tiny_model
 from polyreme.config.base import NAME
 from polyreme.config.data import DataSource
-from polyreme.dataset.columns import column_names, value_at
+from polyreme.dataset.columns import column_names, label_text, plain_prompt, value_at
 from polyreme.dataset.source import read_objects
 from polyreme.dataset.text_files import Row
 from polyreme.errors import ConfigError, DataError
@@ -42,6 +44,10 @@ _LABELS = (
 )
 _HELD_OUT = 0.05
 """Share of the user's prompts that are held out."""
+_SUPERVISED = 1600
+"""Maximum number of supervised rows for the tiny model."""
+_TINY_TOKENS = 128
+"""Maximum tokens of a prompt and of a response of the tiny model, whose tokens are characters."""
 _TOKENS = 512
 """Maximum tokens of a prompt and of a response, unless the model's context is shorter."""
 
@@ -83,7 +89,9 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
         train = rows(answers.reward, 512, 1)
         texts |= {"train.jsonl": _lines(train), "eval.jsonl": _lines(rows(answers.reward, 64, 2, train))}
         if answers.model == TINY:
-            texts["sft.jsonl"] = _lines(supervised_rows(answers.reward, 1600, 3))
+            texts["sft.jsonl"] = _lines(supervised_rows(answers.reward, _SUPERVISED, 3))
+    elif answers.model == TINY and (own := own_supervised_rows(answers)):
+        texts["sft.jsonl"] = _lines(own)
     written = [folder / name for name in texts]
     created = [*written, folder / "model"] if answers.model == TINY else written
     if there := [path.name for path in created if path.exists()]:
@@ -102,14 +110,16 @@ def run_yaml(answers: Answers) -> str:
     """The text of run.yaml. Raises ConfigError when the model, the data or the reward's file does not exist."""
     tiny, sample = answers.model == TINY, answers.data == SAMPLE
     prompt, response = (48, 16) if tiny and sample else _lengths(answers)
+    learns = "the form of an answer" if sample else "to write the reference answers"
     warm_start = (
-        "  # The model starts from random weights: it first learns the form of an answer, then what is right.\n"
+        f"  # The model starts from random weights: it first learns {learns}, then what is right.\n"
         "  sft:\n    - {data: sft.jsonl, steps: 50, batch_size: 32, lr: 2.0e-3, warmup: 5}\n"
     )
     return _RUN.format(
         name=_as_yaml(answers.name),
         device=answers.device,
-        iterations=40 if tiny else 100,
+        iterations=60 if tiny else 100,
+        eval_interval=10 if tiny else 20,
         groups=16 if tiny else 32,
         model="model" if tiny else _absolute("the model", answers.model),
         dtype="float32" if answers.device == "cpu" else "bfloat16",
@@ -123,18 +133,39 @@ def run_yaml(answers: Answers) -> str:
         vllm=f"  vllm: {{kv_cache_mib: {64 if tiny else 1024}}}\n" if answers.device == "cpu" else "",
         reward=_reward(answers.reward),
         lr="1.0e-3" if tiny else "1.0e-6",
-        sft=warm_start if tiny and sample else "",
+        sft=warm_start if tiny and (sample or own_supervised_rows(answers)) else "",
     )
+
+
+def own_supervised_rows(answers: Answers) -> list[dict[str, Any]]:
+    """Prompts of the user's training part with their reference answers as responses, for the tiny model, which cannot write one yet. Rows
+    without such an answer, and those that its context does not hold, are left out."""
+    found: list[dict[str, Any]] = []
+    with suppress(DataError):  # a damaged row, which `config check` reports
+        for row in islice(read_objects((_trained_part(answers),)), _SUPERVISED):
+            prompt, label = value_at(row.fields, answers.prompt_key), value_at(row.fields, answers.label_key)
+            with suppress(TypeError):  # neither a text nor a chat
+                if (text := label_text(label)) and len(plain_prompt(prompt)) < _TINY_TOKENS > len(text):
+                    found.append({answers.prompt_key: prompt, "response": text})
+    return found
+
+
+def _trained_part(answers: Answers) -> DataSource:
+    """The part of the user's prompts that is trained on: all, if the file is too small for two parts."""
+    held_out, trained = _split(answers)
+    return trained if _has_row(held_out) and _has_row(trained) else DataSource(path=Path(answers.data).resolve())
+
+
+def _split(answers: Answers) -> list[DataSource]:
+    """The held-out part of the user's prompts, then the other one."""
+    path = Path(answers.data).resolve()
+    return [DataSource(path=path, split=split, split_by=answers.prompt_key) for split in ((0.0, _HELD_OUT), (_HELD_OUT, 1.0))]
 
 
 def _own_prompts(answers: Answers) -> str:
     """The lines of `data` that name the user's file: a part of its prompts is held out if the file is large enough for both parts."""
     path = _absolute("the data", answers.data)
-    held_out, trained = [
-        DataSource(path=Path(answers.data).resolve(), split=split, split_by=answers.prompt_key)
-        for split in ((0.0, _HELD_OUT), (_HELD_OUT, 1.0))
-    ]
-    if not (_has_row(held_out) and _has_row(trained)):
+    if _trained_part(answers).split is None:
         return f"  train: {path}\n  # eval: eval.jsonl               # held-out rows, to see progress\n"
     key = json.dumps(answers.prompt_key, ensure_ascii=False)
     return (
@@ -192,7 +223,7 @@ def _has_column(row: Row, key: str) -> bool:
 def _lengths(answers: Answers) -> tuple[int, int]:
     """Longest prompt and response in tokens: _TOKENS each, or halves of the model's context."""
     if answers.model == TINY:
-        return 128, 128
+        return _TINY_TOKENS, _TINY_TOKENS
     config = Path(answers.model) / "config.json"
     try:
         context = json.loads(config.read_text()).get("max_position_embeddings") or 2 * _TOKENS
@@ -233,6 +264,7 @@ device: {device}
 iterations: {iterations}
 groups_per_iteration: {groups}          # prompts in each iteration
 group_size: 8                     # samples of each prompt
+eval_interval: {eval_interval}                 # iterations between evaluations on held-out prompts
 {answers}
 model:
   path: {model}
@@ -256,6 +288,7 @@ algorithm:
 
 trainer:
   optimizer: {{lr: {lr}}}
+  save_minutes: 10                # a run that is killed repeats at most the iterations of these minutes
 {sft}"""
 
 _REWARD = '''\

@@ -1,5 +1,7 @@
 """Sample data for each kind of reward.
 
+A word of each prompt decides what is right, so that a tiny model learns it within a minute; the other letters only make many prompts.
+
 Invariant: the same call returns the same rows. Every row has the columns `prompt` and `answer`; supervised rows have `prompt` and `response`.
 """
 
@@ -12,6 +14,8 @@ Example = Callable[[random.Random], tuple[Row, str]]
 """Makes a row, and a response in the form of an answer, which may be wrong."""
 
 _TRIES = 20
+_COLOURS = {"grass": "green", "snow": "white", "coal": "black", "blood": "red"}
+_FLIES = {"gull": True, "mole": False, "hawk": True, "seal": False}
 _KINDS = {"vowels": "aeiouy", "early": "abcdefgh", "late": "stuvwxyz"}
 
 
@@ -21,25 +25,25 @@ def _letters(rng: random.Random) -> tuple[Row, str]:
     return {"prompt": prompt, "answer": _KINDS[kind]}, "".join(rng.choices(string.ascii_lowercase, k=4))
 
 
-def _reverse(rng: random.Random) -> tuple[Row, str]:
-    word = "".join(rng.choices("abc", k=3))
-    return {"prompt": f"reverse {word}", "answer": word[::-1]}, "".join(rng.choices("abc", k=3))
+def _colour(rng: random.Random) -> tuple[Row, str]:
+    thing = rng.choice(list(_COLOURS))
+    prompt = f"colour of {thing} {''.join(rng.choices(string.ascii_lowercase, k=3))}"
+    return {"prompt": prompt, "answer": _COLOURS[thing]}, rng.choice(list(_COLOURS.values()))
 
 
-def _sum(rng: random.Random) -> tuple[Row, str]:
-    first, second = rng.randrange(5), rng.randrange(5)
-    return {"prompt": f"{first} + {second}", "answer": str(first + second)}, str(rng.randrange(9))
+def _one_more(rng: random.Random) -> tuple[Row, str]:
+    number = rng.randrange(4)
+    prompt = f"{number} {''.join(rng.choices(string.ascii_lowercase, k=3))} and 1 more"
+    return {"prompt": prompt, "answer": str(number + 1)}, str(rng.randrange(4) + 1)
 
 
 def _choice(rng: random.Random) -> tuple[Row, str]:
-    letters = [rng.choice("aeiou"), *rng.sample("bcdfghjk", k=2)]
-    rng.shuffle(letters)
-    options = " ".join(f"{name}) {letter}" for name, letter in zip("ABC", letters, strict=True))
-    right = next(name for name, letter in zip("ABC", letters, strict=True) if letter in "aeiou")
-    return {"prompt": f"Which is a vowel? {options}", "answer": right}, rng.choice("ABC")
+    animal = rng.choice(list(_FLIES))
+    prompt = f"Can a {animal} fly? {''.join(rng.choices(string.ascii_lowercase, k=3))} A) yes B) no"
+    return {"prompt": prompt, "answer": "A" if _FLIES[animal] else "B"}, rng.choice("AB")
 
 
-EXAMPLES: dict[str, Example] = {"python": _letters, "exact": _reverse, "numeric": _sum, "math": _sum, "choice": _choice}
+EXAMPLES: dict[str, Example] = {"python": _letters, "exact": _colour, "numeric": _one_more, "math": _one_more, "choice": _choice}
 """The maker of rows for each reward."""
 
 

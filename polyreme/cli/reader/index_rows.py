@@ -12,7 +12,7 @@ from polyreme.cli.reader.scalars import scalars, stage_scalars
 
 WALL_TIME = "time"
 """The metric that holds the Unix time at which an iteration ended."""
-_WITHOUT_EVENT = ("iteration", "rollout", "sft", "step", "eval_progress")
+_WITHOUT_EVENT = ("iteration", "rollout", "sft", "step", "eval_progress", "resumed")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from polyreme.cli.reader import samples
 from polyreme.cli.reader.downsample import Series, downsample
 from polyreme.cli.reader.index import Index, read_meta
 from polyreme.cli.reader.samples import Sample, SampleQuery
-from polyreme.cli.run_directory import read_run_file, read_settings, unused
+from polyreme.cli.run_directory import no_run, read_run_file, read_settings, unused
 from polyreme.cli.run_records import read_summary
 from polyreme.errors import ConfigError
 
@@ -76,7 +76,7 @@ class RunReader:
     def _read_run_id(self) -> str:
         found = read_run_file(self.run_dir)
         if found is None:
-            raise ConfigError(f"a run directory at {self.run_dir}", "no run.json in it", "Pass output_dir/name of a run.")
+            raise no_run(self.run_dir)
         return found.run_id
 
     def refresh(self) -> bool:
@@ -264,9 +264,7 @@ def run_directories(path: Path, warn: Callable[[Path, OSError], None] = _warn) -
         folders = []
     found = {folder: start for folder in folders if (start := _start_time(folder, warn)) is not None}
     if not found:
-        raise ConfigError(
-            f"a run directory at {path}, or directories of runs below it", "no run.json there", "Pass output_dir/name of a run."
-        )
+        raise no_run(path, "a run directory, or directories of runs, at")
     return sorted(found, key=lambda folder: -found[folder])
 
 

@@ -14,6 +14,7 @@ Sample = dict[str, Any]
 ORDERS = {
     "newest": "step DESC, number",
     "oldest": "step, number",
+    "prompts": 'step, row_number() OVER (PARTITION BY step, "group" ORDER BY number), number',
     "score": "score, step DESC",
     "-score": "score DESC, step DESC",
     "tokens": "tokens, step DESC",
@@ -22,7 +23,8 @@ ORDERS = {
     "-advantage": "advantage DESC, step DESC",
     "logprob": "logprob, step DESC",
 }
-"""The orders of a list of samples; with the prefix "-", descending."""
+"""The orders of a list of samples; with the prefix "-", descending. prompts: one sample of each prompt, then a second one of each, and so
+on."""
 
 _FIELDS = (
     's.number, s.id, s.kind, s.step, s."group", s.position, s.prompt AS prompt_number, p.prompt, p.label, s.score, s.tokens, s.finish,'
@@ -95,8 +97,8 @@ def parse_range(text: str) -> Range:
     return (float(low) if low else None), (float(high) if high else None)
 
 
-def sample_query(kind: str, iterations: Range, score: Range, tokens: Range, text: str) -> SampleQuery:
-    """The query for samples in these ranges, the oldest first."""
+def sample_query(kind: str, iterations: Range, score: Range, tokens: Range, text: str, order: str = "oldest") -> SampleQuery:
+    """The query for samples in these ranges."""
 
     def whole(bound: float | None) -> int | None:
         return None if bound is None else int(bound)
@@ -110,7 +112,7 @@ def sample_query(kind: str, iterations: Range, score: Range, tokens: Range, text
         tokens_min=whole(tokens[0]),
         tokens_max=whole(tokens[1]),
         text=text,
-        order="oldest",
+        order=order,
     )
 
 

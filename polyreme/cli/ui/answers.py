@@ -11,7 +11,7 @@ from polyreme.cli.progress import Progress
 from polyreme.cli.reader import RunReader, Sample, SampleQuery
 from polyreme.cli.reader.downsample import Series
 from polyreme.cli.reader.index_rows import WALL_TIME
-from polyreme.cli.report import engine_starting, loading_progress
+from polyreme.cli.report import engine_starting, loading_progress, replay
 
 Answer = dict[str, Any]
 
@@ -43,7 +43,9 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
         "run": reader.run_id,
         "state": summary.get("state", ""),
         "reason": summary.get("reason", ""),
-        "activities": activities(reader, time.time()) if summary.get("state") in _LIVE else [],
+        "activities": [*replays(summary), *activities(reader, time.time())]
+        if summary.get("state") in _LIVE
+        else summary.get("not_learned", []),
         "iteration": contents.iterations,
         "iterations": config.get("iterations") or (config.get("trainer") or {}).get("steps"),
         "metrics": contents.metrics,
@@ -51,6 +53,12 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
         "is_stage": is_stage,
         "samples": contents.samples,
     }
+
+
+def replays(summary: Mapping[str, Any]) -> list[str]:
+    """How far a resumed run or stage repeats iterations or steps that are in its curves already; empty when it does not."""
+    newest = summary.get("iteration", summary.get("step"))
+    return [] if summary.get("replayed") is None else [replay(summary["replayed"], newest)]
 
 
 def activities(reader: RunReader, now: float) -> list[str]:

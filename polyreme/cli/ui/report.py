@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from polyreme.cli.reader import RunReader, SampleQuery
+from polyreme.cli.reader import RunReader, SampleQuery, run_directories
 from polyreme.cli.run_records import write_atomically
 from polyreme.cli.ui import answers
 from polyreme.cli.ui.assets import STATIC
@@ -41,9 +41,9 @@ def report(
         raise ConfigError(
             "a file in a folder that can be written for --out", str(out), "Create the folder, or choose another file."
         )
+    for path in run_dirs:
+        run_directories(path)  # raises when there is none
     runs = Runs(run_dirs)
-    if not runs.readers:
-        raise ConfigError("run directories", f"none at {', '.join(map(str, run_dirs))}", "Pass output_dir/name of runs.")
     for reader in runs.readers.values():
         reader.catch_up()
     write_atomically(out, page(embedded(runs.readers, samples)))

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from itertools import islice
 from typing import Any
 
+from polyreme.cli.input_files import is_there
 from polyreme.config.data import DataConfig, Sources
 from polyreme.config.evaluation import EvaluationSet, best_metric, without_part
 from polyreme.config.python_source import find_source
@@ -60,7 +61,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             yield error
     if len(needs) == len(section.rewards):
         for sources in config.prompt_data:
-            for source in as_sources(sources):
+            for source in filter(is_there, as_sources(sources)):  # the core reports one that is not
                 yield from _check_rows((source,), section, config.data, needs)
         yield from _check_best(config, section)
 
@@ -115,7 +116,7 @@ def _check_best(config: RunConfig, section: RewardConfig) -> Iterator[PolyremeEr
 def _used_rewards(settings: EvaluationSet, section: RewardConfig) -> Sequence[str]:
     """The names of the rewards that score a held-out set, in their order. Raises DataError."""
     known = [spec.label for spec in section.rewards]
-    if section.choose_by is None:
+    if section.choose_by is None or not all(map(is_there, as_sources(settings.data))):
         return known
     rows = islice(read_objects(settings.data), settings.samples)
     used = {name for where, fields in rows for name in _rewards_of(fields, section, where)}

@@ -12,16 +12,16 @@ from itertools import islice
 from pathlib import Path
 from shutil import which
 
-from polyreme.cli.input_files import read_model_files
+from polyreme.cli.input_files import MODEL_FILES, is_there, read_model_files
 from polyreme.config.algorithm import AlgorithmSource
-from polyreme.config.data import Sources
+from polyreme.config.data import DataSource, Sources
 from polyreme.config.notices import CommandConfig, ReceiverConfig
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import as_sources, name_of
-from polyreme.errors import ConfigError, DataError, PolyremeError
+from polyreme.errors import AbsentError, ConfigError, DataError, PolyremeError, results
 from polyreme.net import tls
-from polyreme.process.machine import device_count, memory_limit
+from polyreme.process.machine import device_count, has_device, memory_limit
 from polyreme_trainer.data.prompts import LabelCount, encode_prompts, none_usable, read_rows
 from polyreme_trainer.data.supervised import encode_examples, read_examples
 from polyreme_trainer.data.template import Template
@@ -38,7 +38,39 @@ _ENCODED = 1_000
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
-    """Yields notices and errors about everything that the trainer will read."""
+    """Yields notices and errors about everything that the trainer will read. A missing file is an error of the core, so what needs it is left
+    out here."""
+    yield from results(_check_trackers(config), _check_notices(config.notices), check_device(config.device))
+    if config.device != "cpu":
+        yield from advice(config, device_count(config.device))
+    if (config.model.path / "config.json").is_file():
+        yield from results(_check_model(config))
+    template = None
+    if all((config.model.path / name).is_file() for name in MODEL_FILES):
+        try:
+            template = Template(read_model_files(config.model.path), config.data)
+        except PolyremeError as error:
+            yield error
+    yield from results(
+        check_template(template) if template else iter(()),
+        *(_check_data(data, config, template) for data in config.prompt_data),
+        *(_check_examples(path, config, template) for path in _supervised(config)),
+        _check_teacher(config),
+        *([_check_functions(config.algorithm.source)] if config.algorithm.source is not None else []),
+    )
+
+
+def check_device(kind: str) -> Iterator[PolyremeError]:
+    """Yields an error when this machine has no device of the kind."""
+    if kind != "cpu" and not has_device(kind):
+        yield AbsentError(
+            f"a {kind} device on this machine (device: {kind})",
+            "none",
+            "Train on a machine that has one, in a container pass it through, or use device: cpu.",
+        )
+
+
+def _check_trackers(config: RunConfig) -> Iterator[PolyremeError]:
     for tracker in config.trackers:
         if find_spec(tracker.module) is None:
             yield ConfigError(
@@ -46,37 +78,30 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
                 "none that Python finds here",
                 f"Install it where the trainer runs: pip install {tracker.package}",
             )
-    yield from _check_notices(config.notices)
-    try:
-        arch = load_architecture(config.model.path)
-    except ConfigError as error:
-        yield error
-    else:
-        yield from _check_engine(arch, config)
-        yield from check_experts(config)
-        yield from refuse(config, memory_limit() if config.device == "cpu" else None)
-    if config.device != "cpu":
-        yield from advice(config, device_count(config.device))
-    template = Template(
-        read_model_files(config.model.path), config.data
-    )  # raises when there is none: nothing else can be checked then
-    yield from check_template(template)
-    for sources in config.prompt_data:
-        labels = LabelCount()
-        for source in as_sources(sources):
-            yield from _check_prompts((source,), config, template, labels)
-        yield from _check_labels(sources, config, labels)
-    for phase in config.trainer.sft:
-        yield from _check_examples(phase.data, config, template)
+
+
+def _check_model(config: RunConfig) -> Iterator[str | PolyremeError]:
+    """What follows from config.json. Raises ConfigError for a model that is unknown."""
+    arch, critic = load_architecture(config.model.path), config.trainer.critic.path if config.algorithm.has_critic else None
+    checks = [_check_engine(arch, config), check_experts(config)]
+    if critic is None or (critic / "config.json").is_file():
+        checks.append(refuse(config, memory_limit() if config.device == "cpu" else None))
+        checks += [] if critic is None else [_check_critic(critic, config)]
+    yield from results(*checks)
+
+
+def _supervised(config: RunConfig) -> Iterator[Path]:
+    """The files of supervised rows."""
+    yield from (phase.data for phase in config.trainer.sft)
+    if config.algorithm.ptx is not None:
+        yield config.algorithm.ptx.data
+
+
+def _check_teacher(config: RunConfig) -> Iterator[PolyremeError]:
     if config.teacher is not None and (security := config.teacher.security) is not None:
         tls.client_context(security)
         tls.token(security)
-    if config.algorithm.ptx is not None:
-        yield from _check_examples(config.algorithm.ptx.data, config, template)
-    if config.algorithm.source is not None:
-        yield from _check_functions(config.algorithm.source)
-    if config.algorithm.has_critic and config.trainer.critic.path is not None:
-        yield from _check_critic(config.trainer.critic.path, config)
+    yield from ()
 
 
 def _check_engine(arch: Architecture, config: RunConfig) -> Iterator[PolyremeError]:
@@ -146,7 +171,11 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
         )
 
 
-def _check_labels(sources: Sources, config: RunConfig, labels: LabelCount) -> Iterator[str | PolyremeError]:
+def _check_data(sources: Sources, config: RunConfig, template: Template | None) -> Iterator[str | PolyremeError]:
+    """The rows of each file, then the labels of all."""
+    labels = LabelCount()
+    for source in filter(is_there, as_sources(sources)):
+        yield from _check_prompts((source,), config, template, labels)
     try:
         labels.check(sources, config.data)
     except DataError as error:
@@ -155,10 +184,14 @@ def _check_labels(sources: Sources, config: RunConfig, labels: LabelCount) -> It
         yield notice
 
 
-def _check_prompts(sources: Sources, config: RunConfig, template: Template, labels: LabelCount) -> Iterator[str | PolyremeError]:
+def _check_prompts(
+    sources: tuple[DataSource, ...], config: RunConfig, template: Template | None, labels: LabelCount
+) -> Iterator[str | PolyremeError]:
     try:
         rows = list(islice(read_rows(sources, config.data), _PARSED))
         labels.add(rows)
+        if template is None:
+            return
         dataset = encode_prompts(rows[:_ENCODED], config.data, template)
     except DataError as error:
         yield error
@@ -173,9 +206,12 @@ def _check_prompts(sources: Sources, config: RunConfig, template: Template, labe
         )
 
 
-def _check_examples(path: Path, config: RunConfig, template: Template) -> Iterator[PolyremeError]:
+def _check_examples(path: Path, config: RunConfig, template: Template | None) -> Iterator[PolyremeError]:
+    if not is_there(DataSource(path=path)):
+        return
     try:
         rows = list(islice(read_examples(path, config.data), _PARSED))
-        encode_examples(rows[:_ENCODED], template, config.rollout.max_model_len)
+        if template is not None:
+            encode_examples(rows[:_ENCODED], template, config.rollout.max_model_len)
     except DataError as error:
         yield error

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from polyreme.cli.completion import Overrides
 from polyreme.cli.run_directory import make_folder, next_attempt, open_run
 from polyreme.cli.start import Start, prepared
 from polyreme.cli.summary import summary_lines
@@ -36,13 +37,18 @@ _ANY = "0.0.0.0"
 
 def train(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
+    overrides: Overrides = None,
     redis: Annotated[str, redis_option("URL of the run's Redis.")] = "redis://127.0.0.1:6379",
     run: Annotated[str | None, typer.Option(help="Id of an existing run; without it, a new one.")] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="Directory of the children's logs; without it, the run directory's next attempt.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the directory's run.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue the directory's run, or start it if there is none; with name=..., it must exist."
+        ),
+    ] = False,
     fork: Annotated[
         bool, typer.Option("--fork", help="Start a new run, in a new directory, from the run's newest checkpoint.")
     ] = False,

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from polyreme.cli.completion import one_of
 from polyreme.cli.input_files import read_model_files
 from polyreme.cli.progress_bar import bar
 from polyreme.config.data import DataConfig, Sources
@@ -43,15 +44,18 @@ data = typer.Typer(no_args_is_help=True, help="Check data as a run reads it, or 
 @data.command("check")
 def check(
     config: Annotated[Path, typer.Option(help="The YAML file of a run or a stage.")],
-    file: Annotated[
-        Path | None, typer.Argument(help="The data; none: data.train of the configuration.", show_default=False)
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Override as key=value, such as data.prompt_key=question.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE] [KEY=VALUE]...",
+            help="The data, if not data.train of the configuration; then overrides, such as data.prompt_key=question.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Print rows, lengths, repeated rows, rows shared with each held-out set, and the first row's tokens."""
-    resolved = load_any(config, overrides or ())
+    file, overrides = file_and_overrides(words or [])
+    resolved = load_any(config, overrides)
     template = Template(read_model_files(resolved.model.path), resolved.data)
 
     def report(sources: Any) -> Report:
@@ -80,12 +84,23 @@ def check(
         console.print(tokens_text(example, template.token_texts(example.ids[:_LONGEST_EXAMPLE].tolist())))
 
 
+def file_and_overrides(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The words of a command that takes an optional file before key=value overrides. A file whose name has a `=` must exist."""
+    names_file = bool(words) and ("=" not in words[0] or Path(words[0]).exists())
+    return (Path(words[0]), list(words[1:])) if names_file else (None, list(words))
+
+
 @data.command("convert")
 def convert(
     source: Annotated[Path, typer.Argument(help="Data of any known format.")],
     target: Annotated[Path, typer.Argument(help="The JSON lines file to write.")],
     format: Annotated[
-        str | None, typer.Option(help=f"{', '.join(each.name for each in FORMATS)}; none: by the columns.", show_default=False)
+        str | None,
+        typer.Option(
+            help=f"{', '.join(each.name for each in FORMATS)}; none: by the columns.",
+            show_default=False,
+            autocompletion=one_of(each.name for each in FORMATS),
+        ),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="Hugging Face directory whose tokenizer wrote the token ids of Megatron's files.")

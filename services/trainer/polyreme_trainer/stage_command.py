@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from polyreme.cli.checks import check_run
-from polyreme.cli.run_directory import claim, next_attempt, open_stage, owned, read_stage_config
+from polyreme.cli.completion import DpoOverrides, RewardModelOverrides, SftOverrides
+from polyreme.cli.run_directory import check_resumable, claim, next_attempt, open_stage, owned, read_stage_config
 from polyreme.cli.run_records import read_summary
 from polyreme.cli.start_day import dated, first_day
 from polyreme.cli.summary import stage_lines
@@ -21,24 +22,26 @@ from polyreme.config.load import load_stage
 from polyreme.config.stage import StageConfig
 from polyreme.experience.run import RunState
 from polyreme_trainer.launch.stage_process import StageProcess
+from polyreme_trainer.stages.loop import FINAL, HF
 
 ConfigFile = Annotated[Path, typer.Argument(help="The stage's YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Override as key=value, such as trainer.optimizer.lr=1e-4.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the directory's stage from its newest checkpoint.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the summary, and start nothing.")]
 
 
-def sft(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+def sft(config: ConfigFile, overrides: SftOverrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
     """Train a model on answers (supervised fine-tuning)."""
     run(load_stage(config, overrides or (), "sft"), resume, dry_run)
 
 
-def reward_model(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+def reward_model(
+    config: ConfigFile, overrides: RewardModelOverrides = None, resume: Resume = False, dry_run: DryRun = False
+) -> None:
     """Train a reward model on pairs of answers."""
     run(load_stage(config, overrides or (), "reward-model"), resume, dry_run)
 
 
-def dpo(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+def dpo(config: ConfigFile, overrides: DpoOverrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
     """Train a policy on preferences: DPO, IPO, KTO, SimPO or ORPO."""
     run(load_stage(config, overrides or (), "dpo"), resume, dry_run)
 
@@ -46,6 +49,8 @@ def dpo(config: ConfigFile, overrides: Overrides = None, resume: Resume = False,
 def run(config: StageConfig, resume: bool, dry_run: bool) -> None:
     """Checks a stage and runs it to its end, in the foreground. Raises PolyremeError."""
     console = TerminalConsole(sys.stdout)
+    if resume:
+        check_resumable(config)
     notices = check_run(config)
     if dry_run:
         console.print("\n".join(stage_lines(config, notices)), soft_wrap=True)
@@ -67,6 +72,19 @@ async def _run(config: StageConfig, run_id: str, console: Console) -> None:
     state = await StageProcess(config, run_id, log_dir, console).run()
     if state is RunState.STOPPED:
         console.print("stopped and saved; continue with --resume")
+        return
+    for line in next_lines(config):
+        console.print(line, soft_wrap=True)
+
+
+def next_lines(config: StageConfig) -> list[str]:
+    """The commands that a user needs after a stage."""
+    result = config.run_dir / HF / FINAL
+    if config.stage == "reward-model":
+        use = f"next     reward: {{rewards: [{{model: {result}}}]}}  # in a run, or for `polyreme reward test`"
+    else:
+        use = f"next     polyreme chat {config.run_dir}  # ask the model; in a run: model.path={result}"
+    return [use, f"         polyreme ui {config.run_dir}  # its curves"]
 
 
 def finished(config: StageConfig, run_id: str) -> int:

@@ -13,18 +13,23 @@ from typer.testing import CliRunner
 from polyreme.cli.chat_target import find_target
 from polyreme.cli.main import build_app
 from polyreme.cli.run_directory import owned
-from polyreme.cli.v1_client import Piece, V1Client
+from polyreme.cli.v1_client import Piece, RequestRefusedError, V1Client
+from polyreme.config.run import RunConfig
 from polyreme.config.security import EndpointSecurity
+from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError, PolyremeError, UnavailableError
+from support.configs import run_config
 from support.recorded_run import record_run
+from support.stages import prepared, stage_config, write_data, write_model
 
 
 class EchoServer:
-    """A /v1 that streams the words of a question backwards. A question of one word is refused; "break" ends the stream."""
+    """A /v1 that streams the words of a question backwards. A question of one word is refused, as more than `most` tokens are; "break" ends the stream."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
+        self.most = 1000
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,7 +41,7 @@ class EchoServer:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 server.asked.append(body)
                 question = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
-                if len(question.split()) == 1:
+                if len(question.split()) == 1 or body.get("max_tokens", 0) > server.most:
                     return self._reply(400, json.dumps({"error": {"message": "one word"}}).encode())
                 lines = [self._event(word, "messages" in body) for word in reversed(question.split())]
                 if "break" in question:
@@ -150,3 +155,73 @@ def test_a_place_that_is_nothing(tmp_path: Path) -> None:
     assert find_target(str(tmp_path)).model_dir == tmp_path
     with pytest.raises(ConfigError):
         find_target(str(tmp_path), 3)
+
+
+def test_an_answer_fits_a_context_smaller_than_its_usual_length(echo: EchoServer) -> None:
+    echo.most = 100
+    result = CliRunner().invoke(build_app(["chat"]), ["chat", echo.url, "-m", "a b"])
+    assert result.exit_code == 0 and result.stdout.splitlines() == ["b a "]
+    assert [asked.get("max_tokens") for asked in echo.asked] == [512, None]
+    refused = CliRunner().invoke(build_app(["chat"]), ["chat", echo.url, "-m", "a b", "--max-tokens", "200"])
+    assert isinstance(refused.exception, RequestRefusedError), "a length that was asked for is not changed"
+
+
+def export_of(config: StageConfig | RunConfig, name: str, **fields: Any) -> Path:
+    """A directory with the files of an export that chat reads."""
+    if isinstance(config, StageConfig):
+        prepared(config)
+    export = config.run_dir / "hf" / name
+    export.mkdir(parents=True)
+    (export / "config.json").write_text(json.dumps(fields))
+    return export
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_the_result_of_a_stage_is_asked_as_it_was_trained(tmp_path: Path, stage: str) -> None:
+    write_data(tmp_path)
+    write_model(tmp_path)
+    config = stage_config(tmp_path, stage, data__system="Be brief.")
+    export = export_of(config, "final")
+    for place in (config.run_dir, export):
+        found = find_target(str(place))
+        assert (found.model_dir, found.system, found.is_chat, found.security) == (export, "Be brief.", True, None)
+    plain = stage_config(tmp_path, stage, name="plain", data__template="none")
+    assert not find_target(str(export_of(plain, "final"))).is_chat
+
+
+def test_a_reward_model_is_refused_with_what_it_can_do(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    write_model(tmp_path)
+    config = stage_config(tmp_path, "reward-model")
+    export = export_of(config, "final", architectures=["Qwen2ForSequenceClassification"])
+    for place in (config.run_dir, export):
+        with pytest.raises(ConfigError) as error:
+            find_target(str(place))
+        assert "reward model" in error.value.found and f"model: {export}" in error.value.do and "reward test" in error.value.do
+
+
+def test_the_system_message_of_the_rows_is_used(tmp_path: Path, echo: EchoServer) -> None:
+    def rows(*systems: str) -> None:
+        lines = [[{"role": "system", "content": text}, {"role": "user", "content": "a b"}] for text in systems]
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+
+    config = run_config(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "config.yaml").write_text(config.to_yaml())
+    export = str(export_of(config, "iteration-000001"))
+    assert find_target(export).system is None, "the rows are gone"
+    rows("Reply in capitals.", "Reply in capitals.", "Be brief.")
+    assert find_target(export).system == "Reply in capitals."
+    assert find_target(export, system="Other.").system == "Other."
+    assert find_target(export, system="").system is None
+    result = CliRunner().invoke(build_app(["chat"]), ["chat", echo.url, "--system", "Other.", "-m", "a b", "--max-tokens", "9"])
+    assert result.exit_code == 0, result.output
+    assert echo.asked[-1]["messages"][0] == {"role": "system", "content": "Other."}
+
+
+def test_the_system_message_of_whole_conversations_is_used(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    messages = [{"from": "system", "value": "Be kind."}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    config = stage_config(tmp_path, "sft", data__eval=None)
+    assert find_target(str(export_of(config, "final"))).system == "Be kind."

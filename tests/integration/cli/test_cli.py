@@ -61,13 +61,13 @@ def test_config_check_and_a_dry_run_start_and_write_nothing(config_file: Path, t
     assert not (tmp_path / "runs").exists()
 
 
-def test_config_check_reports_all_errors_and_up_the_first(config_file: Path, tmp_path: Path) -> None:
+def test_config_check_and_up_report_all_errors(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     spoilt = (str(config_file), "reward.rewards=[{name: exact}, {name: exat}]", "data.prompt_key=question")
-    checked = polyreme("config", "check", *spoilt)
-    fails(checked, 2, "2 errors")
-    assert "'question'" in checked.stderr and "exat" in checked.stderr
-    fails(polyreme("up", *spoilt), 2, "exat")
+    for command in (("config", "check"), ("up",)):
+        result = polyreme(*command, *spoilt)
+        fails(result, 2, "2 errors")
+        assert "'question'" in result.stderr and "exat" in result.stderr
     fails(polyreme("train", *spoilt), 2, "'question'")
 
 

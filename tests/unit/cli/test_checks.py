@@ -2,16 +2,18 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from polyreme.cli import checks
-from polyreme.cli.checks import Findings, check_run, findings
+from polyreme.cli.checks import Findings, SeveralErrors, check_run, findings
 from polyreme.config.load import load_config
-from polyreme.errors import ConfigError, DataError, PolyremeError
+from polyreme.errors import AbsentError, ConfigError, DataError, PolyremeError
 
 REWARD = """
 import torch_is_not_imported_by_a_check
@@ -58,6 +60,60 @@ def test_every_error_is_reported_at_once(config_file: Path) -> None:
         assert piece in text
     with pytest.raises(PolyremeError):
         check_run(load_config(config_file))
+
+
+def test_what_is_missing_leaves_the_other_checks(config_file: Path) -> None:
+    """Each missing file is named once, and what can be checked without it is."""
+    rows(config_file, {"question": "1+1="})
+    (config_file.parent / "model" / "tokenizer.json").unlink()
+    (config_file.parent / "model" / "model.safetensors").unlink()
+    edit(config_file.parent / "model" / "config.json", model_type="mamba")
+    overrides = (
+        "data.eval=nowhere.jsonl",
+        "reward.rewards=[{name: exat}]",
+        "trainer.sft=[{data: no_rows.jsonl, steps: 1, batch_size: 1, lr: 1.0e-3}]",
+        "rollout.max_model_len=5000",
+    )
+    result = found(config_file, *overrides)
+    text = "\n".join(map(str, result.errors))
+    for piece in (
+        "tokenizer.json",
+        "nowhere.jsonl",
+        "no_rows.jsonl",
+        "within the model's context",
+        "mamba",
+        "'prompt' in",
+        "exact?",
+    ):
+        assert text.count(piece) == 1, (piece, text)
+    with pytest.raises(SeveralErrors) as raised:
+        check_run(load_config(config_file, overrides))
+    assert list(map(str, raised.value.errors)) == list(map(str, result.errors)) and raised.value.exit_code == 2
+
+
+def test_a_missing_model_is_one_error_with_a_hint_that_fits(config_file: Path) -> None:
+    rows(config_file, {"question": "1+1=", "answer": "2"})
+    shutil.rmtree(config_file.parent / "model")
+    model, data = found(config_file).errors
+    assert "no such directory" in str(model) and "polyreme init" in model.do and "prepare" not in model.do
+    assert "'prompt' in" in str(data)
+    (config_file.parent / "prepare.py").touch()
+    assert str(config_file.parent / "prepare.py") in found(config_file).errors[0].do
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_a_device_that_this_machine_lacks_is_an_error(config_file: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def has(kind: str, answer: bool) -> bool:
+        asked.append(kind)
+        return answer
+
+    monkeypatch.setattr("polyreme_trainer.checks.has_device", partial(has, answer=False))
+    [error] = found(config_file, f"device={kind}").errors
+    assert isinstance(error, AbsentError) and f"device: {kind}" in error.expected
+    monkeypatch.setattr("polyreme_trainer.checks.has_device", partial(has, answer=True))
+    assert found(config_file, f"device={kind}").errors == () and asked == [kind, kind]
 
 
 def test_rows_without_the_label_that_a_reward_needs(config_file: Path) -> None:

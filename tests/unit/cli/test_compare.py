@@ -9,7 +9,10 @@ from typer.testing import CliRunner
 
 from polyreme.cli.compare import common_iterations, metric_rows, result_rows, settings_rows
 from polyreme.cli.main import build_app
+from polyreme.cli.run_directory import NO_REDIS, RunFile, write_run_file
+from polyreme.cli.run_records import write_summary
 from polyreme.errors import ConfigError
+from polyreme.experience.run import RunState
 from support.recorded_run import record_run
 
 
@@ -18,8 +21,8 @@ def test_metrics_are_over_the_iterations_that_all_runs_have() -> None:
     short = [{"iteration": number, "reward/mean": 1.0, "kl": None} for number in range(1, 5)]
     first, newest = common_iterations([long, short], last=2)
     assert (first, newest) == (3, 4)
-    assert metric_rows([long, short], first, newest) == {"reward/mean": [3.5, 1.0]}
-    assert metric_rows([long, short], first, newest, names=["kl"]) == {}
+    assert metric_rows([long, short], [(first, newest)] * 2) == {"reward/mean": [3.5, 1.0]}
+    assert metric_rows([long, short], [(first, newest)] * 2, names=["kl"]) == {}
     assert common_iterations([long, []], last=2) == (0, 0)
 
 
@@ -62,3 +65,35 @@ def test_the_command(tmp_path: Path) -> None:
     assert "MEAN OF ITERATIONS 1 TO 2  first  second" in text
     assert isinstance(runner.invoke(app, ["compare", str(first)]).exception, ConfigError)
     assert isinstance(runner.invoke(app, ["compare", str(first), str(tmp_path)]).exception, ConfigError)
+
+
+def test_a_fork_and_its_parent_are_compared_though_they_share_no_iteration(tmp_path: Path) -> None:
+    parent, fork = record_run(tmp_path, "first", iterations=3), record_run(tmp_path, "first-fork-1", iterations=5)
+    lines = (fork / "metrics.jsonl").read_text().splitlines()
+    own = [line for line in lines if json.loads(line).get("iteration", 9) > 3]
+    (fork / "metrics.jsonl").write_text("".join(line + "\n" for line in own))
+    runner, app = CliRunner(), build_app(["compare"])
+    text = runner.invoke(app, ["compare", str(parent), str(fork)]).stdout
+    assert "no iteration in common" in text and "MEAN OF ITERATIONS 1 TO 3, 4 TO 5" in text and "0.2" in text and "0.45" in text
+    found = json.loads(runner.invoke(app, ["compare", str(parent), str(fork), "--json"]).stdout)
+    assert found["own_iterations"] == [[1, 3], [4, 5]]
+    assert found["metrics"]["reward/mean"] == pytest.approx([0.2, 0.45])
+
+
+def test_stages_are_compared_by_their_steps_and_flat_results(tmp_path: Path) -> None:
+    folders = []
+    for name, loss in (("one", 2.0), ("two", 1.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_run_file(folder, RunFile(f"{name}-1", NO_REDIS))
+        evaluation = {"step": 2, "rows": 3, "loss": loss, "rewards/margins": 0.5}
+        write_summary(
+            folder, f"{name}-1", RunState.DONE, "", {"step": 2, "loss": loss, "eval_before": None, "eval_after": evaluation}
+        )
+        steps = [{"run": f"{name}-1", "kind": "step", "step": number, "loss": loss * number, "time": 1.0} for number in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        folders.append(str(folder))
+    text = CliRunner().invoke(build_app(["compare"]), ["compare", *folders]).stdout
+    assert "eval_after.loss" in text and "MEAN OF STEPS 1 TO 2" in text and "{" not in text
+    assert max(map(len, text.splitlines())) < 80
+    assert ["loss", "3", "1.5"] in [line.split() for line in text.splitlines()]

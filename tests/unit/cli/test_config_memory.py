@@ -53,6 +53,20 @@ def test_each_term_is_published_bytes_of_each_published_parameter(name: str, par
     assert f"{2 * parameters / GIB:,.3f} GiB of weights" in output and f"at {cache:,} bytes each" in output
 
 
+def test_an_estimate_needs_only_config_json(tmp_path: Path) -> None:
+    file = str(config_file("Qwen2.5-7B-Instruct", tmp_path))
+    Path(file).with_name("train.jsonl").unlink()
+    code, output = check(file, "--memory")
+    assert code == 0, output
+    for missing in ("tokenizer.json", "train.jsonl", "a cuda device"):
+        assert any(line.startswith("missing") and missing in line for line in output.splitlines()), output
+    assert output.rstrip().endswith("except what is missing here")
+    assert check(file)[0] != 0, "a start needs them"
+    (tmp_path / "model" / "config.json").unlink()
+    code, output = check(file, "--memory")
+    assert code != 0 and output.count("config.json") >= 1
+
+
 def test_a_device_that_is_too_small_is_an_error_with_the_sum(tmp_path: Path) -> None:
     file = str(config_file("Qwen2.5-7B-Instruct", tmp_path, published_model))
     code, output = check(file, "--device-gib", "80")
@@ -60,4 +74,4 @@ def test_a_device_that_is_too_small_is_an_error_with_the_sum(tmp_path: Path) -> 
     assert "a learner that fits the 80.0 GiB of each device" in output
     assert "actor weights 14.19 + actor gradients 28.37 + actor optimizer 85.11 + reference weights 14.19" in output
     code, output = check(file, "--device-gib", "200")
-    assert code == 0 and output.rstrip().endswith("passed"), output
+    assert code == 0 and "checks         passed" in output, output

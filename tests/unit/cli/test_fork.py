@@ -139,7 +139,7 @@ def test_a_fork_of_a_fork_counts_on_from_where_that_began(parent: RunConfig, con
 
 
 @pytest.mark.parametrize(
-    ("overrides", "found"), [(["iterations=6"], "6"), (["name=nothing", "output_dir=elsewhere"], "no run.json in it")]
+    ("overrides", "found"), [(["iterations=6"], "6"), (["name=nothing", "output_dir=elsewhere"], "no such directory")]
 )
 def test_what_cannot_be_forked(parent: RunConfig, config_file: Path, overrides: list[str], found: str) -> None:
     with pytest.raises(ConfigError) as error, prepared(config_file, overrides, resume=False, fork=True):

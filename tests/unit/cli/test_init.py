@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
 import pytest
+import yaml
 from pyarrow import parquet
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -104,7 +107,7 @@ def test_sample_data_repeats_and_has_its_columns(reward: str) -> None:
     assert REWARDS.keys() == EXAMPLES.keys()
 
 
-@pytest.mark.parametrize("reward", ["python", "choice"])
+@pytest.mark.parametrize("reward", REWARDS)
 def test_sample_data_has_no_prompt_twice_where_there_are_many(reward: str) -> None:
     train = rows(reward, 512, 1)
     held_out = rows(reward, 64, 2, train)
@@ -173,7 +176,49 @@ def test_an_own_reward_is_named_and_not_copied(tmp_path: Path) -> None:
 def test_the_tiny_model_with_own_data_is_pointed_out(tmp_path: Path) -> None:
     _, data = own_files(tmp_path)
     words = ["init", str(tmp_path / "new"), "--model", TINY, "--data", str(data)]
-    assert "random weights" in CliRunner().invoke(build_app(["init"]), words).stdout
+    printed = CliRunner().invoke(build_app(["init"]), words).stdout
+    assert "random weights" in printed and "cannot learn" not in printed
+    data.write_text('{"question": "1+1"}\n')
+    words[1] = str(tmp_path / "unlabelled")
+    assert "cannot learn" in CliRunner().invoke(build_app(["init"]), words).stdout
+
+
+def test_the_tiny_model_first_learns_to_write_the_answers_of_own_data(tmp_path: Path) -> None:
+    """Without them a model with random weights never writes an answer that a reward accepts."""
+    data = tmp_path / "own.jsonl"
+    rows: list[dict[str, object]] = [{"q.text": f"{number} + 1?", "solution": number + 1} for number in range(200)]
+    rows += [{"q.text": "x" * 500, "solution": "1"}, {"q.text": "no answer", "solution": None}, {"q.text": "a", "solution": {}}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = Answers("mine", data=str(data), reward="numeric", prompt_key="q.text", label_key="solution")
+    write_new_run(tmp_path / "new", answers)
+    config = load_config(tmp_path / "new" / "run.yaml")
+    [phase] = config.trainer.sft
+    written = [json.loads(line) for line in phase.data.read_text().splitlines()]
+    held_out = {row.fields["q.text"] for row in read_objects(config.prompt_data[1])}
+    assert {(row["q.text"], row["response"]) for row in written} == {
+        (row["q.text"], str(row["solution"])) for row in rows[:200] if row["q.text"] not in held_out
+    }
+    write_new_run(tmp_path / "larger", replace(answers, model=str(own_files(tmp_path)[0])))
+    assert load_config(tmp_path / "larger" / "run.yaml").trainer.sft == []
+
+
+@pytest.mark.parametrize(("model", "data"), [(TINY, SAMPLE), (TINY, "own"), ("own", SAMPLE), ("own", "own")])
+def test_evaluations_and_saves_are_in_the_file(tmp_path: Path, model: str, data: str) -> None:
+    own_model, own_data = own_files(tmp_path)
+    given = Answers("mine", str(own_model) if model == "own" else TINY, str(own_data) if data == "own" else SAMPLE)
+    write_new_run(tmp_path / "new", replace(given, prompt_key="question"))
+    tree = yaml.safe_load((tmp_path / "new" / "run.yaml").read_text())
+    assert 0 < tree["eval_interval"] < tree["iterations"] and tree["trainer"]["save_minutes"] > 0
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_random_answers_of_the_right_form_are_sometimes_right(reward: str) -> None:
+    """A policy learns only from groups with better and worse answers. The warm start teaches no more than the form."""
+    pairs = [EXAMPLES[reward](random.Random(seed)) for seed in range(400)]
+    right = [reward == "python" or row["answer"] == answer for row, answer in pairs]
+    assert 0.15 < sum(right) / len(right) <= 1.0
+    deciding = {row["answer"] for row, _ in pairs}
+    assert 1 < len(deciding) <= 4 and {answer for _, answer in pairs if reward != "python"} <= deciding
 
 
 def test_a_name_that_no_run_may_have_and_a_file_as_the_folder_are_refused(tmp_path: Path) -> None:

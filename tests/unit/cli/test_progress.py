@@ -11,7 +11,7 @@ from rich.console import Console
 
 from polyreme.cli import view
 from polyreme.cli.progress import LOADING_SECONDS, Progress, comparable
-from polyreme.cli.report import activities, plain_line, report
+from polyreme.cli.report import activities, plain_line, replay, report
 from polyreme.cli.summary import redis_bytes, summary_lines
 from polyreme.config.model import ModelConfig
 from polyreme.config.trainer import ParallelConfig
@@ -70,6 +70,23 @@ def test_a_repeated_iteration_counts_once_and_its_rates_do_not() -> None:
     assert progress.rl_seconds() == pytest.approx(6.0)
     assert progress.summary()["iterations"] == 3
     assert [record["tokens_per_second"] for record in progress.recent] == [5000.0] * 3
+
+
+def test_a_replay_is_shown_with_its_place_and_the_time_that_it_adds() -> None:
+    progress = progress_of(*(iteration(number, time=2.0 * number) for number in range(1, 91)))
+    progress.add({"kind": "resumed", "time": 200.0, "iteration": 90})
+    assert progress.replayed is None and not list(activities(progress)), "the checkpoint has everything"
+    progress.add({"kind": "resumed", "time": 200.0, "iteration": 10})
+    repeated = {**iteration(12, time=201.0), "repeated": True}
+    progress.add(repeated)
+    assert list(activities(progress)) == [replay(12, 90)]
+    assert str(plain_line(repeated, progress, 120)).endswith(replay(12, 90))
+    assert progress.remaining_seconds(120) == 2.0 * (120 - 12)
+    progress.add(iteration(91, time=300.0))
+    assert progress.replayed is None and not list(activities(progress))
+    progress.add(repeated)
+    progress.add({"kind": "start", "time": 301.0, "start": 3})
+    assert progress.replayed is None, "the next start says from where it continues"
 
 
 def test_a_long_run_s_progress_is_bounded() -> None:
@@ -276,7 +293,8 @@ def test_an_asynchronous_iteration_shows_its_staleness_and_both_waits(tmp_path: 
     before: dict[str, Any] = {"staleness/samples": [250, 6]}
     stale: dict[str, Any] = {"staleness/samples": [100, 150, 6], "mismatch_kl": None}
     progress = progress_of(
-        {"kind": "rollout", "time": 9.0, "iteration": 3, "time/rollout_wait": 0.5},
+        {"kind": "rollout", "time": 8.0, "iteration": 2, "time/rollout_wait": 0.0},
+        {"kind": "rollout", "time": 10.0, "iteration": 3, "time/rollout_wait": 0.5},
         iteration(2, time=8.0, **before),
         record := iteration(3, time=10.0, **stale),
     )
@@ -290,6 +308,18 @@ def test_an_asynchronous_iteration_shows_its_staleness_and_both_waits(tmp_path: 
     with console.file:
         console.print(view.render(run_config(tmp_path), progress, "running"))
         assert "100/150/6" in console.export_text()
+
+
+def test_the_replicas_wait_is_a_share_of_the_time_in_which_it_was_measured() -> None:
+    """The time between two plans is not that of the learner's iteration, which may be shorter."""
+    plans = [{"kind": "rollout", "time": 3.0 * number, "iteration": number, "time/rollout_wait": 2.4} for number in (1, 2, 3)]
+    progress = progress_of(*plans)
+    assert "rollouts wait 80%" in str(plain_line(iteration(3, time=10.0, seconds=1.5), progress, 24))
+    assert "rollouts" not in str(plain_line(iteration(1, time=4.0), progress, 24)), "there is no plan before the first"
+    assert progress.summary()["rollout_wait_seconds"] == pytest.approx(7.2)
+    progress.add({"kind": "start", "time": 500.0, "start": 2})
+    progress.add({"kind": "rollout", "time": 510.0, "iteration": 4, "time/rollout_wait": 9.0})
+    assert progress.rollout_wait(4) is None
 
 
 def test_an_alarm_is_shown_once() -> None:
@@ -338,7 +368,7 @@ def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
     text = "\n".join(summary_lines(config))
     assert "24 of 4 prompts x 2 samples = 96 groups, 192 samples" in text
     assert "500 held-out prompts before iteration 1 and after iteration 8, 16, 24" in text
-    assert "saves          after iteration 24" in text
+    assert "saves          every 10 minutes and after iteration 24" in text
     assert "constant 0.001" in text
     assert "asynchrony" not in text
     assert "trainer        tensor 1 x data 1 on cpu, float32" in text

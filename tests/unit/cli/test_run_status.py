@@ -9,11 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from polyreme.cli.main import build_app
+from polyreme.cli.reader import RunReader
 from polyreme.cli.run_directory import NO_REDIS, RunFile, owned, write_run_file
 from polyreme.cli.run_records import write_summary
 from polyreme.cli.run_status import RunStatus, directory_status
 from polyreme.cli.status import status_lines
 from polyreme.cli.table import aligned, fitted
+from polyreme.cli.ui.answers import overview
 from polyreme.errors import ConfigError
 from polyreme.experience.run import RunState
 from support.recorded_run import record_run
@@ -58,9 +60,26 @@ def test_the_summary_of_a_replaced_run_is_not_this_runs(tmp_path: Path) -> None:
 
 def test_a_stage(tmp_path: Path) -> None:
     write_run_file(tmp_path, RunFile("sft-1", NO_REDIS))
-    write_summary(tmp_path, "sft-1", RunState.DONE, "", {"stage": "sft", "step": 120, "steps": 120, "loss": 2.5})
+    write_summary(tmp_path, "sft-1", RunState.DONE, "", {"stage": "sft", "step": 120, "steps": 120, "loss": 2.5, "updated": 7.0})
     status = directory_status(tmp_path)
     assert (status.iteration, status.iterations, status.metric, status.value) == (120, 120, "loss", 2.5)
+    assert status.updated == 7.0
+
+
+def test_a_replay_is_told_apart_from_training(tmp_path: Path) -> None:
+    write_run_file(tmp_path, RunFile("sft-1", NO_REDIS))
+    write_summary(tmp_path, "sft-1", RunState.RUNNING, "", {"step": 90, "steps": 120, "replayed": 12})
+    with owned(tmp_path):
+        [_, line] = status_lines([directory_status(tmp_path)], now=0.0)
+        assert "running" in line and "90/120, replaying 12 of 90" in line
+    assert directory_status(tmp_path).replayed is None, "an interrupted one replays nothing"
+
+
+def test_a_run_that_learned_nothing_says_so(tmp_path: Path) -> None:
+    write_run_file(tmp_path, RunFile("run-1", "embedded"))
+    write_summary(tmp_path, "run-1", RunState.DONE, "", {"iteration": 60, "not_learned": ["nothing was learned: why", "a cause"]})
+    assert status_lines([directory_status(tmp_path)], now=0.0)[-1] == "run-1: nothing was learned: why"
+    assert overview("run", RunReader(tmp_path), True)["activities"] == ["nothing was learned: why", "a cause"]
 
 
 def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from polyreme.cli.main import build_app
 from polyreme.cli.reader import RunReader, SampleQuery, parse_range
+from polyreme.cli.run_directory import NO_REDIS, RunFile, write_run_file
 from polyreme.cli.samples import sample_text
 from polyreme.errors import ConfigError
 from support.recorded_run import record_run
@@ -75,3 +76,21 @@ def test_an_answer_of_an_evaluation_names_its_version() -> None:
     lines = sample_text({**sample, "parts": {"x": part, "y": part}})
     assert lines[0] == "version 4: reward 1 (x 1, y 1), 3 tokens, stop"
     assert "b c" in lines[2]
+
+
+def test_the_first_samples_are_of_different_prompts(run_dir: Path) -> None:
+    """Those of a group would all be answers to one prompt."""
+    runner, app = CliRunner(), build_app(["samples"])
+    lines = runner.invoke(app, ["samples", str(run_dir), "--limit", "5"]).stdout.splitlines()
+    prompts = [line.split()[-1] for line in lines if line.startswith("  prompt")]
+    assert len(set(prompts[:4])) == 4 and prompts[4] == prompts[0]
+    assert lines[-1].startswith("5 of 8 samples: one of each prompt")
+    whole = runner.invoke(app, ["samples", str(run_dir), "--limit", "8"]).stdout.splitlines()
+    assert not whole[-1].startswith("8 of")
+
+
+def test_a_stage_has_no_samples(tmp_path: Path) -> None:
+    write_run_file(tmp_path, RunFile("sft-1", NO_REDIS))
+    (tmp_path / "config.yaml").write_text("stage: sft\n")
+    result = CliRunner().invoke(build_app(["samples"]), ["samples", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError) and "a stage" in result.exception.found

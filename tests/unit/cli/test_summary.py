@@ -78,3 +78,13 @@ def test_saves_and_evaluations_beyond_the_run_happen_at_its_end(tmp_path: Path) 
     tree["trainer"]["save_interval"] = 5000
     [saves] = [line for line in summary_lines(parse_config(tree, "the test")) if line.startswith("saves")]
     assert "after iteration 1000," in saves
+
+
+def test_an_own_algorithm_is_named_in_place_of_what_it_replaces(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text("def advantages(batch):\n    return batch.scores\n")
+    [line] = [line for line in lines_of(tmp_path, algorithm={"source": {"file": str(source)}}) if line.startswith("algorithm")]
+    assert f"{source} on the preset grpo: own advantages, clip loss" in line
+    source.write_text("from elsewhere import loss\n")
+    [line] = [line for line in lines_of(tmp_path, algorithm={"source": {"file": str(source)}}) if line.startswith("algorithm")]
+    assert "group_norm advantages, own loss" in line

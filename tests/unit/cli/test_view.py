@@ -143,6 +143,24 @@ def test_a_version_without_evaluation_has_no_result(config: RunConfig) -> None:
     stopped = report(config, progress_of(evaluation(0, 0.3), iteration(1)), config.run_dir, RunState.STOPPED, why)
     assert stopped[0].split(maxsplit=1) == ["stopped", why]
     assert "0.300 before; version 1 was not evaluated" in stopped[1]
+    between = progress_of(evaluation(0, 0.3), *(iteration(number) for number in range(1, 6)), evaluation(4, 0.5))
+    stopped = report(config, between, config.run_dir, RunState.STOPPED, why)
+    assert "0.300 before, 0.500 after iteration 4; version 5 was not evaluated" in stopped[1]
+
+
+def test_the_last_lines_name_what_remains_after_the_run(config: RunConfig) -> None:
+    """The page of `up` ends with it."""
+    held_out = config.model_copy(update={"data": config.data.model_copy(update={"eval": Path("eval.jsonl")})})
+    saved = {"kind": "saved", "time": 5.0, "iteration": 1, "path": "checkpoints/1", "hf_path": "hf/1"}
+    text = "\n".join(report(held_out, progress_of(iteration(1), saved), config.run_dir))
+    folder = config.run_dir
+    for command in ("ui", "chat", "samples"):
+        assert f"polyreme {command} {folder}" in text
+    assert f"polyreme eval {folder / 'config.yaml'} --model hf/1" in text
+    stopped = "\n".join(report(config, progress_of(iteration(1), saved), folder, RunState.STOPPED, "stop requested"))
+    assert f"polyreme ui {folder}" in stopped and "--resume" in stopped and "polyreme eval" not in stopped
+    failed = report(config, progress_of(iteration(1)), folder, RunState.FAILED, "no disk")
+    assert "polyreme logs" in failed[-1]
 
 
 def test_sample_answers_are_one_line_each(config: RunConfig) -> None:

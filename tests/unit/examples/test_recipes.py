@@ -27,6 +27,12 @@ MODELS = {
 SUM = re.compile(r"# Learner, in GiB: .* = ([\d.]+) of ([\d.]+)\.\n")
 
 
+@pytest.fixture(autouse=True)
+def on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has devices of every kind."""
+    monkeypatch.setattr("polyreme_trainer.checks.has_device", lambda kind: True)
+
+
 def load(recipe: str, folder: Path, *overrides: str) -> RunConfig:
     rows = [{"question": f"{n} + 1?", "problem": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(20)]
     folder.mkdir(exist_ok=True)

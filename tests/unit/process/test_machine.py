@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from polyreme.process import machine
 from polyreme.process.machine import MemoryKills, control_groups, device_count, limit_of, memory_limit
 
 
@@ -67,3 +68,10 @@ def test_only_visible_devices_count(tmp_path: Path, visible: str, expected: int)
     assert device_count("cuda", tmp_path, {"CUDA_VISIBLE_DEVICES": visible}) == expected
     assert device_count("npu", tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 1
     assert device_count("npu", tmp_path, {"ASCEND_RT_VISIBLE_DEVICES": ""}) == 0
+
+
+def test_a_device_without_files_is_found_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "device_count", lambda kind: 0)
+    for count in (0, 2):
+        monkeypatch.setattr(machine, "_driver_devices", lambda count=count: count)
+        assert machine.has_device("cuda") == (count > 0) and not machine.has_device("npu")

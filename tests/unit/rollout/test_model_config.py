@@ -1,40 +1,60 @@
-"""A model directory is served with the settings of the run, or the day of the stage, that exported it."""
+"""The configuration with which a model directory is served without a run."""
 
 import datetime
+import json
 from pathlib import Path
 
+import pytest
+
 from polyreme.cli.start_day import dated
-from polyreme.config.base import BaseConfig
+from polyreme.config.stage import STAGES
+from polyreme.errors import ConfigError
 from polyreme_rollout.model_config import config_for_model
 from support.configs import run_config
-from support.stages import stage_config
+from support.stages import prepared, stage_config, write_data, write_model
 from support.tiny_tokenizer import model_files
 
-DAY = datetime.date(2025, 1, 2)
 
-
-def export_of(config: BaseConfig) -> Path:
-    folder = config.run_dir / "hf" / "final"
+def export(run_dir: Path) -> Path:
+    folder = run_dir / "hf" / "final"
     folder.mkdir(parents=True)
-    (config.run_dir / "config.yaml").write_text(config.to_yaml())
-    return folder
-
-
-def write_model(folder: Path) -> Path:
     for name, content in model_files().items():
         (folder / name).write_bytes(content)
     return folder
 
 
-def test_an_export_of_a_run_has_its_settings(tmp_path: Path) -> None:
-    run = dated(run_config(tmp_path), DAY)
-    folder = write_model(export_of(run))
-    found = config_for_model(folder)
-    assert (found.model.path, found.data, found.rollout) == (folder, run.data, run.rollout)
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_the_export_of_a_stage_is_served_on_its_device_in_its_dtype(tmp_path: Path, stage: str) -> None:
+    write_data(tmp_path)
+    write_model(tmp_path)
+    config = stage_config(tmp_path, stage, device="cuda", model__dtype="bfloat16")
+    folder = export(prepared(config))
+    served = config_for_model(folder)
+    assert (served.device, served.model.dtype, served.model.path) == ("cuda", "bfloat16", folder)
+    context = json.loads(model_files()["config.json"])["max_position_embeddings"]
+    assert served.rollout.max_model_len == context
 
 
-def test_an_export_of_a_stage_has_its_day(tmp_path: Path) -> None:
-    folder = write_model(export_of(dated(stage_config(tmp_path, "sft"), DAY)))
-    assert config_for_model(folder).data.date == DAY and config_for_model(folder).model.path == folder
-    (tmp_path / "model").mkdir()
-    assert config_for_model(write_model(tmp_path / "model")).data.date is None
+def test_the_export_of_a_run_has_the_runs_settings(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    folder = export(config.run_dir)
+    (config.run_dir / "config.yaml").write_text(config.to_yaml())
+    served = config_for_model(folder)
+    assert served.model.path == folder and served.rollout == config.rollout
+
+
+def test_a_reward_model_is_not_served(tmp_path: Path) -> None:
+    folder = export(tmp_path / "runs" / "x")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "architectures": ["LlamaForSequenceClassification"]}))
+    with pytest.raises(ConfigError, match="reward model"):
+        config_for_model(folder)
+
+
+def test_an_export_is_served_with_the_day_of_its_run_or_stage(tmp_path: Path) -> None:
+    day = datetime.date(2025, 1, 2)
+    for config in (dated(run_config(tmp_path / "run"), day), dated(stage_config(tmp_path / "stage", "sft"), day)):
+        folder = export(config.run_dir)
+        (config.run_dir / "config.yaml").write_text(config.to_yaml())
+        assert config_for_model(folder).data.date == day
+    assert config_for_model(export(tmp_path / "other")).data.date is None

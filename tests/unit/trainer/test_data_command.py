@@ -11,8 +11,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from rich.console import Console
+from typer.testing import CliRunner
 from unit.dataset.test_megatron_files import write_megatron
 
+from polyreme.cli.main import build_app
 from polyreme.config.data import DataConfig
 from polyreme.errors import ConfigError, DataError
 from polyreme_trainer.data.prompts import Example
@@ -56,9 +58,9 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def report(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, str]:
+def report(capsys: pytest.CaptureFixture[str], config: Path, *words: object) -> dict[str, str]:
     """The printed report by the first word of each line."""
-    check(*arguments)
+    check(config, list(map(str, words)))
     return {line[:12].strip(): line[12:] for line in capsys.readouterr().out.splitlines()}
 
 
@@ -76,7 +78,7 @@ def test_the_report_of_prompts(config: Path, capsys: pytest.CaptureFixture[str])
 def test_leaks_are_counted_for_every_held_out_set(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(config.parent / "hard.jsonl", [{"prompt": "1+1="}])
     overrides = [f"eval_sets=[{{name: hard, data: {config.parent / 'hard.jsonl'}}}]"]
-    check(config, None, overrides)
+    check(config, overrides)
     leaks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("leaks")]
     assert len(leaks) == 2
     assert "data.eval" in leaks[0] and leaks[0].endswith("eval.jsonl:1")
@@ -94,11 +96,21 @@ def test_a_file_with_other_columns_than_the_held_out_data_is_reported_all_the_sa
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(config.parent / "other.jsonl", [{"input": "1+2=", "label": 3}])
-    found = report(capsys, config, config.parent / "other.jsonl", ["data.prompt_key=input", "data.label_key=label"])
+    found = report(capsys, config, config.parent / "other.jsonl", "data.prompt_key=input", "data.label_key=label")
     assert found["rows"] == "1" and found["unlabelled"].startswith("0")
     assert found["leaks"].startswith("not checked in data.eval") and "eval.jsonl:1" in found["leaks"]
     with pytest.raises(DataError):
-        check(config, None, ["data.eval=other.jsonl"])
+        check(config, ["data.eval=other.jsonl"])
+
+
+def test_an_override_needs_no_file_before_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(config.parent / "train.jsonl", [{"input": "1+2=", "answer": 3}])
+    words = ["data", "check", "--config", str(config), "data.prompt_key=input", "data.eval=null"]
+    result = CliRunner().invoke(build_app(["data"]), words)
+    assert result.exit_code == 0 and result.stdout.startswith("rows"), result.output
+    odd = config.parent / "a=b.jsonl"
+    write(odd, [{"prompt": "1+2=", "answer": 3}] * 2)
+    assert report(capsys, config, odd)["rows"] == "2"
 
 
 def test_the_report_of_supervised_rows(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

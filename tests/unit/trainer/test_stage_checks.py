@@ -8,7 +8,7 @@ import pytest
 
 from polyreme.cli.checks import check_run, findings
 from polyreme.config.stage import STAGES
-from polyreme.errors import ConfigError, DataError
+from polyreme.errors import AbsentError, ConfigError, DataError
 from support.stages import stage_config, write_data
 from support.tiny_tokenizer import model_files
 
@@ -43,7 +43,7 @@ def test_rows_that_are_left_out_are_a_notice(folder: Path) -> None:
         ("reward-model", {"data__margin_key": "prompt"}, DataError),
         ("dpo", {"data__chosen_key": "good"}, DataError),
         ("dpo", {"loss": {"kind": "kto"}, "data__label_key": "margin"}, DataError),
-        ("dpo", {"reference": "/nowhere"}, ConfigError),
+        ("dpo", {"reference": "/nowhere"}, AbsentError),
     ],
     ids=["column", "context", "margin", "chosen", "label", "reference"],
 )
@@ -60,4 +60,4 @@ def test_a_tokenizer_larger_than_the_model_is_an_error(folder: Path) -> None:
 
 def test_missing_data_is_an_error(folder: Path) -> None:
     (folder / "held_out.jsonl").unlink()
-    assert [type(error) for error in findings(stage_config(folder, "sft")).errors] == [ConfigError]
+    assert [type(error) for error in findings(stage_config(folder, "sft")).errors] == [AbsentError]

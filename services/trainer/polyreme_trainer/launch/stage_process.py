@@ -59,7 +59,7 @@ class StageProcess:
         self._step_shown = 0.0
         for record in self._new_records():  # of former starts
             self._progress.add(record)
-        self._progress.complete = False
+        self._progress.complete, self._progress.replayed = False, None
 
     async def run(self) -> RunState:
         """Runs the ranks until the stage is done, or stopped and saved. Returns which. Raises PolyremeError when they cannot be kept running."""
@@ -116,7 +116,7 @@ class StageProcess:
                 if time.monotonic() - self._step_shown < _STEP_LINE_SECONDS:
                     continue
                 self._step_shown = time.monotonic()
-            if line := line_of(record):
+            if line := line_of(record, self._progress.step):
                 self._console.print(line, soft_wrap=True, highlight=False)
         if records:
             self._write(RunState.RUNNING, "")

@@ -77,6 +77,14 @@ class Ranks:
         self._send(_ANSWER, answer)
         return answer
 
+    def agree(self, question: Callable[[], bool]) -> bool:
+        """Rank 0's answer to a question that takes no time, on every rank. Raises as `broadcast_from_leader`."""
+
+        async def answer() -> bytes:
+            return bytes([question()])
+
+        return self.broadcast_from_leader(answer) == b"\x01"
+
     def on_leader(self, action: Callable[[], Awaitable[None]]) -> None:
         """Runs `action` on rank 0 while the others wait for it. Raises as `broadcast_from_leader`."""
 

@@ -128,6 +128,8 @@ class Learner:
         self.version = loaded or 0
         written = self.write(self.version)
         self.ranks.on_leader(lambda: self.client.begin(self.version, self.engine.facts))
+        if loaded is not None:
+            self.ranks.on_leader(lambda: self.client.run.emit({"kind": "resumed", "iteration": self.version}))
         if loaded is None:
             self.save(written)
             self.saving.finish(wait=True)
@@ -245,9 +247,11 @@ class Learner:
         await self.client.run.emit({**record, "alarms": list(holding.values())})
 
     def save_is_due(self) -> bool:
-        """Whether the save interval requires a checkpoint of the current version."""
-        interval = self.config.trainer.save_interval
-        return interval > 0 and self.version % interval == 0
+        """Whether a checkpoint of the current version is due, by number or by time; the same on every rank."""
+        trainer = self.config.trainer
+        if trainer.save_interval > 0 and self.version % trainer.save_interval == 0:
+            return True
+        return self.ranks.agree(lambda: self.saving.is_late(trainer.save_seconds)) if trainer.save_seconds else False
 
     def save(self, written: Written) -> None:
         """Waits for the previous save, then starts to save the current version, which `written` holds."""

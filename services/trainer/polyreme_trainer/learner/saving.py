@@ -19,20 +19,34 @@ class Saving:
     Args:
         finish: `finish_save` of the loop's engine.
         report: called on every rank for each completed save.
+        clock: returns seconds.
     """
 
-    def __init__(self, finish: Callable[[bool], Saved | None], report: Report) -> None:
-        self._finish, self._report = finish, report
+    def __init__(
+        self, finish: Callable[[bool], Saved | None], report: Report, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._finish, self._report, self._clock = finish, report, clock
         self._stall = 0.0
+        self._runs, self._newest = False, clock()
 
     def start(self, begin: Callable[[], None]) -> None:
         """Waits for the previous save, then calls `begin`, which starts the next one."""
         began = time.perf_counter()
         self.finish(wait=True)
         begin()
+        self._runs = True
         self._stall = time.perf_counter() - began
 
     def finish(self, wait: bool) -> None:
         """Reports the running save if it has completed. With `wait`, waits until no save is running. Raises the error of a save."""
         if (saved := self._finish(wait)) is not None:
+            self._runs, self._newest = False, self._clock()
             self._report(saved, self._stall)
+
+    def is_late(self, seconds: float) -> bool:
+        """Whether `seconds` (0: never) have passed since the newest save was complete, or since the loop was created before the first.
+
+        A running save is not late, so a save that takes longer than the interval is not followed by another one at once. Clocks differ
+        between ranks: rank 0's answer counts.
+        """
+        return seconds > 0 and not self._runs and self._clock() - self._newest >= seconds

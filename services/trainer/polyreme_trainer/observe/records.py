@@ -88,22 +88,24 @@ class Recorder:
             state: the run's state and its reason.
         """
         lines, newest = [], self._progress.newest
-        for stream_id, record in records:
-            if record["kind"] == "iteration":
-                if record["iteration"] <= newest:
-                    continue
-                newest = record["iteration"]
-            lines.append({"run": self._run_id, "id": stream_id, "time": stream_time(stream_id), **record})
-        for line in lines:
+        taken: list[Record] = [
+            {"run": self._run_id, "id": stream_id, "time": stream_time(stream_id), **record} for stream_id, record in records
+        ]
+        for line in taken:
             if line["kind"] == "iteration":
-                line |= await self._write_samples(line["iteration"])
+                if line["iteration"] <= newest:
+                    continue
+                newest = line["iteration"]
+                line |= await self._write_samples(newest)
+            lines.append(line)
         self._board.add(lines)
-        for line in lines:
-            self._metrics.write(json.dumps(line) + "\n")
-            self._metrics.flush()
+        for line in taken:
+            if not self._progress.repeats(line):
+                self._metrics.write(json.dumps(line) + "\n")
+                self._metrics.flush()
+                self.cursor = line["id"]
             self._progress.add(line)
-            self.cursor = line["id"]
-        if lines or state != self._state:
+        if taken or state != self._state:
             write_summary(self._folder, self._run_id, *state, self._progress.summary())
             self._state = state
         if records:

@@ -1,12 +1,12 @@
 """Writes a stage's records: metrics.jsonl and tensorboard/.
 
-Invariant: each record is written once. When a restarted stage repeats a step or an evaluation, the first record is kept. Writes are not
-delayed, so that a full disk raises OSError where it is handled.
+Invariant: each record is written once. When a restarted stage repeats a step or an evaluation, the first record is kept; every few seconds
+a `resumed` record says how far the repetition is. Writes are not delayed, so that a full disk raises OSError where it is handled.
 """
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,15 @@ from polyreme.cli.reader.scalars import stage_scalars
 from polyreme.cli.run_records import read_records
 from polyreme_trainer.observe.records import Board, cut_torn_line
 
+_RESUMED_SECONDS = 5.0
+"""Seconds between two records about repeated steps."""
+
 
 class StageRecorder:
-    """The record files of one run directory, which exists."""
+    """The record files of one run directory, which exists. `clock` returns seconds."""
 
-    def __init__(self, run_dir: Path, run_id: str) -> None:
+    def __init__(self, run_dir: Path, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._said = clock, clock()
         self._run_id, path = run_id, run_dir / "metrics.jsonl"
         cut_torn_line(path)
         self._newest = {"step": 0, "eval": -1}
@@ -34,7 +38,10 @@ class StageRecorder:
         """Writes a record, unless it repeats one."""
         kind = record["kind"]
         if kind in self._newest and record["step"] <= self._newest[kind]:
-            return
+            if kind != "step" or self._clock() - self._said < _RESUMED_SECONDS:
+                return
+            record = {"kind": "resumed", "step": record["step"]}
+            self._said = self._clock()
         line = {"run": self._run_id, "time": time.time(), **record}
         self._board.add_scalars(stage_scalars(line), line["time"])
         self._metrics.write(json.dumps(line) + "\n")

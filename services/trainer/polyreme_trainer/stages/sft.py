@@ -58,8 +58,8 @@ def batches(rows: int, steps: int, size: int, seed: Sequence[int]) -> Iterator[N
 def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks, report: Report) -> bool:
     """Runs the phases of `trainer.sft`, each with its own optimizer. A saved warm start continues from its saved step.
 
-    The state is saved when the run drains and after each phase except the last, whose result the caller saves. The next phase trains while
-    it is written. On return, every save is complete.
+    The state is saved when the run drains, when `trainer.save_minutes` have passed, and after each phase except the last, whose result the
+    caller saves. Training continues while it is written. On return, every save is complete.
 
     Returns:
         Whether all phases are complete; False when the run drains.
@@ -69,16 +69,30 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
     saved = engine.load_warm_start() if phases else None
     first, start = (0, 0) if saved is None else (saved["phase"], saved["step"])
     complete = True
+
+    def save(number: int, step: int) -> None:
+        """Starts to save the state after `step` steps of a phase."""
+        position = (number + 1, 0) if step == phases[number].steps else (number, step)
+        steps = sum(phase.steps for phase in phases[:number]) + step
+        saving.start(partial(engine.save_warm_start, steps, {"phase": position[0], "step": position[1]}))
+
+    def reported(number: int, values: dict[str, Any]) -> bool:
+        phase = phases[number]
+        saving.finish(wait=False)
+        drains = report({"kind": "sft", "phase": number + 1, "steps": phase.steps, **values})
+        late = ranks.agree(lambda: saving.is_late(config.trainer.save_seconds))
+        if late and not drains and values["step"] < phase.steps:
+            save(number, values["step"])
+        return drains
+
     for number, phase in enumerate(phases[first:], start=first):
         rows = share_rows(ranks, partial(read_examples, phase.data, config, files))
         if start == 0:
             engine.begin_phase(phase)
-        step = run_phase(engine, phase, rows, (config.seed, number), start, partial(_report, report, saving, number, phase))
+        step = run_phase(engine, phase, rows, (config.seed, number), start, partial(reported, number))
         complete = step == phase.steps
         if not complete or number + 1 < len(phases):
-            position = (number + 1, 0) if complete else (number, step)
-            steps = sum(p.steps for p in phases[:number]) + step
-            saving.start(partial(engine.save_warm_start, steps, {"phase": position[0], "step": position[1]}))
+            save(number, step)
         if not complete:
             break
         start = 0
@@ -117,11 +131,6 @@ def read_examples(path: Path, config: RunConfig, files: Mapping[str, bytes]) -> 
     for example in load_examples(path, config.data, Template(files, config.data), config.rollout.max_model_len):
         store.append(example.ids, example.loss_mask)
     return StageRows(*store.close())
-
-
-def _report(report: Report, saving: Saving, number: int, phase: SftPhase, values: dict[str, Any]) -> bool:
-    saving.finish(wait=False)
-    return report({"kind": "sft", "phase": number + 1, "steps": phase.steps, **values})
 
 
 def _report_save(report: Report, saved: Saved, stall_seconds: float) -> None:

@@ -246,6 +246,26 @@ async def test_the_summary_counts_a_replayed_iteration_once(config: RunConfig) -
     assert summary["hf_path"] == "hf/2"
 
 
+async def test_a_replay_is_in_the_summary_and_not_in_the_records(config: RunConfig) -> None:
+    def summary() -> tuple[int, int | None]:
+        found = json.loads((config.run_dir / "summary.json").read_text())
+        return found["iteration"], found["replayed"]
+
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        await recorder.take(stream(*(iteration(number) for number in (1, 2, 3))), RUNNING)
+        assert summary() == (3, None)
+        await recorder.take(stream({"kind": "start", "start": 2}, {"kind": "resumed", "iteration": 0}), RUNNING)
+        assert summary() == (3, 0)
+        await recorder.take(stream(iteration(1), {"kind": "commit", "replica": "a", "version": 1}), RUNNING)
+        assert summary() == (3, 1)
+        await recorder.take(stream(iteration(2)), RUNNING)
+        assert summary() == (3, 2)
+        await recorder.take(stream(iteration(3)), RUNNING)
+        assert summary() == (3, None)
+    kinds = [json.loads(line)["kind"] for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("iteration") == 3
+
+
 async def test_tensorboard_has_the_events(config: RunConfig) -> None:
     with closing(Recorder(config, "run-1", groups_of)) as recorder:
         await recorder.take(stream(iteration(1)), RUNNING)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from polyreme.cli.reader.scalars import stage_scalars
+from polyreme.cli.report import replay
 from polyreme_trainer.launch.stage_progress import StageProgress, line_of
 from polyreme_trainer.observe.stage_records import StageRecorder
 
@@ -43,6 +44,29 @@ async def test_a_restarted_stage_repeats_no_record(tmp_path: Path) -> None:
     assert not any(record.get("loss") == 9.0 for record in lines(tmp_path))
 
 
+async def test_repeated_steps_are_visible_as_such(tmp_path: Path) -> None:
+    first = StageRecorder(tmp_path, "run")
+    for number in range(1, 5):
+        await first.emit(step(number))
+    first.close()
+    now = 0.0
+    second = StageRecorder(tmp_path, "run", clock=lambda: now)
+    await second.emit({"kind": "resumed", "step": 1})
+    for number, at in ((2, 1.0), (3, 8.0), (4, 9.0)):
+        now = at
+        await second.emit(step(number, 9.0))
+    seen, said = StageProgress(), []
+    for record in lines(tmp_path):
+        seen.add(record)
+        said += [line_of(record, seen.step)] * (record["kind"] == "resumed")
+    assert said == [replay(1, 4), replay(3, 4)]
+    assert (seen.step, seen.numbers()["replayed"]) == (4, 3)
+    await second.emit(step(5))
+    seen.add(lines(tmp_path)[-1])
+    assert (seen.step, seen.numbers()["replayed"]) == (5, None)
+    second.close()
+
+
 async def test_another_stage_of_the_directory_starts_anew(tmp_path: Path) -> None:
     for run in ("one", "two"):
         recorder = StageRecorder(tmp_path, run)
@@ -68,9 +92,9 @@ def test_progress_has_the_first_and_the_newest_evaluation() -> None:
     numbers = progress.numbers()
     assert (numbers["step"], numbers["steps"], numbers["loss"], numbers["step_seconds"]) == (2, 4, 0.5, 1.0)
     assert numbers["eval_before"]["loss"] == 3.0 and numbers["eval_after"] == {"step": 2, "rows": 3, "loss": 2.0, "accuracy": 0.5}
-    assert not progress.complete
-    progress.add({"kind": "done", "step": 4, "hf_path": "/there"})
-    assert progress.complete and progress.numbers()["hf_path"] == "/there"
+    assert not progress.complete and numbers["updated"] is None
+    progress.add({"time": 9.0, "kind": "done", "step": 4, "hf_path": "/there"})
+    assert progress.complete and progress.numbers()["hf_path"] == "/there" and progress.numbers()["updated"] == 9.0
     progress.add(step(5))
     assert not progress.complete
 

@@ -82,6 +82,23 @@ def test_the_next_save_waits_for_the_previous_one(sft: StageConfig) -> None:
     assert [record["step"] for record in recorded.records if record["kind"] == "saved"] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(("minutes", "saved"), [(None, [6]), (1e-9, [1, 3, 5, 6])])
+def test_without_an_interval_saves_follow_by_time(sft: StageConfig, minutes: float | None, saved: list[int]) -> None:
+    """By default a stage of seconds is saved once, at its end. No save follows one that is still being written."""
+    changes = {"save_interval": 0, "save_minutes": minutes}
+    recorded = Recorded()
+    assert run(sft.model_copy(update={"trainer": sft.trainer.model_copy(update=changes)}), recorded)
+    assert [record["step"] for record in recorded.records if record["kind"] == "saved"] == saved
+
+
+def test_a_resumed_stage_says_where_it_continues(sft: StageConfig) -> None:
+    assert not run(sft, Recorded(9))
+    recorded = Recorded()
+    assert run(sft, recorded)
+    first, *others = recorded.records
+    assert first["kind"] == "resumed" and first["step"] + 1 == next(each for each in others if each["kind"] == "step")["step"]
+
+
 @pytest.mark.parametrize("failing", [2, 6])
 def test_the_error_of_a_save_ends_the_stage(sft: StageConfig, failing: int) -> None:
     """Also that of the last save, for which nothing but the end of the stage waits."""

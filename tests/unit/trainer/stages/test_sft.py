@@ -1,12 +1,18 @@
 """The warm start's plan: rates and rows."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from polyreme.config.trainer import SftPhase
-from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate
+from polyreme_trainer.learner.engine import Saved
+from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate, warm_start
+from support.configs import run_config
+from support.stages import one_rank
+from support.tiny_tokenizer import model_files
 
 
 def phase(**changes: object) -> SftPhase:
@@ -40,3 +46,44 @@ def test_passes_over_the_rows_are_complete_shuffled_and_repeatable() -> None:
 def test_fewer_rows_than_a_batch_repeat_within_it() -> None:
     (rows,) = batches(3, 1, 7, seed=(0, 0))
     assert np.bincount(rows, minlength=3).tolist() in ([3, 2, 2], [2, 3, 2], [2, 2, 3])
+
+
+class Engine:
+    """Saves at once, and trains nothing."""
+
+    def __init__(self) -> None:
+        self.saves: list[tuple[int, dict[str, int]]] = []
+        self.written = True
+
+    def load_warm_start(self) -> None:
+        return None
+
+    def begin_phase(self, phase: SftPhase) -> None:
+        pass
+
+    def supervised_step(self, ids: object, mask: object, lr: float) -> Callable[[], float]:
+        return lambda: 1.0
+
+    def save_warm_start(self, steps: int, facts: dict[str, int]) -> None:
+        self.saves.append((steps, facts))
+        self.written = False
+
+    def finish_save(self, wait: bool) -> Saved | None:
+        if self.written:
+            return None
+        self.written = True
+        return Saved(self.saves[-1][0], Path("there"), None, 0, 0.1)
+
+
+@pytest.mark.parametrize(("minutes", "within"), [(None, []), (1e-9, [(10, 0, 10), (20, 0, 20)])])
+def test_a_phase_is_saved_by_time(tmp_path: Path, minutes: float | None, within: list[tuple[int, int, int]]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    phases = [SftPhase(data=tmp_path / "rows.jsonl", steps=steps, batch_size=1, lr=1e-3) for steps in (25, 5)]
+    base = run_config(tmp_path)
+    config = base.model_copy(update={"trainer": base.trainer.model_copy(update={"sft": phases, "save_minutes": minutes})})
+    engine: Any = Engine()
+    ranks = one_rank()
+    assert warm_start(engine, config, model_files(), ranks, lambda record: False)
+    ranks.close()
+    found = [(steps, facts["phase"], facts["step"]) for steps, facts in engine.saves]
+    assert found == [*within, (25, 1, 0)]

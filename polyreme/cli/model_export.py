@@ -1,0 +1,35 @@
+"""A Hugging Face directory as the export of a run or a stage.
+
+Invariant: reading changes nothing.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyreme.config.load import load_any
+from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
+from polyreme.errors import ConfigError
+
+
+def export_config(model_dir: Path) -> RunConfig | StageConfig | None:
+    """The configuration of the run or stage whose export RUN_DIR/hf/NAME a directory is; None for any other directory."""
+    run_dir = model_dir.resolve().parent.parent
+    is_export = model_dir.resolve().parent.name == "hf" and (run_dir / "config.yaml").is_file()
+    return load_any(run_dir / "config.yaml") if is_export else None
+
+
+def is_classifier(fields: Mapping[str, Any]) -> bool:
+    """Whether the fields of a config.json are those of a sequence classifier, such as a reward model."""
+    return any(name.endswith("ForSequenceClassification") for name in fields.get("architectures") or ())
+
+
+def no_policy(model_dir: Path) -> ConfigError:
+    """The error of a conversation with a reward model."""
+    return ConfigError(
+        f"a model that writes text in {model_dir}",
+        "a reward model, which only scores text",
+        f"Score answers with it: `reward: {{rewards: [{{model: {model_dir}}}]}}` in a YAML file F, then `polyreme reward test ROWS --config F`;"
+        " or train a policy with this reward.",
+    )
