@@ -9,7 +9,7 @@ Invariant: the table below is the only place that knows MindSpeed RL's keys.
 from typing import Any
 
 from polyreme.import_config.convert import KL, above, lookup, path, product, ratio, when
-from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
+from polyreme.import_config.rules import Off, Rule, System, Values, idle, part_of
 
 TRAIN, ACTOR, CRITIC, RL, GENERATE = "megatron_training", "actor_config", "critic_config", "rl_config", "generate_config"
 SAMPLING = f"{GENERATE}.sampling_config"
@@ -35,7 +35,7 @@ def _rewards(names: Any, values: Values) -> Any:
     for name, weight in zip(names, weights, strict=False):
         if ours := VERIFIERS.get(name):
             found[ours] = found.get(ours, 0) + weight
-    return [{"name": name, "weight": weight} for name, weight in found.items()] or NOTHING
+    return [{"name": name, "weight": weight} for name, weight in found.items()] or Off()
 
 
 def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
@@ -98,7 +98,7 @@ def _optimizer(section: str, target: str) -> tuple[Rule, ...]:
 
 
 RULES = (
-    Rule("defaults", "", "the model's architecture is in its config.json"),
+    *idle("the model's architecture is in its config.json", "defaults"),
     Rule(f"{TRAIN}.tokenizer_name_or_path", "model.path", "CHECK: a Hugging Face directory with weights on this machine", path),
     Rule(f"{TRAIN}.global_batch_size", "groups_per_iteration", "prompts per iteration in both"),
     Rule(f"{TRAIN}.train_iters", "iterations"),
@@ -106,11 +106,11 @@ RULES = (
     Rule(f"{TRAIN}.seed", "seed"),
     Rule(f"{TRAIN}.data_path", "data.train", "CHECK: the prefix of the processed files", path),
     Rule(f"{TRAIN}.no_shuffle", "data.shuffle", "the negation", lambda value, _: not value),
-    Rule(f"{TRAIN}.split", "", "name a source with `split` in data.train and data.eval"),
+    *idle("name a source with `split` in data.train and data.eval", f"{TRAIN}.split"),
     *part_of("algorithm.preset", f"{TRAIN}.stage"),
-    Rule(f"{TRAIN}.seq_length", "", "prompts and responses have limits of their own"),
+    *idle("prompts and responses have limits of their own", f"{TRAIN}.seq_length"),
     *part_of("data.label_key", f"{TRAIN}.dataset_additional_keys"),
-    Rule(f"{TRAIN}.*", "", "an option of Megatron that the learner sets itself or does not have"),
+    *idle("an option of Megatron that the learner sets itself or does not have", f"{TRAIN}.*"),
     *_optimizer(ACTOR, "trainer.optimizer"),
     Rule(f"{ACTOR}.tensor_model_parallel_size", "trainer.parallel.tensor"),
     Rule(f"{ACTOR}.pipeline_model_parallel_size", "trainer.parallel.pipeline", "every stage has equally many layers"),
@@ -128,15 +128,15 @@ RULES = (
     ),
     Rule(f"{ACTOR}.micro_batch_size", "trainer.micro_batch_tokens", "x (max_prompt_length + max_tokens)",
          lambda value, values: value * (values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
-    Rule(f"{ACTOR}.load", "", "a Megatron checkpoint: `polyreme convert` makes a Hugging Face directory for model.path"),
-    Rule(f"{ACTOR}.save", "", "checkpoints are in output_dir/name"),
-    Rule(f"{ACTOR}.finetune", "", "--resume continues a run; a new run starts from model.path"),
-    Rule(f"{ACTOR}.no_load_*", "", "a resume always restores optimizer and random state"),
-    Rule(f"{ACTOR}.*", "", "an option of Megatron that the learner sets itself or does not have"),
+    *idle("a Megatron checkpoint: `polyreme convert` makes a Hugging Face directory for model.path", f"{ACTOR}.load"),
+    *idle("checkpoints are in output_dir/name", f"{ACTOR}.save"),
+    *idle("--resume continues a run; a new run starts from model.path", f"{ACTOR}.finetune"),
+    *idle("a resume always restores optimizer and random state", f"{ACTOR}.no_load_*"),
+    *idle("an option of Megatron that the learner sets itself or does not have", f"{ACTOR}.*"),
     *_optimizer(CRITIC, "trainer.critic.optimizer"),
-    Rule(f"{CRITIC}.save", "", "with the actor's; in MindSpeed RL a path equal to the actor's mixes the files of both, which `polyreme convert` refuses"),
-    Rule(f"{CRITIC}.load", "", "convert it with `polyreme convert --critic` and set trainer.critic.path"),
-    Rule(f"{CRITIC}.*", "", "the critic shares the actor's ranks and micro-batches"),
+    *idle("with the actor's; in MindSpeed RL a path equal to the actor's mixes the files of both, which `polyreme convert` refuses", f"{CRITIC}.save"),
+    *idle("convert it with `polyreme convert --critic` and set trainer.critic.path", f"{CRITIC}.load"),
+    *idle("the critic shares the actor's ranks and micro-batches", f"{CRITIC}.*"),
     Rule(f"{RL}.n_samples_per_prompt", "group_size"),
     Rule(f"{RL}.mini_batch_size", "algorithm.minibatches",
          "global_batch_size / mini_batch_size, both in prompts: MindSpeed RL multiplies it by n_samples_per_prompt",
@@ -152,40 +152,40 @@ RULES = (
     Rule(f"{RL}.lam", "algorithm.advantage.lam", "", GAE),
     *part_of("algorithm.preset", f"{RL}.adv_estimator"),
     *part_of("algorithm.kl", f"{RL}.kl_penalty"),
-    Rule(f"{RL}.kl_ctrl_type", "", "adaptive never takes effect in MindSpeed RL; here it is algorithm.kl.adaptive"),
+    *idle("adaptive never takes effect in MindSpeed RL; here it is algorithm.kl.adaptive", f"{RL}.kl_ctrl_type"),
     *part_of("algorithm.kl", f"{RL}.init_kl_coef"),
     *part_of("algorithm.kl", f"{RL}.use_kl_in_reward"),
     Rule(f"{RL}.max_prompt_length", "data.max_prompt_tokens"),
     Rule(f"{RL}.verifier_function", "reward.rewards", "with verifier_weight; accuracies are `math`, formats `think_format`", _rewards),
     *part_of("reward.rewards", f"{RL}.verifier_weight"),
-    Rule(f"{RL}.rule_reward", "", "reward.rewards lists rules and models alike"),
+    *idle("reward.rewards lists rules and models alike", f"{RL}.rule_reward"),
     Rule(f"{RL}.filter_groups_enable", "algorithm.dynamic_sampling"),
-    Rule(f"{RL}.filter_groups_*", "", "groups are filtered by their scores, without a limit of batches"),
+    *idle("groups are filtered by their scores, without a limit of batches", f"{RL}.filter_groups_*"),
     Rule(f"{RL}.overlong_buffer_enable", "algorithm.shaping.overlong", "with overlong_buffer, rollout_max_tokens and the factor",
          lambda value, values: {"buffer": values.get(f"{RL}.overlong_buffer", 0) / values.get(f"{RL}.rollout_max_tokens", 2048),
                                 "factor": values.get(f"{RL}.overlong_buffer_penalty_factor", 1.0)} if value else None),
     *part_of("algorithm.shaping.overlong", f"{RL}.overlong_buffer*"),
     *part_of("algorithm.shaping.overlong", f"{RL}.rollout_max_tokens"),
     *part_of("trainer.parallel.data", f"{RL}.actor_resource.num_npus"),
-    Rule(f"{RL}.*_resource.*", "", "all roles share the learner's ranks"),
-    Rule(f"{RL}.use_wandb", "trackers", "", lambda value, _: [{"kind": "wandb"}] if value else NOTHING),
-    Rule(f"{RL}.use_tensorboard", "", "TensorBoard files are always written"),
+    *idle("all roles share the learner's ranks", f"{RL}.*_resource.*"),
+    Rule(f"{RL}.use_wandb", "trackers", "", lambda value, _: [{"kind": "wandb"}] if value else Off()),
+    *idle("TensorBoard files are always written", f"{RL}.use_tensorboard"),
     Rule(f"{RL}.partial_rollout_max_split", "rollout.tokens_per_iteration", "max_tokens / partial_rollout_max_split",
-         lambda value, values: -(-values[f"{SAMPLING}.max_tokens"] // value) if value > 1 else NOTHING),
-    Rule(f"{RL}.blocking", "", "set placement: separate and max_staleness: 1 to overlap generation and training"),
-    Rule(f"{RL}.*", "", "an option of MindSpeed RL's workers and queues"),
+         lambda value, values: -(-values[f"{SAMPLING}.max_tokens"] // value) if value > 1 else Off()),
+    *idle("set placement: separate and max_staleness: 1 to overlap generation and training", f"{RL}.blocking"),
+    *idle("an option of MindSpeed RL's workers and queues", f"{RL}.*"),
     Rule(f"{GENERATE}.infer_tensor_parallel_size", "rollout.tensor_parallel"),
     Rule(f"{GENERATE}.max_num_seqs", "rollout.max_num_seqs"),
     Rule(f"{GENERATE}.max_model_len", "rollout.max_model_len", "at least max_prompt_length + max_tokens",
          lambda value, values: max(value, values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
     Rule(f"{GENERATE}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
     *part_of("model.dtype", f"{GENERATE}.dtype"),
-    Rule(f"{GENERATE}.offload_*", "", MEMORY),
+    *idle(MEMORY, f"{GENERATE}.offload_*"),
     Rule(f"{SAMPLING}.max_tokens", "rollout.max_new_tokens"),
     Rule(f"{SAMPLING}.temperature", "rollout.temperature"),
     *part_of("seed", f"{SAMPLING}.seed"),
-    Rule(f"{SAMPLING}.*", "", "samples are drawn from the whole distribution, with log-probabilities"),
-    Rule(f"{GENERATE}.*", "", "an option of its vLLM"),
+    *idle("samples are drawn from the whole distribution, with log-probabilities", f"{SAMPLING}.*"),
+    *idle("an option of its vLLM", f"{GENERATE}.*"),
 )  # fmt: skip
 
 DEFAULTS = {

@@ -11,7 +11,7 @@ from polyreme.import_config.mindspeed import MINDSPEED, with_inherited
 from polyreme.import_config.openrlhf import OPENRLHF, with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
 from polyreme.import_config.read import read_values
-from polyreme.import_config.rules import Imported, System, Values, apply
+from polyreme.import_config.rules import ITERATIONS, Imported, System, Values, apply
 from polyreme.import_config.trl import TRL
 from polyreme.import_config.verl import VERL
 
@@ -35,9 +35,11 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     values = read_values(path)
     system = SYSTEMS[name] if name else recognise(values, path)
     values = _PREPARED[system.name](values) if system.name in _PREPARED else values
-    found = apply(system, values)
+    found = apply(system, values)  # the first time, for the number of iterations, of which other keys are a part
+    count, comment = _iterations(found, system, {**system.defaults, **values}, rows)
+    found = apply(system, {**values, ITERATIONS: count})
     if "iterations" not in found.values:
-        _set_iterations(found, system, {**system.defaults, **values}, rows)
+        found.values["iterations"], found.comments["iterations"] = count, comment
     return system, found
 
 
@@ -57,13 +59,12 @@ def recognise(values: Values, path: Path) -> System:
     return SYSTEMS[best]
 
 
-def _set_iterations(found: Imported, system: System, values: Values, rows: int | None) -> None:
+def _iterations(found: Imported, system: System, values: Values, rows: int | None) -> tuple[int, str]:
+    """The number of iterations, and its origin when no key of the file has it."""
+    if "iterations" in found.values:
+        return found.values["iterations"], ""
     epochs, groups = values.get(system.epochs) or 1, found.values.get("groups_per_iteration", 1)
     if rows is None:
-        found.values["iterations"] = _PLACEHOLDER
-        found.comments["iterations"] = (
-            f"CHECK: {epochs:g} passes over the data in steps of {groups} prompts; --rows N computes it"
-        )
-    else:
-        found.values["iterations"] = max(1, math.floor(epochs * rows / groups))
-        found.comments["iterations"] = f"{system.epochs}: {epochs:g} passes over {rows} rows / {groups} prompts"
+        what = f"{epochs:g} passes over the data in steps of {groups} prompts"
+        return _PLACEHOLDER, f"CHECK: {what}; --rows N computes it, and what is a part of it (warm-up)"
+    return max(1, math.floor(epochs * rows / groups)), f"{system.epochs}: {epochs:g} passes over {rows} rows / {groups} prompts"

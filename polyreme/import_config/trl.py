@@ -6,7 +6,7 @@ Invariant: the table below is the only place that knows TRL's keys.
 from typing import Any
 
 from polyreme.import_config.convert import above, adapters, lookup, path, positive, product, ratio, trackers
-from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
+from polyreme.import_config.rules import Off, Rule, System, Values, idle, part_of
 
 AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
@@ -33,7 +33,7 @@ def _updates(values: Values) -> int:
 def _iterations(value: Any, values: Values) -> Any:
     """Optimizer steps as iterations. A fraction of the training is no number of steps."""
     if not isinstance(value, int) or value <= 0:
-        return NOTHING
+        return Off()
     return ratio(value, _updates(values) * (values.get("num_iterations") or 1))
 
 
@@ -47,7 +47,7 @@ def _rewards(names: Any, values: Values) -> Any:
         elif "." in name:
             module, _, function = name.rpartition(".")
             found[name] = {"name": function, "module": module, "function": function, "weight": weight}
-    return list(found.values()) or NOTHING
+    return list(found.values()) or Off()
 
 
 def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
@@ -95,14 +95,14 @@ RULES = (
          lookup({"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
                  "cosine_with_min_lr": "cosine"})),
     Rule("warmup_steps", "trainer.optimizer.warmup", "steps of the optimizer; iterations here", positive),
-    Rule("warmup_ratio", "", "set trainer.optimizer.warmup, in iterations"),
+    *idle("set trainer.optimizer.warmup, in iterations", "warmup_ratio"),
     Rule("epsilon", "algorithm.loss", "both bounds", lambda value, _: {"low": value, "high": value}),
-    Rule("epsilon_high", "algorithm.loss.high", "", lambda value, _: NOTHING if value is None else value),
-    Rule("delta", "algorithm.loss.dual", "", lambda value, _: NOTHING if value is None else value),
+    Rule("epsilon_high", "algorithm.loss.high", "", lambda value, _: Off() if value is None else value),
+    Rule("delta", "algorithm.loss.dual", "", lambda value, _: Off() if value is None else value),
     Rule("importance_sampling_level", "algorithm.loss.ratio"),
     Rule("loss_type", "algorithm.aggregation", "", lookup(AGGREGATIONS)),
     Rule("scale_rewards", "algorithm.advantage.kind", "false: the group mean alone",
-         lambda value, _: "group_mean" if value in (False, "none", "False") else NOTHING),
+         lambda value, _: "group_mean" if value in (False, "none", "False") else Off()),
     Rule("num_iterations", "algorithm.epochs"),
     Rule("mask_truncated_completions", "algorithm.shaping.truncation_mask"),
     Rule("entropy_coef", "algorithm.entropy_coef"),
@@ -117,37 +117,37 @@ RULES = (
     Rule("seed", "seed"),
     Rule("shuffle_dataset", "data.shuffle"),
     Rule("save_steps", "trainer.save_interval", "optimizer steps / steps per iteration", _iterations),
-    Rule("save_total_limit", "trainer.keep_checkpoints", "", lambda value, _: value or NOTHING),
+    Rule("save_total_limit", "trainer.keep_checkpoints", "", lambda value, _: value or Off()),
     Rule("eval_steps", "eval_interval", "optimizer steps / steps per iteration", _iterations),
     Rule("report_to", "trackers", "metrics.jsonl and TensorBoard are always written", trackers),
     Rule("output_dir", "output_dir", "", path),
     Rule("vllm_tensor_parallel_size", "rollout.tensor_parallel"),
     Rule("vllm_gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
     Rule("vllm_mode", "placement", "colocate: colocated, server: separate", lookup({"colocate": "colocated", "server": "separate"})),
-    Rule("vllm_*", "", "replicas are processes or machines of their own"),
-    Rule("use_vllm", "", "replicas always run vLLM"),
-    Rule("top_*", "", "samples are drawn from the whole distribution"),
-    Rule("sync_ref_model", "", "set algorithm.kl.renew_interval"),
+    *idle("replicas are processes or machines of their own", "vllm_*"),
+    *idle("replicas always run vLLM", "use_vllm"),
+    *idle("samples are drawn from the whole distribution", "top_*"),
+    *idle("set algorithm.kl.renew_interval", "sync_ref_model"),
     Rule("use_peft", "trainer.lora", "with lora_r and lora_alpha",
-         lambda value, values: adapters("lora_alpha", 32)(values.get("lora_r", 16), values) if value else NOTHING),
+         lambda value, values: adapters("lora_alpha", 32)(values.get("lora_r", 16), values) if value else Off()),
     *part_of("trainer.lora", "lora_r", "lora_alpha"),
-    Rule("lora_*", "", "see trainer.lora"),
+    *idle("see trainer.lora", "lora_*"),
     Rule("gradient_checkpointing", "trainer.recompute", "true: full", lookup({True: "full"})),
-    Rule("gradient_checkpointing_*", "", "see trainer.recompute"),
+    *idle("see trainer.recompute", "gradient_checkpointing_*"),
     Rule("num_generations_eval", "eval_answers", "one answer is greedy, several are sampled", above(0)),
-    Rule("dataset_*", "", "name a file, a directory or files with `*` in data.train"),
-    Rule("per_device_eval_batch_size", "", "an evaluation sends all its prompts at once"),
-    Rule("do_eval", "", "set data.eval"),
-    Rule("eval_strategy", "", "see eval_interval"),
-    Rule("save_strategy", "", "see trainer.save_interval"),
-    Rule("logging_*", "", "every iteration is logged"),
-    Rule("log_*", "", "every iteration is logged, samples too"),
-    Rule("hub_*", "", "nothing is uploaded"),
-    Rule("push_to_hub*", "", "nothing is uploaded"),
+    *idle("name a file, a directory or files with `*` in data.train", "dataset_*"),
+    *idle("an evaluation sends all its prompts at once", "per_device_eval_batch_size"),
+    *idle("set data.eval", "do_eval"),
+    *idle("see eval_interval", "eval_strategy"),
+    *idle("see trainer.save_interval", "save_strategy"),
+    *idle("every iteration is logged", "logging_*"),
+    *idle("every iteration is logged, samples too", "log_*"),
+    *idle("nothing is uploaded", "hub_*"),
+    *idle("nothing is uploaded", "push_to_hub*"),
     Rule("system_prompt", "data.system"),
-    Rule("attn_implementation", "", "an option of transformers"),
-    Rule("model_*", "", "an option of transformers"),
-    Rule("overwrite_output_dir", "", "an existing run needs --resume or --fork"),
+    *idle("an option of transformers", "attn_implementation"),
+    *idle("an option of transformers", "model_*"),
+    *idle("an existing run needs --resume or --fork", "overwrite_output_dir"),
 )  # fmt: skip
 
 DEFAULTS = {

@@ -22,7 +22,7 @@ from polyreme.import_config.convert import (
     trackers,
     when,
 )
-from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
+from polyreme.import_config.rules import Off, Rule, System, Values, idle, part_of
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 PRESETS = {
@@ -40,7 +40,7 @@ NO_GENERATION = "samples are drawn from the whole distribution, so that the lear
 
 def _kl_loss(value: Any, values: Values) -> Any:
     if not value:
-        return NOTHING
+        return Off()
     estimator = KL.get(values[f"{ACTOR}.kl_loss_type"], "k3")
     return {"place": "loss", "estimator": estimator, "coef": values[f"{ACTOR}.kl_loss_coef"]}
 
@@ -48,7 +48,7 @@ def _kl_loss(value: Any, values: Values) -> Any:
 def _kl_reward(value: Any, values: Values) -> Any:
     coef = values["algorithm.kl_ctrl.kl_coef"]
     if not value or not coef or values.get(f"{ACTOR}.use_kl_loss"):
-        return NOTHING
+        return Off()
     kl = {"place": "reward", "estimator": KL.get(values["algorithm.kl_penalty"], "k1"), "coef": coef}
     if values.get("algorithm.kl_ctrl.type") == "adaptive":
         target, horizon = values.get("algorithm.kl_ctrl.target_kl", 0.1), values.get("algorithm.kl_ctrl.horizon", 10000)
@@ -61,7 +61,7 @@ def _world(values: Values) -> int:
 
 
 def _micro(value: Any, values: Values) -> Any:
-    return value * (values["data.max_prompt_length"] + values["data.max_response_length"]) if value else NOTHING
+    return value * (values["data.max_prompt_length"] + values["data.max_response_length"]) if value else Off()
 
 
 def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
@@ -101,21 +101,21 @@ RULES = (
     Rule("data.shuffle", "data.shuffle"),
     Rule("data.seed", "data.shuffle_seed"),
     Rule("data.filter_overlong_prompts", "data.overlong", "true: filter, false: error", lambda v, _: "filter" if v else "error"),
-    Rule("data.truncation", "", "prompts are never cut; see data.overlong"),
-    Rule("data.reward_fn_key", "", "name it in reward.choose_by, with one reward of each name that the column has"),
-    Rule("data.val_batch_size", "", "an evaluation sends all its prompts at once"),
-    Rule("data.*", "", "rows are read by their columns alone"),
+    *idle("prompts are never cut; see data.overlong", "data.truncation"),
+    *idle("name it in reward.choose_by, with one reward of each name that the column has", "data.reward_fn_key"),
+    *idle("an evaluation sends all its prompts at once", "data.val_batch_size"),
+    *idle("rows are read by their columns alone", "data.*"),
     Rule(f"{MODEL}.path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
     Rule(f"{MODEL}.enable_gradient_checkpointing", "trainer.recompute", "true: full", lookup({True: "full"})),
-    Rule(f"{MODEL}.use_remove_padding", "", "sequences are always packed without padding"),
+    *idle("sequences are always packed without padding", f"{MODEL}.use_remove_padding"),
     Rule(f"{MODEL}.lora_rank", "trainer.lora", "0: all weights are trained", adapters(f"{MODEL}.lora_alpha", 16)),
     *part_of("trainer.lora", f"{MODEL}.lora_alpha"),
-    Rule(f"{MODEL}.*", "", "an option of verl's model wrapper"),
+    *idle("an option of verl's model wrapper", f"{MODEL}.*"),
     Rule(f"{ACTOR}.optim.lr", "trainer.optimizer.lr"),
     Rule(f"{ACTOR}.optim.weight_decay", "trainer.optimizer.weight_decay"),
     Rule(f"{ACTOR}.optim.lr_warmup_steps", "trainer.optimizer.warmup", "verl's steps are iterations; -1: none", positive),
     Rule(f"{ACTOR}.optim.warmup_style", "trainer.optimizer.schedule", "", lookup({"constant": "constant", "cosine": "cosine"})),
-    Rule(f"{ACTOR}.optim.*", "", "an option of verl's optimizer"),
+    *idle("an option of verl's optimizer", f"{ACTOR}.optim.*"),
     Rule(f"{ACTOR}.grad_clip", "trainer.optimizer.clip_grad"),
     Rule(
         f"{ACTOR}.ppo_mini_batch_size",
@@ -125,9 +125,9 @@ RULES = (
     ),
     Rule(f"{ACTOR}.ppo_epochs", "algorithm.epochs"),
     Rule(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "trainer.micro_batch_tokens", "x (prompt + response length)", _micro),
-    Rule(f"{ACTOR}.ppo_micro_batch_size", "", "micro-batches are bounded by trainer.micro_batch_tokens"),
+    *idle("micro-batches are bounded by trainer.micro_batch_tokens", f"{ACTOR}.ppo_micro_batch_size"),
     Rule(f"{ACTOR}.ppo_max_token_len_per_gpu", "trainer.micro_batch_tokens", "with use_dynamic_bsz", when(f"{ACTOR}.use_dynamic_bsz")),
-    Rule(f"{ACTOR}.use_dynamic_bsz", "", "micro-batches are always bounded in tokens"),
+    *idle("micro-batches are always bounded in tokens", f"{ACTOR}.use_dynamic_bsz"),
     Rule(f"{ACTOR}.clip_ratio", "algorithm.loss", "both bounds", _clip("both")),
     Rule(f"{ACTOR}.clip_ratio_low", "algorithm.loss", "", _clip("low")),
     Rule(f"{ACTOR}.clip_ratio_high", "algorithm.loss", "", _clip("high")),
@@ -137,79 +137,79 @@ RULES = (
     Rule(f"{ACTOR}.use_kl_loss", "algorithm.kl", "with kl_loss_type and kl_loss_coef", _kl_loss),
     *part_of("algorithm.kl", f"{ACTOR}.kl_loss_*"),
     Rule(f"{ACTOR}.policy_loss.loss_mode", "algorithm.loss", "gspo: one ratio per response",
-         lambda value, values: {"ratio": "sequence"} if value == "gspo" else NOTHING),
-    Rule(f"{ACTOR}.policy_loss.*", "", "an option of a loss that is not used"),
-    Rule(f"{ACTOR}.shuffle", "", "the order of samples does not matter: a mini-batch consists of whole groups"),
-    Rule(f"{ACTOR}.strategy", "", "the learner is Megatron-Core"),
+         lambda value, values: {"ratio": "sequence"} if value == "gspo" else Off()),
+    *idle("an option of a loss that is not used", f"{ACTOR}.policy_loss.*"),
+    *idle("the order of samples does not matter: a mini-batch consists of whole groups", f"{ACTOR}.shuffle"),
+    *idle("the learner is Megatron-Core", f"{ACTOR}.strategy"),
     Rule(f"{ACTOR}.fsdp_config.optimizer_offload", "trainer.offload.optimizer"),
-    Rule(f"{ACTOR}.fsdp_config.*", "", MEMORY),
+    *idle(MEMORY, f"{ACTOR}.fsdp_config.*"),
     Rule(f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.parallel.tensor"),
     Rule(f"{ACTOR}.megatron.pipeline_model_parallel_size", "trainer.parallel.pipeline", "every stage has equally many layers"),
     Rule(f"{ACTOR}.megatron.expert_model_parallel_size", "trainer.parallel.expert"),
-    Rule(f"{ACTOR}.*", "", "an option of verl's actor worker"),
+    *idle("an option of verl's actor worker", f"{ACTOR}.*"),
     Rule(f"{ROLLOUT}.n", "group_size"),
     Rule(f"{ROLLOUT}.temperature", "rollout.temperature"),
-    Rule(f"{ROLLOUT}.top_p", "", NO_GENERATION),
-    Rule(f"{ROLLOUT}.top_k", "", NO_GENERATION),
+    *idle(NO_GENERATION, f"{ROLLOUT}.top_p"),
+    *idle(NO_GENERATION, f"{ROLLOUT}.top_k"),
     Rule(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
     Rule(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
     Rule(f"{ROLLOUT}.max_num_seqs", "rollout.max_num_seqs"),
-    Rule(f"{ROLLOUT}.max_model_len", "rollout.max_model_len", "", lambda value, values: value or NOTHING),
+    Rule(f"{ROLLOUT}.max_model_len", "rollout.max_model_len", "", lambda value, values: value or Off()),
     Rule(f"{ROLLOUT}.name", "rollout.engine", "", lookup({"vllm": "vllm"})),
     Rule(f"{ROLLOUT}.dtype", "model.dtype", "", lookup({"bfloat16": "bfloat16", "float32": "float32"})),
-    Rule(f"{ROLLOUT}.log_prob_*", "", "the learner's forward passes use trainer.micro_batch_tokens"),
+    *idle("the learner's forward passes use trainer.micro_batch_tokens", f"{ROLLOUT}.log_prob_*"),
     Rule(f"{ROLLOUT}.val_kwargs.n", "eval_answers", "one answer is greedy, several are sampled"),
     Rule(f"{ROLLOUT}.val_kwargs.temperature", "eval_temperature", "of several answers", above(0)),
-    Rule(f"{ROLLOUT}.val_kwargs.*", "", "one answer is greedy, several are drawn from the whole distribution"),
-    Rule(f"{ROLLOUT}.multi_turn.*", "", "there are no tools and further turns"),
-    Rule(f"{ROLLOUT}.*", "", "an option of verl's rollout worker"),
-    Rule("actor_rollout_ref.ref.*", "", "the reference shares the learner's ranks and micro-batches"),
-    Rule("actor_rollout_ref.*", "", "an option of verl's hybrid engine"),
+    *idle("one answer is greedy, several are drawn from the whole distribution", f"{ROLLOUT}.val_kwargs.*"),
+    *idle("there are no tools and further turns", f"{ROLLOUT}.multi_turn.*"),
+    *idle("an option of verl's rollout worker", f"{ROLLOUT}.*"),
+    *idle("the reference shares the learner's ranks and micro-batches", "actor_rollout_ref.ref.*"),
+    *idle("an option of verl's hybrid engine", "actor_rollout_ref.*"),
     Rule("critic.optim.lr", "trainer.critic.optimizer.lr", "", when("algorithm.adv_estimator", "gae")),
     Rule("critic.optim.weight_decay", "trainer.critic.optimizer.weight_decay", "", when("algorithm.adv_estimator", "gae")),
     Rule("critic.model.path", "trainer.critic.path", "CHECK: a directory on this machine",
-         lambda value, values: path(value, values) if values["algorithm.adv_estimator"] == "gae" else NOTHING),
+         lambda value, values: path(value, values) if values["algorithm.adv_estimator"] == "gae" else Off()),
     Rule("critic.cliprange_value", "algorithm.advantage.value_clip", "", when("algorithm.adv_estimator", "gae")),
-    Rule("critic.*", "", "the critic shares the actor's ranks, batches and micro-batches, or there is none"),
+    *idle("the critic shares the actor's ranks, batches and micro-batches, or there is none", "critic.*"),
     Rule("algorithm.adv_estimator", "algorithm.preset", "", lookup(PRESETS)),
     Rule("algorithm.gamma", "algorithm.advantage.gamma", "", when("algorithm.adv_estimator", "gae")),
     Rule("algorithm.lam", "algorithm.advantage.lam", "", when("algorithm.adv_estimator", "gae")),
     Rule("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage.kind", "false: the group mean alone",
-         lambda value, values: "group_mean" if not value and values["algorithm.adv_estimator"] == "grpo" else NOTHING),
+         lambda value, values: "group_mean" if not value and values["algorithm.adv_estimator"] == "grpo" else Off()),
     Rule("algorithm.use_kl_in_reward", "algorithm.kl", "with kl_penalty and kl_ctrl", _kl_reward),
     *part_of("algorithm.kl", "algorithm.kl_penalty"),
     *part_of("algorithm.kl", "algorithm.kl_ctrl.*"),
     Rule("algorithm.filter_groups.enable", "algorithm.dynamic_sampling"),
-    Rule("algorithm.filter_groups.*", "", "groups are filtered by their scores, without a limit of batches"),
-    Rule("algorithm.*", "", "not among our algorithms' parameters"),
+    *idle("groups are filtered by their scores, without a limit of batches", "algorithm.filter_groups.*"),
+    *idle("not among our algorithms' parameters", "algorithm.*"),
     Rule("custom_reward_function.path", "reward.rewards", "verl's function is called as verl calls it",
          lambda value, values: [{"file": path(value, values),
                                  **({"function": function} if (function := values.get("custom_reward_function.name")) else {})}]
-         if value else NOTHING),
+         if value else Off()),
     *part_of("reward.rewards", "custom_reward_function.name"),
-    Rule("custom_reward_function.*", "", "set reward.rewards.0.options"),
-    Rule("reward_model.enable", "", "for a reward model, add {model: DIRECTORY} to reward.rewards"),
+    *idle("set reward.rewards.0.options", "custom_reward_function.*"),
+    *idle("for a reward model, add {model: DIRECTORY} to reward.rewards", "reward_model.enable"),
     Rule("reward_model.overlong_buffer.enable", "algorithm.shaping.overlong", "with its len and penalty_factor",
          overlong("reward_model.overlong_buffer.len", "data.max_response_length", "reward_model.overlong_buffer.penalty_factor")),
     *part_of("algorithm.shaping.overlong", "reward_model.overlong_buffer.*"),
-    Rule("reward_model.*", "", "a reward model is a reward of its own: {model: DIRECTORY}"),
+    *idle("a reward model is a reward of its own: {model: DIRECTORY}", "reward_model.*"),
     Rule("trainer.nnodes", "trainer.parallel.nodes"),
     *part_of("trainer.parallel.data and rollout.replicas", "trainer.n_gpus_per_node"),
-    Rule("trainer.total_training_steps", "iterations", "", lambda value, values: value or NOTHING),
+    Rule("trainer.total_training_steps", "iterations", "", lambda value, values: value or Off()),
     *part_of("iterations", "trainer.total_epochs"),
     Rule("trainer.save_freq", "trainer.save_interval", "-1: only after the last iteration", positive),
     Rule("trainer.test_freq", "eval_interval", "-1: only before the first iteration and after the last", positive),
-    Rule("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints", "", lambda value, values: value or NOTHING),
+    Rule("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints", "", lambda value, values: value or Off()),
     Rule("trainer.critic_warmup", "trainer.critic.warmup_iterations", "", when("algorithm.adv_estimator", "gae")),
     Rule("trainer.experiment_name", "name", "lower-case letters, digits and hyphens", name),
-    Rule("trainer.project_name", "", "set trackers.0.project"),
+    *idle("set trackers.0.project", "trainer.project_name"),
     Rule("trainer.logger", "trackers", "metrics.jsonl and TensorBoard are always written", trackers),
     Rule("trainer.device", "device"),
     Rule("trainer.default_local_dir", "output_dir", "", path),
-    Rule("trainer.*", "", "an option of verl's trainer"),
-    Rule("ray_kwargs.*", "", "there is no Ray: the services are processes"),
-    Rule("ray_init.*", "", "there is no Ray: the services are processes"),
-    Rule("global_profiler.*", "", "metrics have the time of each part of an iteration"),
+    *idle("an option of verl's trainer", "trainer.*"),
+    *idle("there is no Ray: the services are processes", "ray_kwargs.*"),
+    *idle("there is no Ray: the services are processes", "ray_init.*"),
+    *idle("metrics have the time of each part of an iteration", "global_profiler.*"),
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def test_the_written_file_loads_and_is_not_overwritten(tmp_path: Path, capsys: p
     target = tmp_path / "run.yaml"
     import_config(FILE, target, rows=7473)
     assert load_config(target).iterations == 109
-    assert "without a counterpart" in capsys.readouterr().err
+    assert "CHECK" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="one is there"):
         import_config(FILE, target)
     import_config(FILE, rows=7473)

@@ -14,7 +14,7 @@ from polyreme.errors import ConfigError
 from polyreme.import_config.openrlhf_names import RENAMED
 from polyreme.import_config.read import read_values
 from polyreme.import_config.render import text_of
-from polyreme.import_config.rules import Nothing
+from polyreme.import_config.rules import Fate, Lost, Noted, Off, ReadElsewhere
 from polyreme.import_config.systems import SYSTEMS, import_file
 
 FILES = sorted((Path(__file__).parent / "files").iterdir())
@@ -102,7 +102,7 @@ def test_mindspeed_ppo() -> None:
 def test_mindspeed_saves_of_actor_and_critic_in_one_path_are_reported() -> None:
     """Its example has the same path for both."""
     _, found = import_file(next(path for path in FILES if path.stem == "mindspeed_ppo"))
-    [note] = [entry.note for entry in found.missing if entry.key == "critic_config.save"]
+    [note] = [entry.note for entry in found.idle if entry.key == "critic_config.save"]
     assert "mixes the files" in note and "polyreme convert" in note
 
 
@@ -192,7 +192,7 @@ def test_what_is_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="missing"):
         import_file(tmp_path / "missing.yaml")
     _, found = import_file(tmp_path / "d.yaml", "verl")
-    assert {entry.note for entry in found.missing} == {"unknown to this importer"}
+    assert [(entry.key, entry.fate) for entry in found.lost] == [("unheard", Fate.UNKNOWN), ("of", Fate.UNKNOWN)]
 
 
 def test_the_guide_shows_what_an_import_writes() -> None:
@@ -245,6 +245,8 @@ def test_what_has_a_counterpart_is_translated(system: str, values: dict[str, Any
     for key, value in values.items():
         for rule in SYSTEMS[system].rules_of(key):
             ours = rule.convert(value, values) if rule.convert else value
-            if rule.target.startswith(("algorithm", "eval", "trainer")) and not isinstance(ours, Nothing):
+            if rule.target.startswith(("algorithm", "eval", "trainer")) and not isinstance(
+                ours, Off | Lost | ReadElsewhere | Noted
+            ):
                 found[rule.target] = ours
     assert found == wanted
