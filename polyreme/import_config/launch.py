@@ -37,14 +37,14 @@ class Launch:
         processes: number of processes of the launcher; None: it names none.
         values: options by name.
         opened: options whose value the script leaves open, with their text.
-        notes: what else must be said.
+        notes: what else must be said, each with the words that it is about.
     """
 
     program: str
     processes: int | None = None
     values: dict[str, Any] = field(default_factory=dict)
     opened: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
 
 
 def find(calls: Iterable[Call], where: str) -> Launch | None:
@@ -63,12 +63,15 @@ def find(calls: Iterable[Call], where: str) -> Launch | None:
     if not training:
         return None
     (call, chosen), *others = training
-    chosen.notes += [f"{_short(words)}: outside the training command, which a comment between its lines ends" for words in stray]
+    chosen.notes += [(_short(words), "outside the training command, which a comment between its lines ends") for words in stray]
     others = [each for each in others if each[1].values != chosen.values]
     if others:
-        chosen.notes.append(f"the script has {len(others) + 1} training commands with different options: the first one is read")
+        count = len(others) + 1
+        chosen.notes.append(
+            (chosen.program, f"the script has {count} training commands with different options: the first one is read")
+        )
     if not call.certain:
-        chosen.notes.append("a condition that the script leaves open decides whether this command runs")
+        chosen.notes.append((chosen.program, "a condition that the script leaves open decides whether this command runs"))
     return chosen
 
 
@@ -153,7 +156,7 @@ def _read_options(words: Sequence[str], launch: Launch) -> None:
             launch.values.pop(match[2], None)
             launch.opened.pop(match[2], None)
         elif is_open(word) and known_part(word).strip() == "":
-            launch.notes.append(f"{_short([word])}: words of the command that the script leaves open")
+            launch.notes.append((_short([word]), "CHECK: words of the command that the script leaves open"))
 
 
 def _set(launch: Launch, key: str, given: str | list[str]) -> None:
@@ -162,7 +165,7 @@ def _set(launch: Launch, key: str, given: str | list[str]) -> None:
     launch.values = {name: value for name, value in launch.values.items() if name != key and not name.startswith(f"{key}.")}
     launch.opened.pop(key, None)
     if is_open(key):
-        launch.notes.append(f"{shown(key)}: an option whose name the script leaves open")
+        launch.notes.append((shown(key), "CHECK: an option whose name the script leaves open"))
     elif any(is_open(part) for part in parts):
         launch.opened[key] = shown(" ".join(parts))
     elif isinstance(given, list):

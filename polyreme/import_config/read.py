@@ -1,6 +1,6 @@
 """Reads configuration files of other systems: YAML, JSON, and shell scripts with a command line.
 
-Invariant: the result has the file's plain values by dotted key. What the file leaves open is listed and is never a value. Nothing is executed.
+Invariant: the result has the file's plain values by dotted key. What the file leaves open is `Unresolved`. Nothing is executed.
 """
 
 import re
@@ -13,7 +13,7 @@ import yaml
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.launch import Launch, find, value_of
-from polyreme.import_config.rules import flatten
+from polyreme.import_config.rules import Unresolved, flatten
 from polyreme.import_config.shell import calls
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
@@ -28,14 +28,12 @@ class Read:
     """What a file says.
 
     Attributes:
-        values: known values by dotted key.
-        opened: the text of each value that the file leaves open, by key: `$train_files`, `${WORK_DIR}/reward.py`.
-        notes: what else must be said about the file.
+        values: values by dotted key. A value that the file leaves open is `Unresolved`: `$train_files`, `${WORK_DIR}/reward.py`.
+        notes: what else must be said about the file, each with the words that it is about.
     """
 
     values: dict[str, Any]
-    opened: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
 
 
 def read_file(path: Path) -> Read:
@@ -47,13 +45,13 @@ def read_file(path: Path) -> Read:
     text = _text(path)
     read = _read_tree(text, path) if path.suffix in (".yaml", ".yml", ".json") else _read_script(text, path)
     _resolve(read)
-    if not read.values and not read.opened:
+    if not read.values:
         raise ConfigError(f"options in {path}", "none", _DO)
     return read
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The known values of a file. Raises ConfigError as `read_file` does."""
+    """The values of a file. Raises ConfigError as `read_file` does."""
     return read_file(path).values
 
 
@@ -83,17 +81,17 @@ def _read_script(text: str, path: Path) -> Read:
         raise ConfigError(f"a shell script in {path}", "brackets nested too deeply", _DO) from None
     if launch is None:
         return Read({})
-    values = dict(_options(launch))
+    values = {**_options(launch), **{key: Unresolved(text) for key, text in launch.opened.items()}}
     if launch.processes is not None and "num_processes" not in values and not any("." in key for key in values):
         values["num_processes"] = launch.processes
-    return Read(values, launch.opened, _with_config(launch, values, path) + launch.notes)
+    return Read(values, _with_config(values, path) + launch.notes)
 
 
 def _options(launch: Launch) -> Mapping[str, Any]:
     return {key: _plain(value) for name, given in launch.values.items() for key, value in flatten(given, name)}
 
 
-def _with_config(launch: Launch, values: dict[str, Any], path: Path) -> list[str]:
+def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
     """Adds the values of the YAML file that `--config` names. The command line has priority. Returns what must be said."""
     named = values.pop("config", None)
     if not isinstance(named, str):
@@ -101,9 +99,11 @@ def _with_config(launch: Launch, values: dict[str, Any], path: Path) -> list[str
     for file in (Path(named), path.parent / named, *(parent / named for parent in path.resolve().parents)):
         if file.suffix in (".yaml", ".yml", ".json") and file.is_file():
             of_file = _read_tree(_text(file), file).values
-            values.update({key: value for key, value in of_file.items() if key not in values and key not in launch.opened})
+            values.update({key: value for key, value in of_file.items() if key not in values})
             return []
-    return [f"--config {named}: this file is not here, so its options are missing; copy it beside {path.name} and import again"]
+    return [
+        (f"--config {named}", f"this file is not here, so its options are missing; copy it beside {path.name} and import again")
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -120,18 +120,16 @@ def _resolve(read: Read) -> None:
     for key, value in list(read.values.items()):
         if value == "???":  # hydra: must be set elsewhere
             del read.values[key]
-        elif isinstance(value, str) and _REFERENCE.search(value):
+        elif isinstance(value, str) and not isinstance(value, Unresolved) and _REFERENCE.search(value):
             found = _referred(value, key, read)
-            if found is None:
-                read.opened[key] = value
-                del read.values[key]
-            else:
-                read.values[key] = found[0]
+            read.values[key] = Unresolved(value) if found is None else found[0]
 
 
 def _referred(value: Any, key: str, read: Read) -> tuple[Any] | None:
     """The value without references, in a tuple; None: a reference has no value."""
     for _ in range(_MAX_REFERENCES):
+        if isinstance(value, Unresolved):
+            return None
         match = _REFERENCE.search(value) if isinstance(value, str) else None
         if match is None:
             return (value,)

@@ -10,8 +10,8 @@ from polyreme.errors import ConfigError
 from polyreme.import_config.mindspeed import MINDSPEED, with_inherited
 from polyreme.import_config.openrlhf import OPENRLHF, with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
-from polyreme.import_config.read import read_values
-from polyreme.import_config.rules import ITERATIONS, Imported, System, Values, apply
+from polyreme.import_config.read import read_file
+from polyreme.import_config.rules import ITERATIONS, Entry, Fate, Imported, System, Values, apply
 from polyreme.import_config.trl import TRL
 from polyreme.import_config.verl import VERL
 
@@ -32,7 +32,8 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     Raises:
         ConfigError: the file is not a configuration, or its system is unknown.
     """
-    values = read_values(path)
+    read = read_file(path)
+    values = read.values
     system = SYSTEMS[name] if name else recognise(values, path)
     values = _PREPARED[system.name](values) if system.name in _PREPARED else values
     found = apply(system, values)  # the first time, for the number of iterations, of which other keys are a part
@@ -40,6 +41,7 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     found = apply(system, {**values, ITERATIONS: count})
     if "iterations" not in found.values:
         found.values["iterations"], found.comments["iterations"] = count, comment
+    found.lost[:0] = [Entry(words, None, "", None, why, Fate.LOST) for words, why in read.notes]
     return system, found
 
 
