@@ -8,7 +8,8 @@ from pathlib import Path
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.mindspeed import MINDSPEED, with_inherited
-from polyreme.import_config.openrlhf import OPENRLHF, with_dotted_names
+from polyreme.import_config.openrlhf import OPENRLHF
+from polyreme.import_config.openrlhf_names import with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
 from polyreme.import_config.read import read_file
 from polyreme.import_config.rules import ITERATIONS, Entry, Fate, Imported, System, Values, apply
