@@ -181,6 +181,6 @@ def value_of(text: str) -> Any:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):  # a ValueError: a date such as 2024-13-01
         return text
-    if isinstance(value, dict) and None in value.values():  # {placeholder}
+    if isinstance(value, dict) and (None in value.values() or not text.lstrip().startswith("{")):  # {placeholder}, or "User: {}"
         return text
     return text if value is None and text not in ("null", "~", "") else value

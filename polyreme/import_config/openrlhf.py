@@ -51,6 +51,12 @@ def _clip_range(value: Any, values: Values) -> Any:
     return Lost("OpenRLHF clips the scores after the comparison of the group, which has no counterpart")
 
 
+def _filters(value: Any, values: Values) -> Any:
+    if not value or values[ESTIMATOR] in PER_GROUP:
+        return bool(value)
+    return Lost("groups are filtered only for estimators that compare their samples: this one learns from equal scores, too")
+
+
 def _whiten(value: Any, values: Values) -> Any:
     if not value or values[ESTIMATOR] in ("group_norm", "dr_grpo", "rloo"):
         return Off("advantages are not normalised over the batch with this estimator")
@@ -186,8 +192,8 @@ RULES = (
              "algo.advantage.is_correction_gating", "algo.advantage.is_correction_threshold", "algo.advantage.is_correction_enable",
              "algo.advantage.is_correction_type", "algo.advantage.use_icepop"),
     *part_of("algorithm.kl", "algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.unbiased_gradient", "algo.kl.target",
-             "algo.kl.horizon"),
-    Rule("algo.dynamic_filtering_enable", "algorithm.dynamic_sampling"),
+             "algo.kl.horizon", "algo.kl.use_k3"),
+    Rule("algo.dynamic_filtering_enable", "algorithm.dynamic_sampling", "", _filters),
     *lost("groups are dropped if their scores are equal, not if their mean is outside a range", "algo.dynamic_filtering_range",
           unless=(None, [0, 1]), off=lambda values: "" if values.get("algo.dynamic_filtering_enable") else "dynamic filtering is off"),
     Rule("reward.normalize_enable", "algorithm.shaping.normalise", "", _normalise),

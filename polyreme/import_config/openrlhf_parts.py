@@ -127,7 +127,7 @@ def _kl(values: Values) -> Fixed:
     coef, in_loss = values["algo.kl.init_coef"], values["algo.kl.use_loss"]
     if not coef:
         return {"algorithm.kl": (None, "init_kl_coef: 0")}
-    estimator = values["algo.kl.estimator"]
+    estimator = "k3" if values.get("algo.kl.use_k3") else values["algo.kl.estimator"]
     if in_loss and values.get("algo.kl.unbiased_gradient"):
         estimator += "+"
     place = "in the loss"

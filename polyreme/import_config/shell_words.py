@@ -37,8 +37,8 @@ def is_open(text: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """The text without the marks."""
-    return text.replace(_START, "").replace(_END, "")
+    """The text without the marks, in one line."""
+    return " ".join(text.replace(_START, "").replace(_END, "").split())
 
 
 def known_part(text: str) -> str:

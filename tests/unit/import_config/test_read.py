@@ -55,6 +55,7 @@ COMMAND = "python3 -m verl.trainer.main_ppo a.b="
         ("@1e-6", 1e-6),
         ("@.5e-3", 5e-4),
         ("@null", None),
+        ("@'User: {}'", "User: {}"),
         ("@2024-01-31", "2024-01-31"),
         ("@$HOME/data", "~/data"),
         ("@0 \\\n   a.b=8", 8),
