@@ -11,8 +11,9 @@ from typing import Any
 from polyreme.errors import ConfigError
 from polyreme.import_config.rules import ITERATIONS, Lost, Noted, Off, Values
 
-KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-"""Our name for each estimator."""
+_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+KL = _KL | {f"{name}+": "k2" if ours == "k2" else f"{ours}+" for name, ours in _KL.items()}
+"""Our name for each estimator. With +: its value with the gradient of k2."""
 
 
 def positive(value: Any, values: Values) -> Any:
@@ -91,6 +92,13 @@ def part_of_run(value: Any, values: Values) -> Any:
     if not value or iterations is None:
         return Off("0: none")
     return Noted(math.ceil(value * iterations), f"x {iterations} iterations")
+
+
+def minibatches(batch: float, mini: float, why: str) -> tuple[int, str]:
+    """The number of optimizer steps that divide a batch, and its origin: CHECK where the division has a remainder."""
+    steps = ratio(batch, mini)
+    rest = mini > 0 and batch % mini
+    return steps, f"CHECK: {batch:g} / {mini:g} is no whole number; {why}" if rest else why
 
 
 def placeholder(name: str, **options: Any) -> dict[str, Any]:

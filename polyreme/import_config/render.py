@@ -52,7 +52,7 @@ def _reason(entry: Entry) -> str:
 
 
 def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
-    order = {key: place for place, key in enumerate(["algorithm.preset", *known_keys(RunConfig)])}
+    order = {key: place for place, key in enumerate(known_keys(RunConfig))} | {"algorithm.preset": -1}
     tree: dict[str, Any] = {name: {} for name in RunConfig.model_fields}
     for key, value in sorted(values.items(), key=lambda item: order.get(item[0], len(order))):
         node, (*parents, last) = tree, key.split(".")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Any
 
 from polyreme.errors import ConfigError
@@ -73,7 +74,7 @@ class Rule:
     """The fate of a key. `part_of`, `idle` and `lost` make the rules without a counterpart.
 
     Attributes:
-        key: the other system's dotted key. A final `*` matches any suffix.
+        key: the other system's dotted key. `*` matches any text.
         target: our dotted key; empty: there is no counterpart.
         note: a description of the translation, or the reason why there is no counterpart. Empty: the value is taken over.
         convert: computes our value from the key's value and all values: a value, `Noted`, `Lost`, `Off` or PART. None: the same value. A
@@ -94,7 +95,7 @@ class Rule:
             object.__setattr__(self, "fate", Fate.TAKEN)
 
     def applies_to(self, key: str) -> bool:
-        return key.startswith(self.key[:-1]) if self.key.endswith("*") else key == self.key
+        return fnmatchcase(key, self.key) if "*" in self.key else key == self.key
 
 
 def part_of(target: str, *keys: str) -> tuple[Rule, ...]:
@@ -150,7 +151,7 @@ class System:
     epochs: str = ""
 
     def rules_of(self, key: str) -> list[Rule]:
-        """The rules of a key: those that name it, else those with the longest matching `*`."""
+        """The rules of a key: those that name it, else those with the longest pattern that matches."""
         if named := [rule for rule in self.rules if rule.key == key]:
             return named
         matching = [rule for rule in self.rules if rule.applies_to(key)]
@@ -214,8 +215,8 @@ def apply(system: System, given: Values) -> Imported:
     for target, (ours, why) in system.fixed(values).items():
         if isinstance(ours, Lost):
             found.lost.append(Entry(why, values.get(why), "", None, ours.why, Fate.LOST))
-        else:
-            found.values[target], found.comments[target] = ours, why
+            continue
+        _set(found, target, ours, why)
     for key, value in {**system.defaults, **given}.items():
         if key != ITERATIONS:
             _collect(found, system, list(_entries(system, key, value, values)), given=key in given)
@@ -232,14 +233,22 @@ def _collect(found: Imported, system: System, entries: list[Entry], *, given: bo
         if entry.is_loss:
             default = "" if given else f" ({system.title}'s default)"
             found.lost.append(Entry(entry.key, entry.value, "", None, entry.note + default, entry.fate))
-        for target, ours in _leaves(entry.target, entry.ours) if entry.target else ():
+        if entry.target:
             default = "" if given else f", {system.title}'s default"
             origin = f"{entry.key}: {_short(entry.value)}" if entry.note or not given else entry.key
-            found.values[target] = ours
-            found.comments[target] = origin + default + (f"; {entry.note}" if entry.note else "")
+            _set(found, entry.target, entry.ours, origin + default + (f"; {entry.note}" if entry.note else ""))
     if given and not any(entry.target or entry.is_loss for entry in entries):
         parts = [entry for entry in entries if entry.fate is Fate.PART]
         (found.parts if parts else found.idle).append((parts or entries)[0])
+
+
+def _set(found: Imported, target: str, ours: Any, comment: str) -> None:
+    """Sets our key, or the keys below it. It replaces what is above and below them."""
+    for key in [key for key in found.values if key.startswith(f"{target}.") or target.startswith(f"{key}.")]:
+        if not isinstance(ours, dict) or not key.startswith(f"{target}."):
+            del found.values[key], found.comments[key]
+    for leaf, part in _leaves(target, ours):
+        found.values[leaf], found.comments[leaf] = part, comment
 
 
 def _entries(system: System, key: str, value: Any, values: Values) -> Iterator[Entry]:

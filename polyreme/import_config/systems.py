@@ -14,10 +14,10 @@ from polyreme.import_config.paddlenlp import PADDLENLP
 from polyreme.import_config.read import read_file
 from polyreme.import_config.rules import ITERATIONS, Entry, Fate, Imported, System, Values, apply
 from polyreme.import_config.trl import TRL
-from polyreme.import_config.verl import VERL
+from polyreme.import_config.verl import VERL, with_older_names
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
-_PREPARED = {MINDSPEED.name: with_inherited, OPENRLHF.name: with_dotted_names}
+_PREPARED = {VERL.name: with_older_names, MINDSPEED.name: with_inherited, OPENRLHF.name: with_dotted_names}
 """For systems with several spellings of a key: a function that returns the values under the keys of the rules."""
 _PLACEHOLDER = 100
 """Iterations of a run whose file has a number of passes over data of unknown length."""
@@ -70,4 +70,5 @@ def _iterations(found: Imported, system: System, values: Values, rows: int | Non
     if rows is None:
         what = f"{epochs:g} passes over the data in steps of {groups} prompts"
         return _PLACEHOLDER, f"CHECK: {what}; --rows N computes it, and what is a part of it (warm-up)"
-    return max(1, math.floor(epochs * rows / groups)), f"{system.epochs}: {epochs:g} passes over {rows} rows / {groups} prompts"
+    iterations = max(1, math.ceil(epochs * (rows // groups)))
+    return iterations, f"{system.epochs}: {epochs:g} passes of {rows} rows / {groups} prompts, without the rest of a pass"
