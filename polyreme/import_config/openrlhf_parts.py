@@ -143,10 +143,8 @@ def _kl(values: Values) -> Fixed:
     }
     target = values.get("algo.kl.target")
     if target and not in_loss:
-        length = max(1, new_tokens(values) // 2)
-        origin = f"CHECK: kl_target {target:g} per token x {length} tokens, half of the longest response; put the expected length here"
-        kl["algorithm.kl.adaptive.target"] = (target * length, origin)
-        kl["algorithm.kl.adaptive.horizon"] = (int(values.get("algo.kl.horizon", 10_000)), "kl_horizon, in samples in both")
+        adaptive = {"target": target, "horizon": int(values.get("algo.kl.horizon", 10_000)), "unit": "token"}
+        kl["algorithm.kl.adaptive"] = (adaptive, "kl_target, a mean per token, and kl_horizon")
     elif target:
         kl["algorithm.kl.adaptive"] = (Lost("the controller needs the KL in the reward; the coefficient is constant here"), "algo.kl.target")
     return kl
