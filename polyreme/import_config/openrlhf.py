@@ -68,13 +68,17 @@ def _whiten(value: Any, values: Values) -> Any:
 def _normalise(value: Any, values: Values) -> Any:
     if not value or values.get("reward.remote_url") or values.get("train.agent_func_path"):
         return Off("only with a reward model that OpenRLHF loads")
-    return Noted(True, "CHECK: by the running moments of the run's scores; OpenRLHF has those that are stored with the reward model")
+    return Noted(
+        True, "CHECK: by the running moments of the run's scores; OpenRLHF has those that are stored with the reward model"
+    )
 
 
 def _shrinks(value: Any, values: Values) -> Any:
     if value is None or value == 1:
         return Off("off")
-    return Lost("the score of a truncated response is multiplied, or replaced if negative; see algorithm.shaping.truncation_penalty")
+    return Lost(
+        "the score of a truncated response is multiplied, or replaced if negative; see algorithm.shaping.truncation_penalty"
+    )
 
 
 def _staleness(value: Any, values: Values) -> Any:

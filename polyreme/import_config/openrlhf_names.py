@@ -30,7 +30,14 @@ _SAME = {
 _PREFIXED = {
     f"{part}_{name}": f"{part}.{name}"
     for part, names in {
-        "vllm": ["num_engines", "tensor_parallel_size", "gpu_memory_utilization", "enable_sleep", "sync_backend", "sync_with_ray"],
+        "vllm": [
+            "num_engines",
+            "tensor_parallel_size",
+            "gpu_memory_utilization",
+            "enable_sleep",
+            "sync_backend",
+            "sync_with_ray",
+        ],
         "critic": ["num_nodes", "num_gpus_per_node"],
         "ref": ["num_nodes", "num_gpus_per_node"],
         "reward": ["num_nodes", "num_gpus_per_node", "clip_range"],

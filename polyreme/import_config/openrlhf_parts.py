@@ -63,7 +63,9 @@ def new_tokens(values: Values) -> int:
 
 def _lengths(values: Values) -> Fixed:
     given = values.get("rollout.max_new_tokens")
-    why = "max_new_tokens, formerly generate_max_len" if given else "CHECK: OpenRLHF generates up to max_len - the prompt's length"
+    why = (
+        "max_new_tokens, formerly generate_max_len" if given else "CHECK: OpenRLHF generates up to max_len - the prompt's length"
+    )
     longest = "prompt_max_len, or max_len - max_new_tokens; longer prompts are left out"
     return {
         "data.max_prompt_tokens": (prompt_tokens(values), longest),
@@ -146,7 +148,10 @@ def _kl(values: Values) -> Fixed:
         adaptive = {"target": target, "horizon": int(values.get("algo.kl.horizon", 10_000)), "unit": "token"}
         kl["algorithm.kl.adaptive"] = (adaptive, "kl_target, a mean per token, and kl_horizon")
     elif target:
-        kl["algorithm.kl.adaptive"] = (Lost("the controller needs the KL in the reward; the coefficient is constant here"), "algo.kl.target")
+        kl["algorithm.kl.adaptive"] = (
+            Lost("the controller needs the KL in the reward; the coefficient is constant here"),
+            "algo.kl.target",
+        )
     return kl
 
 
@@ -178,7 +183,10 @@ def _correction_options(values: Values) -> tuple[str, str, str, tuple[float, flo
     level = values["algo.advantage.is_correction_level"]
     if level in ("off", False):  # YAML reads off as false
         return None
-    mode, gating = values.get("algo.advantage.is_correction_mode", "mask"), values.get("algo.advantage.is_correction_gating", "ratio")
+    mode, gating = (
+        values.get("algo.advantage.is_correction_mode", "mask"),
+        values.get("algo.advantage.is_correction_gating", "ratio"),
+    )
     return level, mode, gating, (bounds[0], bounds[1])
 
 

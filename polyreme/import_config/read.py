@@ -30,10 +30,12 @@ class Read:
     Attributes:
         values: values by dotted key. A value that the file leaves open is `Unresolved`: `$train_files`, `${WORK_DIR}/reward.py`.
         notes: what else must be said about the file, each with the words that it is about.
+        program: module or file of a script's training command.
     """
 
     values: dict[str, Any]
     notes: list[tuple[str, str]] = field(default_factory=list)
+    program: str = ""
 
 
 def read_file(path: Path) -> Read:
@@ -84,7 +86,7 @@ def _read_script(text: str, path: Path) -> Read:
     values = {**_options(launch), **{key: Unresolved(text) for key, text in launch.opened.items()}}
     if launch.processes is not None and "num_processes" not in values and not any("." in key for key in values):
         values["num_processes"] = launch.processes
-    return Read(values, _with_config(values, path) + launch.notes)
+    return Read(values, _with_config(values, path) + launch.notes, launch.program)
 
 
 def _options(launch: Launch) -> Mapping[str, Any]:

@@ -18,7 +18,8 @@ from polyreme.errors import ConfigError
 Values = Mapping[str, Any]
 """The other system's values by dotted key: those of the file over the system's defaults."""
 ITERATIONS = "(iterations)"
-"""Among the values: our number of iterations, for keys that are a part of the run. Missing while that number is computed."""
+"""Among the values: our number of iterations, for keys that are a part of the run. Missing while that number is computed. Names in
+brackets are no keys of the file."""
 
 
 class Fate(StrEnum):
@@ -212,16 +213,29 @@ def apply(system: System, given: Values) -> Imported:
     """
     values = {**system.defaults, **{key: value for key, value in given.items() if _is_known(system, key, value)}}
     found = Imported({}, {}, [], [], [])
-    for target, (ours, why) in system.fixed(values).items():
+    for target, (ours, why) in _fixed(system, values).items():
         if isinstance(ours, Lost):
             found.lost.append(Entry(why, values.get(why), "", None, ours.why, Fate.LOST))
             continue
         _set(found, target, ours, why)
     for key, value in {**system.defaults, **given}.items():
-        if key != ITERATIONS:
+        if not key.startswith("("):
             _collect(found, system, list(_entries(system, key, value, values)), given=key in given)
     found.lost.sort(key=lambda entry: LOSSES.index(entry.fate))
     return found
+
+
+def _fixed(system: System, values: Values) -> Mapping[str, tuple[Any, str]]:
+    try:
+        return system.fixed(values)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"values from which the lengths, batches, ranks and algorithm of a run of {system.title} follow",
+            f"{type(error).__name__}: {error}",
+            "Write the values that the other system trains with into the file.",
+        ) from error
 
 
 def _is_known(system: System, key: str, value: Any) -> bool:

@@ -129,7 +129,12 @@ def test_mathematics_of_reinforce_with_discount_and_adaptive_kl() -> None:
         "advantage": {"kind": "returns", "gamma": 0.99, "whiten": True},
         "loss": {"kind": "clip", "low": 0.2, "high": 0.2, "dual": None, "ratio": "token"},
         "aggregation": "token-mean",
-        "kl": {"place": "reward", "estimator": "k1", "coef": 0.01, "adaptive": {"target": 0.01, "horizon": 5000, "unit": "token"}},
+        "kl": {
+            "place": "reward",
+            "estimator": "k1",
+            "coef": 0.01,
+            "adaptive": {"target": 0.01, "horizon": 5000, "unit": "token"},
+        },
         "rates": pytest.approx([0.5e-6, 1e-6, 1e-6 * 11 / 18, 1e-6 * 2 / 18, 1e-6 * 1 / 18]),  # 20 iterations, 2 of them warm-up
         "critic rates": None,
         "batch": (1024, 2, 16, 1),
