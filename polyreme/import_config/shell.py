@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from polyreme.import_config.shell_lexer import Command, commands
+from polyreme.import_config.shell_lexer import ShellCommand, commands
 from polyreme.import_config.shell_words import (
     Variables,
     document,
@@ -75,7 +75,7 @@ def _not(value: bool | None) -> bool | None:
     return None if value is None else not value
 
 
-def _command(command: Command, walk: _Walk) -> Iterator[Call]:
+def _command(command: ShellCommand, walk: _Walk) -> Iterator[Call]:
     words, blocks = list(command.words), walk.blocks
     if blocks and blocks[-1].kind == "case" and (command.after == ")" or command.after == ";;") and _arm(command, words, walk):
         return
@@ -105,7 +105,7 @@ def _chained(sign: str, before: bool | None, result: bool | None) -> bool | None
     return _and(before, result) if sign == "&&" else _or(before, result)
 
 
-def _arm(command: Command, words: list[str], walk: _Walk) -> bool:
+def _arm(command: ShellCommand, words: list[str], walk: _Walk) -> bool:
     """Reads a pattern of a `case`. Returns whether the command was one."""
     block = walk.blocks[-1]
     if words[:1] == ["esac"] or command.after != ")" or len(words) != 1:
@@ -206,7 +206,7 @@ _COMPARISONS = {
 }
 
 
-def _simple(words: list[str], command: Command, walk: _Walk, certain: bool) -> Iterator[Call]:
+def _simple(words: list[str], command: ShellCommand, walk: _Walk, certain: bool) -> Iterator[Call]:
     """An assignment, or a command that a call may come from."""
     variables = walk.variables
     if words[0] in _DECLARATIONS:
@@ -277,7 +277,7 @@ def _assign(word: str, variables: Variables, certain: bool) -> None:
         variables[name] = opened(f"${name}")
 
 
-def _read(words: list[str], command: Command, variables: Variables, certain: bool) -> None:
+def _read(words: list[str], command: ShellCommand, variables: Variables, certain: bool) -> None:
     """`read -r -d '' NAME <<EOF` assigns the document; every other `read` leaves its variables open."""
     names = [word for word in words[1:] if word.isidentifier()]
     for name in names:

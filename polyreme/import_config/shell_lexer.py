@@ -12,7 +12,7 @@ _BREAKS = ("&&", "||", ";;", "|&", ";", "|", "\n", "&", "(", ")")
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A command.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Lexer:
             self.words.append(self.word)
         self.word = ""
 
-    def commands(self) -> Iterator[Command]:
+    def commands(self) -> Iterator[ShellCommand]:
         while self.place < len(self.text):
             sign = self._sign()
             if sign:
@@ -141,7 +141,7 @@ class _Lexer:
             signs = re.compile(r"&?[<>]+[&|]?").match(text, place)
             self.place, self.redirects = signs.end() if signs else place + 1, True
 
-    def _end(self, sign: str) -> Iterator[Command]:
+    def _end(self, sign: str) -> Iterator[ShellCommand]:
         document, literal = None, False
         if sign == "\n":
             self.redirects = False
@@ -150,7 +150,7 @@ class _Lexer:
                 literal = delimiter != (name := re.sub(r"[\"'\\]", "", delimiter))
                 document = self._document(name, tabs)
         if self.words or sign in (")", ";;"):
-            yield Command(tuple(self.words), self.before, sign, document, literal)
+            yield ShellCommand(tuple(self.words), self.before, sign, document, literal)
         if self.words or sign != "\n":
             self.before = sign
         self.words = []
@@ -167,6 +167,6 @@ class _Lexer:
         return "\n".join(lines)
 
 
-def commands(text: str) -> Iterator[Command]:
+def commands(text: str) -> Iterator[ShellCommand]:
     """The commands of a script in their order. Keywords such as `if` and `then` are the first words of commands."""
     return _Lexer(text).commands()
