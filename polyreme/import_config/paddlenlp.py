@@ -31,6 +31,8 @@ DEFAULTS = {
     "clip_range_value": 5.0,
     "num_train_epochs": 1,
     "seed": 42,
+    "tensor_parallel_degree": -1,
+    "rollout_tensor_parallel_degree": -1,
 }
 
 
@@ -63,6 +65,7 @@ def _fixed(values: Values) -> Fixed:
     unknown = values.get("sharding_parallel_degree", -1) < 1
     fixed: Fixed = {
         "device": ("cuda", "the usual device"),
+        "placement": ("colocated", "PaddleNLP generates on the trainer's devices"),
         "model.dtype": ("bfloat16", "bf16"),
         "groups_per_iteration": (_prompts(values), "prompts per generation on all devices"),
         "group_size": (_samples(values), "rollout_n, formerly num_return_sequences"),
@@ -76,6 +79,7 @@ def _fixed(values: Values) -> Fixed:
             if unknown
             else "sharding_parallel_degree",
         ),
+        "rollout.replicas": (_replicas(values), "devices / rollout_tensor_parallel_degree"),
         "data.prompt_key": (values.get("prompt_key", "src"), "PaddleNLP's column of prompts"),
         "data.label_key": (values.get("response_key") or values.get("label_key") or "tgt", "PaddleNLP's column of labels"),
         "data.template": ("none", "its prompts are templated already (chat_template: none)"),
@@ -84,6 +88,12 @@ def _fixed(values: Values) -> Fixed:
     if algorithm in CRITIC:
         fixed |= _optimizer("trainer.critic.optimizer", "critic_", values)
     return fixed
+
+
+def _replicas(values: Values) -> int:
+    sizes = [values.get(f"{name}_parallel_degree") for name in ("sharding", "tensor", "pipeline", "sep")]
+    own = values["rollout_tensor_parallel_degree"]
+    return ratio(product(*sizes), own if own > 0 else product(values["tensor_parallel_degree"]))
 
 
 def _algorithm(values: Values, algorithm: str) -> Fixed:

@@ -34,7 +34,7 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     """
     values = read_values(path)
     system = SYSTEMS[name] if name else recognise(values, path)
-    values = _PREPARED[system.name](values) if system.name in _PREPARED else values
+    values = prepared(system, values)
     found = apply(system, values)  # the first time, for the number of iterations, of which other keys are a part
     count, comment = _iterations(found, system, {**system.defaults, **values}, rows)
     found = apply(system, {**values, ITERATIONS: count})
@@ -43,12 +43,14 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     return system, found
 
 
+def prepared(system: System, values: Values) -> Values:
+    """The values under the keys of the system's rules."""
+    return _PREPARED[system.name](values) if system.name in _PREPARED else values
+
+
 def recognise(values: Values, path: Path) -> System:
     """The system that has most of the values' keys. Raises ConfigError when it has fewer than half of them."""
-    known = {
-        name: sum(bool(system.rules_of(key)) for key in (_PREPARED[name](values) if name in _PREPARED else values))
-        for name, system in SYSTEMS.items()
-    }
+    known = {name: sum(bool(system.rules_of(key)) for key in prepared(system, values)) for name, system in SYSTEMS.items()}
     best = max(known, key=lambda name: known[name])
     if 2 * known[best] < len(values):
         raise ConfigError(
