@@ -219,8 +219,11 @@ def apply(system: System, given: Values) -> Imported:
             continue
         _set(found, target, ours, why)
     for key, value in {**system.defaults, **given}.items():
-        if not key.startswith("("):
-            _collect(found, system, list(_entries(system, key, value, values)), given=key in given)
+        if key.startswith("("):
+            continue
+        _collect(found, system, list(_entries(system, key, value, values)), given=key in given)
+        if key in system.defaults and not _is_known(system, key, value):
+            _collect(found, system, list(_entries(system, key, system.defaults[key], values)), given=False)
     found.lost.sort(key=lambda entry: LOSSES.index(entry.fate))
     return found
 

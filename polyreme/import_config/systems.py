@@ -13,12 +13,17 @@ from polyreme.import_config.openrlhf_names import with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
 from polyreme.import_config.read import read_file
 from polyreme.import_config.rules import ITERATIONS, Entry, Fate, Imported, System, Values, apply
-from polyreme.import_config.trl import TRL, prepared, refuse_others, trainer_of
+from polyreme.import_config.trl import TRL, refuse_others, trainer_of, with_plain_options
 from polyreme.import_config.trl_parts import TRAINER
 from polyreme.import_config.verl import VERL, with_older_names
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
-_PREPARED = {VERL.name: with_older_names, MINDSPEED.name: with_inherited, OPENRLHF.name: with_dotted_names, TRL.name: prepared}
+_PREPARED = {
+    VERL.name: with_older_names,
+    MINDSPEED.name: with_inherited,
+    OPENRLHF.name: with_dotted_names,
+    TRL.name: with_plain_options,
+}
 """For systems with several spellings of a key: a function that returns the values under the keys of the rules."""
 _PLACEHOLDER = 100
 """Iterations of a run whose file has a number of passes over data of unknown length."""
@@ -37,7 +42,7 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     read = read_file(path)
     values = read.values
     system = SYSTEMS[name] if name else recognise(values, path)
-    values = _PREPARED[system.name](values) if system.name in _PREPARED else values
+    values = prepared(system, values)
     if system is TRL:
         refuse_others(values)
         trainer = trainer_of(f"{path.name} {read.program}")
@@ -51,12 +56,14 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     return system, found
 
 
+def prepared(system: System, values: Values) -> Values:
+    """The values under the keys of the system's rules."""
+    return _PREPARED[system.name](values) if system.name in _PREPARED else values
+
+
 def recognise(values: Values, path: Path) -> System:
     """The system that has most of the values' keys. Raises ConfigError when it has fewer than half of them."""
-    known = {
-        name: sum(bool(system.rules_of(key)) for key in (_PREPARED[name](values) if name in _PREPARED else values))
-        for name, system in SYSTEMS.items()
-    }
+    known = {name: sum(bool(system.rules_of(key)) for key in prepared(system, values)) for name, system in SYSTEMS.items()}
     best = max(known, key=lambda name: known[name])
     if 2 * known[best] < len(values):
         raise ConfigError(

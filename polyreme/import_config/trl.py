@@ -185,11 +185,13 @@ RULES = (
     Rule("save_steps", "trainer.save_interval", "optimizer steps / steps per iteration", _when_strategy("save_strategy")),
     Rule("save_total_limit", "trainer.keep_checkpoints", "", given),
     Rule("eval_steps", "eval_interval", "optimizer steps / steps per iteration", _when_strategy("eval_strategy")),
+    *part_of("trainer.save_interval", "save_strategy"),
+    *part_of("eval_interval", "eval_strategy"),
     Rule("num_generations_eval", "eval_answers", "one answer is greedy, several are sampled", above(0)),
     *idle("an evaluation sends all its prompts at once", "per_device_eval_batch_size", "eval_accumulation_steps"),
-    *idle("set data.eval; an evaluation is before the first iteration and after the last", "do_eval", "eval_strategy", "eval_on_start",
+    *idle("set data.eval; an evaluation is before the first iteration and after the last", "do_eval", "eval_on_start",
           "eval_delay", "evaluation_strategy"),
-    *idle("the last checkpoint is always saved and exported", "save_strategy", "save_only_model", "save_safetensors", "do_train",
+    *idle("the last checkpoint is always saved and exported", "save_only_model", "save_safetensors", "do_train",
           "save_on_each_node"),
     *lost("the last weights are the result; those of the best evaluation are beside them in hf/best", "load_best_model_at_end",
           unless=(None, False)),
@@ -240,7 +242,7 @@ DEFAULTS = {
 TRL = System("trl", "TRL", RULES, DEFAULTS, fixed, epochs="num_train_epochs")
 
 
-def prepared(values: Values) -> dict[str, Any]:
+def with_plain_options(values: Values) -> dict[str, Any]:
     """The values under the keys of the rules: options that are text are read, and `no_` is removed."""
     found: dict[str, Any] = {}
     for key, value in values.items():

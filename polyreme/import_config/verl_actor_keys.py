@@ -10,6 +10,7 @@ from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lo
 from polyreme.import_config.verl_algorithm import (
     ACTOR,
     clip_ratio,
+    kl_loss_type,
     schedule,
 )
 
@@ -152,7 +153,8 @@ ACTORS = (
     *part_of("algorithm.aggregation", f"{ACTOR}.loss_agg_mode"),
     Rule(f"{ACTOR}.loss_scale_factor", "algorithm.aggregation", "", _scale),
     Rule(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef"),
-    *part_of("algorithm.kl", f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
+    *part_of("algorithm.kl", f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
+    Rule(f"{ACTOR}.kl_loss_type", "algorithm.kl", "", kl_loss_type),
     *part_of("algorithm.anchor", f"{ACTOR}.use_rollout_log_probs"),
     *part_of("algorithm.correction", f"{ACTOR}.tis_imp_ratio_cap"),
     *lost("a mini-batch consists of whole groups; verl mixes the samples of groups", f"{ACTOR}.shuffle", unless=(None, False)),

@@ -135,6 +135,8 @@ def clip_ratio(value: Any, values: Values) -> Any:
 def _kl(values: Values) -> Fixed:
     if values[f"{ACTOR}.use_kl_loss"] and values[f"{ACTOR}.kl_loss_coef"]:
         estimator = _estimator(values[f"{ACTOR}.kl_loss_type"])
+        if estimator == "k1":
+            return {"algorithm.kl": (None, "kl_loss_type: kl, which has no gradient in expectation")}
         kl = {"place": "loss", "estimator": estimator, "coef": values[f"{ACTOR}.kl_loss_coef"]}
         return {"algorithm.kl": (kl, "use_kl_loss, kl_loss_type, kl_loss_coef")}
     if not values["algorithm.use_kl_in_reward"] or not values["algorithm.kl_ctrl.kl_coef"]:
@@ -156,6 +158,13 @@ def _estimator(name: str) -> str:
     if name not in KL:
         raise refused("kl_penalty or kl_loss_type of an estimator", name, KL)
     return KL[name]
+
+
+def kl_loss_type(value: Any, values: Values) -> Any:
+    """The fate of kl_loss_type: k1 in the loss trains nothing."""
+    if values[f"{ACTOR}.use_kl_loss"] and values[f"{ACTOR}.kl_loss_coef"] and KL.get(value) == "k1":
+        return Lost("kl in the loss has no gradient in expectation, so it is left out; k3 or k1+ is usually meant")
+    return PART
 
 
 def kl_in_reward(value: Any, values: Values) -> Any:

@@ -9,12 +9,11 @@ import yaml
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
-from polyreme.import_config.rules import ITERATIONS, Fate, Imported, apply
-from polyreme.import_config.systems import SYSTEMS, import_file
-from polyreme.import_config.trl import prepared
+from polyreme.import_config.rules import Imported
+from polyreme.import_config.systems import import_file
 from tests.support.imports import import_text, lost_keys, mathematics
 
-PUBLISHED: dict[str, list[Any]] = yaml.safe_load((Path(__file__).parent / "published" / "trl.yaml").read_text())
+PUBLISHED: dict[str, list[Any]] = yaml.safe_load((Path(__file__).parent / "published" / "trl.yaml").read_text())["keys"]
 BASE = {
     "model_name_or_path": "m",
     "dataset_name": "d",
@@ -26,16 +25,6 @@ BASE = {
 
 def imported(options: dict[str, Any], rows: int = 1600) -> tuple[Imported, RunConfig]:
     return import_text(yaml.safe_dump({**BASE, **options}, sort_keys=False), "trl", rows=rows)
-
-
-def test_every_published_value_is_carried_over_or_listed() -> None:
-    assert len(PUBLISHED) > 190
-    for key, values in PUBLISHED.items():
-        for value in values:
-            found = apply(SYSTEMS["trl"], {**prepared({**BASE, key: value}), ITERATIONS: 100})
-            listed = {entry.key for entry in (*found.lost, *found.parts, *found.idle)}
-            assert key in listed or any(comment.startswith(key) for comment in found.comments.values()), (key, value)
-            assert not [entry for entry in found.lost if entry.fate is Fate.UNKNOWN], (key, value)
 
 
 @pytest.mark.parametrize(
