@@ -4,7 +4,7 @@ Invariant: every option of the command is in the values, among what stays open, 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class Launch:
     Attributes:
         program: the module or file, such as `verl.trainer.main_ppo`.
         processes: number of processes of the launcher; None: it names none.
+        config_file: the launcher's own configuration, such as that of accelerate.
         values: options by name.
         opened: options whose value the script leaves open, with their text.
         notes: what else must be said, each with the words that it is about.
@@ -42,6 +43,7 @@ class Launch:
 
     program: str
     processes: int | None = None
+    config_file: str | None = None
     values: dict[str, Any] = field(default_factory=dict)
     opened: dict[str, str] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
@@ -63,7 +65,13 @@ def find(calls: Iterable[Call], where: str) -> Launch | None:
     if not training:
         return None
     (call, chosen), *others = training
-    chosen.notes += [(_short(words), "outside the training command, which a comment between its lines ends") for words in stray]
+    chosen.notes += [
+        (
+            _short(words),
+            "outside the training command, which ended before (a comment, or no backslash): the original does not read it",
+        )
+        for words in stray
+    ]
     others = [each for each in others if each[1].values != chosen.values]
     if others:
         count = len(others) + 1
@@ -105,7 +113,9 @@ def _launch(words: Sequence[str]) -> Launch | None:
     if start is None:
         return None
     program, before, arguments = " ".join(words[start[0] : start[1]]), words[: start[0]], words[start[1] :]
-    launch = Launch(shown(program), _processes(before))
+    options = _launcher(before).values
+    file = options.get("config_file")
+    launch = Launch(shown(program), _processes(options), file if isinstance(file, str) else None)
     _read_options(arguments, launch)
     return launch if launch.values or launch.opened else None
 
@@ -126,13 +136,18 @@ def _program(words: Sequence[str]) -> tuple[int, int] | None:
     return None
 
 
-def _processes(words: Sequence[str]) -> int | None:
-    """Processes that torchrun, accelerate or deepspeed start, over all machines."""
+def _launcher(words: Sequence[str]) -> Launch:
+    """The options of torchrun, accelerate or deepspeed."""
     options = Launch("")
     _read_options([word.replace("nproc_per_node", "nproc-per-node") for word in words], options)
-    each = options.values.get("nproc-per-node", options.values.get("num_gpus"))
-    nodes = options.values.get("nnodes", options.values.get("num_nodes", 1))
-    total = options.values.get("num_processes")
+    return options
+
+
+def _processes(options: Mapping[str, Any]) -> int | None:
+    """Processes that a launcher starts, over all machines."""
+    each = options.get("nproc-per-node", options.get("num_gpus"))
+    nodes = options.get("nnodes", options.get("num_nodes", 1))
+    total = options.get("num_processes")
     if isinstance(total, int):
         return total
     return each * nodes if isinstance(each, int) and isinstance(nodes, int) else None

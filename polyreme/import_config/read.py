@@ -84,8 +84,9 @@ def _read_script(text: str, path: Path) -> Read:
     if launch is None:
         return Read({})
     values = {**_options(launch), **{key: Unresolved(text) for key, text in launch.opened.items()}}
-    if launch.processes is not None and "num_processes" not in values and not any("." in key for key in values):
-        values["num_processes"] = launch.processes
+    processes = launch.processes if launch.processes is not None else _processes_of(launch.config_file, path)
+    if processes is not None and "num_processes" not in values and not any("." in key for key in values):
+        values["num_processes"] = processes
     return Read(values, _with_config(values, path) + launch.notes, launch.program)
 
 
@@ -98,14 +99,30 @@ def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
     named = values.pop("config", None)
     if not isinstance(named, str):
         return []
-    for file in (Path(named), path.parent / named, *(parent / named for parent in path.resolve().parents)):
-        if file.suffix in (".yaml", ".yml", ".json") and file.is_file():
-            of_file = _read_tree(_text(file), file).values
-            values.update({key: value for key, value in of_file.items() if key not in values})
-            return []
-    return [
-        (f"--config {named}", f"this file is not here, so its options are missing; copy it beside {path.name} and import again")
-    ]
+    file = _find(named, path)
+    if file is None:
+        return [
+            (
+                f"--config {named}",
+                f"this file is not here, so its options are missing; copy it beside {path.name} and import again",
+            )
+        ]
+    of_file = _read_tree(_text(file), file).values
+    values.update({key: value for key, value in of_file.items() if key not in values})
+    return []
+
+
+def _processes_of(named: str | None, path: Path) -> int | None:
+    """The number of processes in a launcher's own configuration, if that is here."""
+    file = None if named is None else _find(named, path)
+    count = None if file is None else _read_tree(_text(file), file).values.get("num_processes")
+    return count if isinstance(count, int) else None
+
+
+def _find(named: str, path: Path) -> Path | None:
+    """A configuration that a script names: in the working directory, or in one of the directories that contain the script."""
+    files = (Path(named), *(parent / named for parent in path.resolve().parents))
+    return next((file for file in files if file.suffix in (".yaml", ".yml", ".json") and file.is_file()), None)
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,8 @@ _PREPARED = {
     TRL.name: with_plain_options,
 }
 """For systems with several spellings of a key: a function that returns the values under the keys of the rules."""
+_REQUIRED = {"model.path": "FILL_IN/model", "data.train": "FILL_IN/data"}
+"""What a run needs and a configuration may leave to its script, with a path that the user must replace: the run does not start without it."""
 _PLACEHOLDER = 100
 """Iterations of a run whose file has a number of passes over data of unknown length."""
 
@@ -40,7 +42,7 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
         ConfigError: the file is not a configuration, or its system is unknown.
     """
     read = read_file(path)
-    values = read.values
+    values: Values = read.values
     system = SYSTEMS[name] if name else recognise(values, path)
     values = prepared(system, values)
     if system is TRL:
@@ -52,6 +54,9 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     found = apply(system, {**values, ITERATIONS: count})
     if "iterations" not in found.values:
         found.values["iterations"], found.comments["iterations"] = count, comment
+    for key, file in _REQUIRED.items():
+        if key not in found.values:
+            found.values[key], found.comments[key] = file, f"CHECK: the file does not name {file.removeprefix('FILL_IN/')}"
     found.lost[:0] = [Entry(words, None, "", None, why, Fate.LOST) for words, why in read.notes]
     return system, found
 

@@ -209,6 +209,14 @@ def test_processes_of_the_launcher_and_the_configuration_that_it_names(
     assert missing.notes[0][0] == "--config other.yaml" and "missing" in missing.notes[0][1]
 
 
+def test_processes_in_the_configuration_of_accelerate(tmp_path: Path) -> None:
+    (tmp_path / "zero3.yaml").write_text("{num_processes: 6, mixed_precision: bf16}")
+    assert read("accelerate launch --config_file zero3.yaml grpo.py --beta 0.2", tmp_path).values["num_processes"] == 6
+    found = read("accelerate launch --config_file zero3.yaml --num_processes 5 grpo.py --beta 0.2", tmp_path)
+    assert found.values["num_processes"] == 5
+    assert "num_processes" not in read("accelerate launch --config_file none.yaml grpo.py --beta 0.2", tmp_path).values
+
+
 @pytest.mark.parametrize(
     ("program", "command"),
     [

@@ -325,3 +325,9 @@ def test_columns_and_mixtures_of_data() -> None:
     assert (run.data.prompt_key, run.data.system) == ("problem", "Think.")
     found, _ = imported({"dataset_mixture": {"datasets": [{"id": "a/b", "weight": 0.5}, {"id": "c/d"}]}})
     assert found.values["data.train"] == ["a/b", "c/d"] and "CHECK" in found.comments["data.train"]
+
+
+def test_a_model_and_data_that_the_file_does_not_name_must_be_filled_in() -> None:
+    found, _ = import_text("num_generations: 4\nloss_type: grpo\n", "trl", rows=100)
+    for key, value in (("model.path", "FILL_IN/model"), ("data.train", "FILL_IN/data")):
+        assert found.values[key] == value and "CHECK" in found.comments[key]
