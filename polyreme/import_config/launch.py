@@ -18,6 +18,8 @@ _HYDRA = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][\w@.-]+)*)(?:=(.*))?",
 _TRAINS = re.compile(
     r"main_ppo|main_dapo|train_ppo|train_grpo|grpo|rloo|ppo|dapo|gspo|recipe\.|verl\.|openrlhf\.|mindspeed", re.IGNORECASE
 )
+_LAUNCHER = re.compile(r".*\.(distributed|commands)\.(run|launch)|accelerate\.commands.*|deepspeed.*")
+_CONFIGURATION = re.compile(r"[^-=\s][^=\s]*\.(ya?ml|json)")
 _STAGES = {
     r"sft|continue_pretrain": "polyreme sft",
     r"train_rm|train_prm|reward_trainer|trl reward|reward_modeling": "polyreme reward-model",
@@ -124,6 +126,8 @@ def _program(words: Sequence[str]) -> tuple[int, int] | None:
     """Start and end of the program's name among the words."""
     for place, word in enumerate(words):
         if word in ("-m", "--module") and place + 1 < len(words):
+            if _LAUNCHER.fullmatch(words[place + 1]):  # such as torch.distributed.run: the program comes later
+                continue
             return place + 1, place + 2
         if word.rpartition("/")[2] == "trl" and place + 1 < len(words):
             return place, place + 2
@@ -167,6 +171,8 @@ def _read_options(words: Sequence[str], launch: Launch) -> None:
             place = end if not equals else place
         elif (match := _HYDRA.fullmatch(word)) and match[3] is not None and match[1] != "~":
             _set(launch, match[2], match[3])
+        elif _CONFIGURATION.fullmatch(word) and "config" not in launch.values:
+            launch.values["config"] = word
         elif match and match[1] == "~":
             launch.values.pop(match[2], None)
             launch.opened.pop(match[2], None)

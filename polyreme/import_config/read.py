@@ -44,11 +44,13 @@ def read_file(path: Path) -> Read:
     Raises:
         ConfigError: the file is missing, too large, or neither YAML, JSON nor a script with options.
     """
+    if path.suffix == ".py":
+        raise ConfigError(f"YAML, JSON or a shell script at {path}", "a Python program, which is not executed", _DO)
     text = _text(path)
     read = _read_tree(text, path) if path.suffix in (".yaml", ".yml", ".json") else _read_script(text, path)
     _resolve(read)
-    if not read.values:
-        raise ConfigError(f"options in {path}", "none", _DO)
+    if not set(read.values) - {"config-name", "config-path", "num_processes"}:
+        raise ConfigError(f"options in {path}", "; ".join(f"{words}: {why}" for words, why in read.notes) or "none", _DO)
     return read
 
 
@@ -95,11 +97,21 @@ def _options(launch: Launch) -> Mapping[str, Any]:
 
 
 def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
-    """Adds the values of the YAML file that `--config` names. The command line has priority. Returns what must be said."""
-    named = values.pop("config", None)
+    """Adds the values of the YAML file that `--config` or hydra's `--config-name` names. The command line has priority. Returns what must be said."""
+    named, file = values.pop("config", None), None
+    if isinstance(named, str):
+        file = _find(named, path)
+    elif isinstance(hydra := values.get("config-name"), str):
+        named = f"{hydra.removesuffix('.yaml')}.yaml"
+        file = (
+            _find(named, path)
+            or _find(f"{values.get('config-path', 'configs')}/{named}", path)
+            or _find(f"configs/{named}", path)
+        )
+        if file is None and set(values) - {"config-name", "config-path"}:  # one that is part of the other system, whose defaults are known here
+            return []
     if not isinstance(named, str):
         return []
-    file = _find(named, path)
     if file is None:
         return [
             (
@@ -107,6 +119,7 @@ def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
                 f"this file is not here, so its options are missing; copy it beside {path.name} and import again",
             )
         ]
+    values.pop("config-name", None)
     of_file = _read_tree(_text(file), file).values
     values.update({key: value for key, value in of_file.items() if key not in values})
     return []

@@ -209,6 +209,29 @@ def test_processes_of_the_launcher_and_the_configuration_that_it_names(
     assert missing.notes[0][0] == "--config other.yaml" and "missing" in missing.notes[0][1]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python cli/train_grpo.py --config-name grpo_7b | tee log",
+        "python cli/train_grpo.py --config-path=configs --config-name=grpo_7b.yaml",
+        "python -u -m paddle.distributed.launch --gpus '0,1' run_rl.py configs/grpo_7b.yaml",
+        "python -m torch.distributed.run --nproc_per_node 2 grpo.py --config configs/grpo_7b.yaml",
+    ],
+)
+def test_the_configuration_that_a_command_names_is_read(command: str, tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "grpo_7b.yaml").write_text("rl_config: {gamma: 1.0}")
+    (tmp_path / "scripts").mkdir()
+    assert read(command, tmp_path / "scripts").values["rl_config.gamma"] == 1.0
+    with pytest.raises(ConfigError, match="grpo_8b"):
+        read(command.replace("7b", "8b"), tmp_path / "scripts")
+
+
+def test_a_python_program_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not executed"):
+        read("GRPOConfig(beta=0.1)", tmp_path, "grpo.py")
+
+
 def test_processes_in_the_configuration_of_accelerate(tmp_path: Path) -> None:
     (tmp_path / "zero3.yaml").write_text("{num_processes: 6, mixed_precision: bf16}")
     assert read("accelerate launch --config_file zero3.yaml grpo.py --beta 0.2", tmp_path).values["num_processes"] == 6
