@@ -108,8 +108,8 @@ def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
             or _find(f"{values.get('config-path', 'configs')}/{named}", path)
             or _find(f"configs/{named}", path)
         )
-        if file is None and set(values) - {"config-name", "config-path"}:  # one that is part of the other system, whose defaults are known here
-            return []
+        if file is None and set(values) - {"config-name", "config-path"}:
+            return []  # it is part of the other system, whose defaults are known here
     if not isinstance(named, str):
         return []
     if file is None:
