@@ -7,7 +7,7 @@ import pytest
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.rules import Fate
-from tests.support.imports import import_text, lost_keys, mathematics
+from support.imports import import_text, lost_keys, mathematics
 
 GRPO = {
     "algorithm.adv_estimator": "grpo",
