@@ -1,7 +1,6 @@
 """The rules of an import, and their application to the values of a file.
 
-Every key of another system has a declared fate: taken over, converted, read for another key, without effect on training, or lost. A rule
-with `*` never says "without effect" about keys that change training.
+Every key of another system has a declared fate. A rule with `*` never says "no effect" about keys that change training.
 
 Invariant: every key of the file is in the result exactly once for each of its rules, with its fate. Pure.
 """

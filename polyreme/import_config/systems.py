@@ -32,7 +32,7 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     Raises:
         ConfigError: the file is not a configuration, or its system is unknown.
     """
-    values = read_values(path)
+    values: Values = read_values(path)
     system = SYSTEMS[name] if name else recognise(values, path)
     values = prepared(system, values)
     found = apply(system, values)  # the first time, for the number of iterations, of which other keys are a part

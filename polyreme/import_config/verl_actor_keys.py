@@ -11,8 +11,8 @@ from polyreme.import_config.verl_algorithm import (
     ACTOR,
     clip_ratio,
     kl_loss_type,
-    schedule,
 )
+from polyreme.import_config.verl_optimizer import schedule
 
 ROLLOUT, MODEL, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.ref"
 MEGATRON = f"{ACTOR}.megatron"
@@ -110,7 +110,7 @@ MODELS = (
 
 
 def optimizer_keys(section: str, target: str) -> tuple[Rule, ...]:
-    """The fates of the keys of an optimizer; `verl_algorithm.optimizer` computes its settings."""
+    """The fates of the keys of an optimizer; `verl_optimizer.optimizer` computes its settings."""
     names = ("lr", "weight_decay", "betas", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr", "min_lr_ratio", "clip_grad")
     shaped = ("lr_scheduler_type", "warmup_style", "lr_decay_style")
     optim, off = f"{section}.optim", None if section == ACTOR else without_critic
