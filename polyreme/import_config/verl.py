@@ -22,6 +22,7 @@ DEFAULTS = {
     "data.train_batch_size": 1024,
     "data.filter_overlong_prompts": False,
     "data.truncation": "error",
+    "data.image_key": "images",
     f"{MODEL}.path": "~/models/deepseek-llm-7b-chat",
     f"{ACTOR}.optim.lr": 1e-6,
     f"{ACTOR}.ppo_mini_batch_size": 256,
