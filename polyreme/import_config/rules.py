@@ -17,7 +17,8 @@ from polyreme.errors import ConfigError
 Values = Mapping[str, Any]
 """The other system's values by dotted key: those of the file over the system's defaults."""
 ITERATIONS = "(iterations)"
-"""Among the values: our number of iterations, for keys that are a part of the run. Missing while that number is computed."""
+"""Among the values: our number of iterations, for keys that are a part of the run. Missing while that number is computed. Names in
+brackets are no keys of the file."""
 
 
 class Fate(StrEnum):
@@ -218,7 +219,7 @@ def apply(system: System, given: Values) -> Imported:
             continue
         _set(found, target, ours, why)
     for key, value in {**system.defaults, **given}.items():
-        if key == ITERATIONS:
+        if key.startswith("("):
             continue
         _collect(found, system, list(_entries(system, key, value, values)), given=key in given)
         if key in system.defaults and not _is_known(system, key, value):
@@ -235,7 +236,7 @@ def _fixed(system: System, values: Values) -> Mapping[str, tuple[Any, str]]:
         return system.fixed(values)
     except ConfigError:
         raise
-    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"values of {system.title} that fit together", f"{type(error).__name__}: {error}", _WRITE) from error
 
 

@@ -8,15 +8,22 @@ from pathlib import Path
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.mindspeed import MINDSPEED, with_inherited
-from polyreme.import_config.openrlhf import OPENRLHF, with_dotted_names
+from polyreme.import_config.openrlhf import OPENRLHF
+from polyreme.import_config.openrlhf_names import with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
-from polyreme.import_config.read import read_values
-from polyreme.import_config.rules import ITERATIONS, Imported, System, Values, apply
-from polyreme.import_config.trl import TRL
+from polyreme.import_config.read import read_file
+from polyreme.import_config.rules import ITERATIONS, Entry, Fate, Imported, System, Values, apply
+from polyreme.import_config.trl import TRL, refuse_others, trainer_of, with_plain_options
+from polyreme.import_config.trl_parts import TRAINER
 from polyreme.import_config.verl import VERL, with_older_names
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
-_PREPARED = {VERL.name: with_older_names, MINDSPEED.name: with_inherited, OPENRLHF.name: with_dotted_names}
+_PREPARED = {
+    VERL.name: with_older_names,
+    MINDSPEED.name: with_inherited,
+    OPENRLHF.name: with_dotted_names,
+    TRL.name: with_plain_options,
+}
 """For systems with several spellings of a key: a function that returns the values under the keys of the rules."""
 _PLACEHOLDER = 100
 """Iterations of a run whose file has a number of passes over data of unknown length."""
@@ -32,14 +39,20 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     Raises:
         ConfigError: the file is not a configuration, or its system is unknown.
     """
-    values: Values = read_values(path)
+    read = read_file(path)
+    values: Values = read.values
     system = SYSTEMS[name] if name else recognise(values, path)
     values = prepared(system, values)
+    if system is TRL:
+        refuse_others(values)
+        trainer = trainer_of(f"{path.name} {read.program}")
+        values = {**values, TRAINER: trainer} if trainer else values
     found = apply(system, values)  # the first time, for the number of iterations, of which other keys are a part
     count, comment = _iterations(found, system, {**system.defaults, **values}, rows)
     found = apply(system, {**values, ITERATIONS: count})
     if "iterations" not in found.values:
         found.values["iterations"], found.comments["iterations"] = count, comment
+    found.lost[:0] = [Entry(words, None, "", None, why, Fate.LOST) for words, why in read.notes]
     return system, found
 
 
