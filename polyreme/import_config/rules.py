@@ -1,7 +1,6 @@
 """The rules of an import, and their application to the values of a file.
 
-Every key of another system has a declared fate: taken over, converted, read for another key, without effect on training, or lost. A rule
-with `*` never says "without effect" about keys that change training.
+Every key of another system has a declared fate. A rule with `*` never says "no effect" about keys that change training.
 
 Invariant: every key of the file is in the result exactly once for each of its rules, with its fate. Pure.
 """
@@ -201,6 +200,7 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
+_WRITE = "Write the value that the other system trains with into the file."
 TEXTS = frozenset({"model.path", "data.train", "data.eval", "trainer.critic.path", "output_dir", "name", "reward.rewards"})
 """Our keys that can hold a text with an unresolved variable, for the user to complete. For any other key it is a loss."""
 
@@ -229,16 +229,15 @@ def apply(system: System, given: Values) -> Imported:
 
 
 def _fixed(system: System, values: Values) -> Mapping[str, tuple[Any, str]]:
+    for key, usual in system.defaults.items():
+        if isinstance(usual, int | float) and isinstance(values[key], str):
+            raise ConfigError(f"a number for {key}", _short(values[key]), _WRITE)
     try:
         return system.fixed(values)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"values from which the lengths, batches, ranks and algorithm of a run of {system.title} follow",
-            f"{type(error).__name__}: {error}",
-            "Write the values that the other system trains with into the file.",
-        ) from error
+        raise ConfigError(f"values of {system.title} that fit together", f"{type(error).__name__}: {error}", _WRITE) from error
 
 
 def _is_known(system: System, key: str, value: Any) -> bool:
@@ -265,7 +264,11 @@ def _set(found: Imported, target: str, ours: Any, comment: str) -> None:
         if not isinstance(ours, dict) or not key.startswith(f"{target}."):
             del found.values[key], found.comments[key]
     for leaf, part in _leaves(target, ours):
-        found.values[leaf], found.comments[leaf] = part, comment
+        unknown = "$" in str(part) and "CHECK" not in comment  # a path, an address, or a list of rewards with one
+        found.values[leaf], found.comments[leaf] = (
+            part,
+            f"{comment}; CHECK: the file does not say what $... is" if unknown else comment,
+        )
 
 
 def _entries(system: System, key: str, value: Any, values: Values) -> Iterator[Entry]:
@@ -283,17 +286,13 @@ def _entries(system: System, key: str, value: Any, values: Values) -> Iterator[E
 def _entry(rule: Rule, key: str, value: Any, values: Values) -> Entry:
     try:
         ours = value if rule.convert is None else rule.convert(value, values)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"a value of {key} that becomes {rule.target or 'a part of the run'}",
-            f"{_short(value)} ({error})",
-            "Write the value that the other system trains with into the file.",
-        ) from error
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        raise ConfigError(f"a value of {key} that becomes {rule.target}", f"{_short(value)} ({error})", _WRITE) from error
     note = rule.note
     if isinstance(ours, Noted):
         ours, note = ours.ours, "; ".join(filter(None, (rule.note, ours.note)))
-    if isinstance(value, Unresolved):
-        note = "; ".join(filter(None, ("CHECK: the file does not say what the variable is", note)))
     match ours:
         case Lost():
             return Entry(key, value, "", None, ours.why, rule.fate if rule.fate in LOSSES else Fate.LOST)

@@ -2,7 +2,7 @@
 
 Keys and defaults: verl/trainer/config/ppo_trainer.yaml, ppo_megatron_trainer.yaml and the files that they include.
 
-Invariant: this module, `verl_actor_keys`, `verl_keys` and `verl_algorithm` are the only places that know verl's keys.
+Invariant: this module and the others that begin with `verl_` are the only places that know verl's keys.
 """
 
 import math
@@ -11,8 +11,9 @@ from typing import Any
 from polyreme.import_config.convert import minibatches, path, placeholder, product, ratio
 from polyreme.import_config.rules import System, Unresolved, Values
 from polyreme.import_config.verl_actor_keys import MEGATRON, MODEL, ROLLOUT
-from polyreme.import_config.verl_algorithm import ACTOR, Fixed, algorithm, optimizer
+from polyreme.import_config.verl_algorithm import ACTOR, Fixed, algorithm
 from polyreme.import_config.verl_keys import RULES
+from polyreme.import_config.verl_optimizer import optimizer
 
 DEFAULTS = {
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
@@ -21,6 +22,7 @@ DEFAULTS = {
     "data.train_batch_size": 1024,
     "data.filter_overlong_prompts": False,
     "data.truncation": "error",
+    "data.image_key": "images",
     f"{MODEL}.path": "~/models/deepseek-llm-7b-chat",
     f"{ACTOR}.optim.lr": 1e-6,
     f"{ACTOR}.ppo_mini_batch_size": 256,

@@ -3,6 +3,7 @@
 Invariant: a pattern with `*` says "no effect on training" only where that is true of every key below it.
 """
 
+import re
 from typing import Any
 
 from polyreme.import_config.convert import above, adapters, given, lookup, path, paths, when
@@ -11,13 +12,14 @@ from polyreme.import_config.verl_algorithm import (
     ACTOR,
     clip_ratio,
     kl_loss_type,
-    schedule,
 )
+from polyreme.import_config.verl_optimizer import schedule
 
 ROLLOUT, MODEL, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.ref"
 MEGATRON = f"{ACTOR}.megatron"
 TRANSFORMER = f"{MEGATRON}.override_transformer_config"
 GAE = when("algorithm.adv_estimator", "gae")
+_SENSES = re.compile(r"[\d.-]vl\b|\bvl[\d.-]|internvl|llava|omni|vision|-\d\.?\d?v\b|minicpm-[ov]", re.IGNORECASE)
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 TURNS = "several turns or tools; this run has one answer per prompt"
 NO_CRITIC = "no critic without adv_estimator: gae"
@@ -43,6 +45,8 @@ def _truncation(value: Any, values: Values) -> Any:
 
 
 def _micro(value: Any, values: Values) -> Any:
+    if values.get(f"{ACTOR}.use_dynamic_bsz"):
+        return Off("ppo_max_token_len_per_gpu bounds with use_dynamic_bsz")
     return value * (values["data.max_prompt_length"] + values["data.max_response_length"]) if value else Off("not set")
 
 
@@ -51,6 +55,11 @@ def _scale(value: Any, values: Values) -> Any:
     if value in (None, values["data.max_response_length"]) or not used:
         return Off("max_response_length is the divisor here, or the mode has none")
     return Lost("the divisor is max_response_length here: scale the learning rate instead")
+
+
+def _is_of_text(values: Values) -> str:
+    """Why a column of images has no effect; empty for a model whose name says that it reads images or sound."""
+    return "" if _SENSES.search(str(values[f"{MODEL}.path"])) else "the model reads texts"
 
 
 def _seeded(value: Any, values: Values) -> Any:
@@ -78,8 +87,9 @@ DATA = (
     *lost(TURNS, "data.tool_config_path", "data.function_tool_path", another_run=True),
     *idle("generation goes on until a batch is full", "data.gen_batch_size"),
     *idle("evaluation only: it sends all its prompts at once", "data.val_batch_size", "data.validation_shuffle"),
-    *idle("columns of images, audio and video are not read; a model that needs them is refused", "data.image_key", "data.video_key",
-          "data.audio_key", "data.image_patch_size", "data.mm_processor_kwargs*", "data.return_multi_modal_inputs"),
+    *lost("images, audio and video are not read: prompts are texts", "data.image_key", "data.video_key", "data.audio_key",
+          another_run=True, off=_is_of_text),
+    *idle("only used with images", "data.image_patch_size", "data.mm_processor_kwargs*", "data.return_multi_modal_inputs"),
     *idle("what a row holds in memory", "data.return_raw_input_ids", "data.return_raw_chat", "data.return_full_prompt", "data.use_shm",
           "data.dataloader_num_workers", "data.filter_overlong_prompts_workers", "data.trust_remote_code", "data.cache_dir"),
 )  # fmt: skip
@@ -110,7 +120,7 @@ MODELS = (
 
 
 def optimizer_keys(section: str, target: str) -> tuple[Rule, ...]:
-    """The fates of the keys of an optimizer; `verl_algorithm.optimizer` computes its settings."""
+    """The fates of the keys of an optimizer; `verl_optimizer.optimizer` computes its settings."""
     names = ("lr", "weight_decay", "betas", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr", "min_lr_ratio", "clip_grad")
     shaped = ("lr_scheduler_type", "warmup_style", "lr_decay_style")
     optim, off = f"{section}.optim", None if section == ACTOR else without_critic

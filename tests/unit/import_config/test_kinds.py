@@ -1,6 +1,6 @@
 """Every kind of ours is reached by the import of a system that has it."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -34,7 +34,7 @@ DISTILLATION = {
     "distillation.distillation_loss.use_policy_gradient": True,
     "distillation.distillation_loss.use_task_rewards": False,
 }
-CASES = [
+CASES: list[dict[str, Any]] = [
     *({"algorithm.adv_estimator": name} for name in ESTIMATORS),
     *({"algorithm.adv_estimator": "grpo", f"{ACTOR}.policy_loss.loss_mode": name} for name in LOSSES),
     {
@@ -60,14 +60,14 @@ def test_estimators() -> None:
 
 
 def test_aggregations() -> None:
-    for name in Aggregation.__args__:
+    for name in get_args(Aggregation):
         assert verl(**{f"{ACTOR.replace('.', '__')}__loss_agg_mode": name})["algorithm.aggregation"] == name
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_kl_places_and_estimators(place: str) -> None:
     names = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "abs": "abs", "k1+": "kl+", "k3+": "k3+", "abs+": "abs+"}
-    assert set(names) == set(KlEstimator.__args__)
+    assert set(names) == set(get_args(KlEstimator))
     for ours, name in names.items():
         loss = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": name}
         reward = {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": name}
@@ -79,7 +79,7 @@ def test_kl_places_and_estimators(place: str) -> None:
 
 
 def test_schedules_of_both_models() -> None:
-    for name in OptimizerConfig.model_fields["schedule"].annotation.__args__:  # type: ignore[union-attr]
+    for name in get_args(OptimizerConfig.model_fields["schedule"].annotation):
         for section, target in ((ACTOR, "trainer.optimizer"), ("critic", "trainer.critic.optimizer")):
             found = run({"algorithm.adv_estimator": "gae", f"{section}.optim.lr_scheduler_type": name})
             assert found[f"{target}.schedule"] == name
@@ -89,7 +89,7 @@ def test_schedules_of_both_models() -> None:
 
 
 def test_corrections() -> None:
-    given = [
+    given: list[dict[str, Any]] = [
         {"rollout_is": "token"},
         {"rollout_is": "sequence"},
         {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},

@@ -8,7 +8,7 @@ import yaml
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.rules import Fate
-from tests.support.imports import import_text, lost_keys, mathematics
+from support.imports import import_text, lost_keys, mathematics
 
 TRAIN, ACTOR, CRITIC, RL, GENERATE = "megatron_training", "actor_config", "critic_config", "rl_config", "generate_config"
 SAMPLING = {"max_tokens": 2048, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0}

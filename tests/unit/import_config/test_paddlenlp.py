@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyreme.errors import ConfigError
-from tests.support.imports import import_text, lost_keys, mathematics
+from support.imports import import_text, lost_keys, mathematics
 
 GRPO: dict[str, Any] = {
     "rl_algorithm": "grpo",

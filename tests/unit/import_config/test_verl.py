@@ -7,7 +7,7 @@ import pytest
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.rules import Fate
-from tests.support.imports import import_text, lost_keys, mathematics
+from support.imports import import_text, lost_keys, mathematics
 
 GRPO = {
     "algorithm.adv_estimator": "grpo",
@@ -439,3 +439,19 @@ def test_pipeline_stages_over_machines_are_a_check() -> None:
     values = {"trainer.nnodes": 4, f"{ACTOR}.megatron.tensor_model_parallel_size": 4}
     found, run = import_text(script(GRPO | values | {f"{ACTOR}.megatron.pipeline_model_parallel_size": 2}), suffix=".sh")
     assert run.trainer.parallel.layout == "tensor 4 x data 8" and "CHECK" in found.comments["trainer.parallel.pipeline"]
+
+
+@pytest.mark.parametrize(
+    "path", ["Qwen/Qwen2.5-VL-7B-Instruct", "OpenGVLab/InternVL3-2B", "zai-org/GLM-4.1V-9B", "openbmb/MiniCPM-o-2_6"]
+)
+def test_a_model_of_images_is_another_kind_of_run(path: str) -> None:
+    found, _ = import_text(script(GRPO | {"actor_rollout_ref.model.path": path}), suffix=".sh")
+    assert (found.lost[0].key, found.lost[0].fate) == ("data.image_key", Fate.ANOTHER_RUN)
+    assert lost({"actor_rollout_ref.model.path": "Qwen/Qwen3-8B", "data.image_key": "images"}) == []
+
+
+def test_a_text_for_a_number_is_an_error_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size"):
+        import_text("algorithm: {adv_estimator: grpo}\ndata: {train_batch_size: many}\n", "verl")
+    with pytest.raises(ConfigError, match="fit together"):
+        import_text("algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: null}}\n", "verl")
