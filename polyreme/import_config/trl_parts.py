@@ -51,6 +51,8 @@ def fixed(values: Values) -> Fixed:
         **_lengths(values),
         **(_rloo(values) if is_rloo(values) else _grpo(values)),
     }
+    if older(values) and "temperature" not in values:
+        found["rollout.temperature"] = (1.0, "TRL's default since 0.18. CHECK: 0.9 before")
     if (overlong := shaping(values, completion_tokens(values))) is not None:
         found["algorithm.shaping.overlong"] = (overlong, "reward_funcs, reward_weights: the soft overlong punishment")
     return found
@@ -147,7 +149,7 @@ def _advantage(values: Values, parts: bool) -> Fixed:
 
 
 def _loss(values: Values) -> Fixed:
-    kind, level = values["loss_type"], values.get("importance_sampling_level", "token")
+    kind, level = values.get("loss_type", "dapo"), values.get("importance_sampling_level", "token")
     if kind not in AGGREGATIONS:
         raise refused("a loss_type", kind, AGGREGATIONS)
     if level not in ("token", "sequence"):
@@ -159,9 +161,16 @@ def _loss(values: Values) -> Fixed:
             "Set loss_type: grpo (GSPO), or importance_sampling_level: token.",
         )
     return {
-        "algorithm.aggregation": (AGGREGATIONS[kind], f"loss_type: {kind}"),
+        "algorithm.aggregation": (AGGREGATIONS[kind], f"loss_type: {kind}{_age_of_loss(values)}"),
         "algorithm.loss": _clip(kind, level, values),
     }
+
+
+def _age_of_loss(values: Values) -> str:
+    unsure = older(values) and "loss_type" not in values
+    return (
+        ", TRL's default since 0.22, and bnpo is the same here. CHECK: grpo (seq-mean-token-mean) before 0.17" if unsure else ""
+    )
 
 
 def _clip(kind: str, level: str, values: Values) -> tuple[Any, str]:
@@ -189,7 +198,8 @@ def _clip(kind: str, level: str, values: Values) -> tuple[Any, str]:
 def _kl(values: Values) -> Fixed:
     beta = values.get("beta") or 0.0
     if not beta:
-        return {"algorithm.kl": (None, "beta: 0, no reference model")}
+        check = ", TRL's default since 0.19. CHECK: 0.04 before" if older(values) and "beta" not in values else ""
+        return {"algorithm.kl": (None, f"beta: 0, no reference model{check}")}
     corrected = values.get("use_bias_correction_kl", not older(values))
     why = "use_bias_correction_kl: the gradient of the reverse KL" if corrected else "without use_bias_correction_kl"
     given = "" if "use_bias_correction_kl" in values else ", by TRL's default" + (" before 1.0" if older(values) else "")

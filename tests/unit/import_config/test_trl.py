@@ -165,7 +165,7 @@ def test_scores_scaled_by_the_batch_and_rewards_normalised_apart() -> None:
         ({"cliprange_value": 0.2}, "algorithm.preset: ppo"),
         ({"rloo_k": 4}, "algorithm.preset: rloo"),
         ({"beta": "much"}, "kl.coef"),
-        ({"num_generations": "many"}, "from which"),
+        ({"num_generations": "many"}, "many"),
     ],
 )
 def test_what_is_refused_names_where_to_go(options: dict[str, Any], word: str) -> None:
@@ -250,6 +250,7 @@ def test_the_gradient_of_the_kl(options: dict[str, Any], estimator: str) -> None
         ({"sync_ref_model": True, "beta": 0.1}, ["sync_ref_model"]),
         ({"sync_ref_model": True, "beta": 0.0}, []),
         ({"chat_template": "{{ x }}"}, ["chat_template"]),
+        ({"model_revision": "v00.02-step-3660"}, ["model_revision"]),
         ({"dataset_config": "all"}, ["dataset_config"]),
         ({"use_peft": True, "lora_modules_to_save": ["lm_head"]}, ["lora_dropout", "lora_modules_to_save"]),
         ({"use_peft": True, "lora_dropout": 0.0, "use_dora": True}, ["use_dora"]),
@@ -267,6 +268,17 @@ def test_the_gradient_of_the_kl(options: dict[str, Any], estimator: str) -> None
 )
 def test_what_changes_training_and_is_not_carried_over_is_listed(options: dict[str, Any], lost: list[str]) -> None:
     assert lost_keys(imported(options)[0]) == lost
+
+
+def test_defaults_that_changed_are_checked() -> None:
+    """A file of the versions before 1.0 does not say which: they had other defaults of beta, loss_type and temperature."""
+    keys = {"algorithm.kl": "0.04", "algorithm.aggregation": "grpo", "rollout.temperature": "0.9"}
+    found, run = imported({"max_prompt_length": 512})
+    assert all("CHECK" in found.comments[key] and word in found.comments[key] for key, word in keys.items())
+    assert (run.algorithm.kl, run.algorithm.aggregation, run.rollout.temperature) == (None, "token-mean", 1.0)
+    for options in ({"max_prompt_length": 512, "beta": 0.0, "loss_type": "dapo", "temperature": 0.7}, {}):
+        found, _ = imported(options)
+        assert not [key for key in keys if "CHECK" in found.comments.get(key, "")]
 
 
 def test_a_reference_that_is_replaced() -> None:
