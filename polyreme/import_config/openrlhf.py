@@ -37,7 +37,8 @@ def _datasets(value: Any, values: Values) -> Any:
     if len(names) == 1:
         return path(names[0], values)
     given_weights = values.get("data.prompt_probs")
-    weights = [float(each) for each in str(given_weights).split(",")] if given_weights else []
+    known = given_weights and not isinstance(given_weights, Unresolved)
+    weights = [float(each) for each in str(given_weights).split(",")] if known else []
     if len(weights) != len(names):
         return [path(name, values) for name in names]
     return [{"path": path(name, values), "weight": weight} for name, weight in zip(names, weights, strict=True)]

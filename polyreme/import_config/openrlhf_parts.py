@@ -132,6 +132,9 @@ def _kl(values: Values) -> Fixed:
     estimator = "k3" if values.get("algo.kl.use_k3") else values["algo.kl.estimator"]
     if in_loss and values.get("algo.kl.unbiased_gradient"):
         estimator += "+"
+    if in_loss and estimator == "k1":
+        why = "in the loss, the gradient of k1 is 0 in expectation, so there is no KL here; k2 or k3 are estimators for the loss"
+        return {"algorithm.kl": (None, "see the list of what was not carried over"), "lost kl": (Lost(why), "algo.kl.estimator")}
     place = "in the loss"
     if not in_loss:
         place = "in the reward"

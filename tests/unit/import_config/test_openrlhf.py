@@ -237,6 +237,7 @@ def test_every_reward_appears(options: dict[str, Any], wanted: list[dict[str, An
         ({"ptx_coef": 0.05}, []),
         ({"pretrain_data": "p", "ptx_coef": 0.05}, ["pretrain_data", "ptx_coef"]),
         ({"use_kl_loss": True, "kl_estimator": "k2", "kl_target": 6}, ["algo.kl.target"]),
+        ({"use_kl_loss": True}, ["algo.kl.estimator"]),
     ],
 )  # fmt: skip
 def test_what_changes_training_and_is_not_carried_over_is_listed(options: dict[str, Any], lost: list[str]) -> None:
@@ -260,6 +261,8 @@ def test_several_data_sets_have_their_probabilities() -> None:
     found, run = imported({"prompt_data": "a/x,b/y", "prompt_data_probs": "0.4,0.6"})
     assert found.values["data.train"] == [{"path": "a/x", "weight": 0.4}, {"path": "b/y", "weight": 0.6}]
     assert run.data.weights == (0.4, 0.6)
+    probabilities = command({**BASE, "prompt_data": "a/x,b/y"}) + " --prompt_data_probs $PROBABILITIES"
+    assert import_text(probabilities, "openrlhf", suffix=".sh")[0].values["data.train"] == ["a/x", "b/y"]
     assert imported({"prompt_data": "a/x,b/y"})[0].values["data.train"] == ["a/x", "b/y"]
 
 
