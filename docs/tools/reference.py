@@ -116,13 +116,13 @@ def import_page() -> str:
 
 {NOTE}
 [`polyreme import-config`](../import.md) applies these tables. A key that ends with `*` stands for all keys with this beginning that no other
-row names.
+row names. Keys that are "not carried over" change training and have no counterpart: an import lists them first, unless their value changes nothing.
 """
     ]
     for system in SYSTEMS.values():
-        parts.append(f"\n## {system.title}\n\n| {system.title} | Polyreme | |\n|---|---|---|\n")
+        parts.append(f"\n## {system.title}\n\n| {system.title} | fate | Polyreme | |\n|---|---|---|---|\n")
         parts += [
-            f"| `{rule.key}` | {f'`{rule.target}`' if rule.target else 'none'} | {_note(rule, system)} |\n"
+            f"| `{rule.key}` | {rule.fate} | {f'`{rule.target}`' if rule.target else ''} | {_note(rule, system)} |\n"
             for rule in system.rules
         ]
     return "".join(parts)

@@ -1,7 +1,8 @@
 """`polyreme import-config`: writes a run.yaml from another system's configuration.
 
 Invariant: the file is written completely or not at all, and never replaces an existing one. It is valid in our schema, or the command
-fails with the reason.
+fails with the reason. What was not carried over is on the terminal (stderr) as well as in the file. The status is 0 when a file or text
+was written: losses are decisions of the user, not failures.
 """
 
 import sys
@@ -15,7 +16,7 @@ from polyreme.cli.completion import one_of
 from polyreme.cli.run_records import write_atomically
 from polyreme.config.load import parse_config
 from polyreme.errors import ConfigError
-from polyreme.import_config.render import text_of
+from polyreme.import_config.render import report, text_of
 from polyreme.import_config.systems import SYSTEMS, import_file
 
 
@@ -36,13 +37,13 @@ def import_config(
     if output is not None and output.exists():
         raise ConfigError(f"no file {output} yet", "one is there", "Choose another name, or remove the file.")
     source, found = import_file(file, system, rows)
+    for line in report(found, source.title):
+        print(line, file=sys.stderr)
     text = text_of(found, source.title, str(file))
     parse_config(yaml.safe_load(text), f"the import of {file}")
     if output is None:
         print(text, end="")
     else:
         write_atomically(output, text)
-        counts = f"{len(found.values)} keys, {len(found.missing)} without a counterpart"
-        print(
-            f"{output}: {counts}. Next: decide on the keys marked CHECK, then `polyreme config check {output}`.", file=sys.stderr
-        )
+        decide = "decide on the lists above, which are at its top, then " if found.lost or "CHECK" in text else ""
+        print(f"{output}: {len(found.values)} keys. Next: {decide}`polyreme config check {output}`.", file=sys.stderr)

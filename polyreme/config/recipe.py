@@ -209,9 +209,13 @@ Correction = Annotated[TokenTis | SequenceTis | IcePop | GeometricMask | Veto, F
 
 
 class AdaptiveKl(Primitive):
-    """Adapts the coefficient so that the KL of a response stays near the target."""
+    """Adapts the coefficient so that the KL stays near the target."""
 
-    target: Positive = Field(6.0, description="Target KL in nats per response.")
+    target: Positive = Field(6.0, description="Target KL in nats per `unit`.")
+    unit: Literal["response", "token"] = Field(
+        "response",
+        description="What `target` counts. response: the sum over a response's tokens. token: the mean over its tokens, as in verl and OpenRLHF.",
+    )
     horizon: int = Field(10_000, ge=1, description="Number of samples over which the coefficient adapts.")
 
 

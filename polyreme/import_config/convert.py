@@ -5,13 +5,15 @@ Invariant: pure functions of a key's value and all values, as `Rule.convert` tak
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from polyreme.import_config.rules import NOTHING, Values
+from polyreme.errors import ConfigError
+from polyreme.import_config.rules import ITERATIONS, Lost, Noted, Off, Values
 
-KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-"""Our name for each estimator."""
+_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+KL = _KL | {f"{name}+": "k2" if ours == "k2" else f"{ours}+" for name, ours in _KL.items()}
+"""Our name for each estimator. With +: its value with the gradient of k2."""
 
 
 def positive(value: Any, values: Values) -> Any:
@@ -19,19 +21,26 @@ def positive(value: Any, values: Values) -> Any:
     return value if isinstance(value, int | float) and value > 0 else 0
 
 
-def when(key: str, wanted: Any = True) -> Callable[[Any, Values], Any]:
-    """The value if another key has the value `wanted`."""
-    return lambda value, values: value if values.get(key) == wanted else NOTHING
+def given(value: Any, values: Values) -> Any:
+    """The value unless it is null or 0, which leave the choice to the other system."""
+    return value or Off("not set")
+
+
+def when(key: str, *wanted: Any) -> Callable[[Any, Values], Any]:
+    """The value if another key has one of the values `wanted`; without `wanted`, if it is true."""
+    choices = wanted or (True,)
+    needs = f"only used with {key}: {' or '.join(str(each).lower() if each is True else str(each) for each in choices)}"
+    return lambda value, values: value if values.get(key) in choices else Off(needs)
 
 
 def adapters(alpha: str, default: float) -> Callable[[Any, Values], Any]:
     """A rank of adapters with the value of the key `alpha`. Rank 0 stands for training all weights."""
-    return lambda rank, values: {"rank": rank, "alpha": values.get(alpha, default)} if rank else NOTHING
+    return lambda rank, values: {"rank": rank, "alpha": values.get(alpha, default)} if rank else Off("all weights are trained")
 
 
 def above(least: float) -> Callable[[Any, Values], Any]:
     """The number if it is greater than `least`, the value that disables the option."""
-    return lambda value, values: value if isinstance(value, int | float) and value > least else NOTHING
+    return lambda value, values: value if isinstance(value, int | float) and value > least else Off()
 
 
 def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Callable[[Any, Values], Any]:
@@ -44,15 +53,58 @@ def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Callable[[
     def convert(value: Any, values: Values) -> Any:
         tokens = values.get(length, usual)
         if not value or not tokens:
-            return NOTHING
+            return Off()
         return {"buffer": min(1.0, tokens / values[limit]), "factor": values.get(factor, 1.0)}
 
     return convert
 
 
-def lookup(table: dict[Any, Any]) -> Callable[[Any, Values], Any]:
-    """The table's entry of the value."""
-    return lambda value, values: table.get(value, NOTHING)
+def lookup(table: Mapping[Any, Any], *ignored: Any) -> Callable[[Any, Values], Any]:
+    """The table's entry of the value. A value that is neither there nor among `ignored` is a loss."""
+    known = ", ".join(str(each) for each in table)
+    missing = f"no counterpart of this value; known: {known}"
+    return lambda value, values: table[value] if value in table else Off() if value in ignored else Lost(missing)
+
+
+def choice(what: str, table: Mapping[Any, Any], *ignored: Any) -> Callable[[Any, Values], Any]:
+    """The table's entry of the value, for keys that choose the algorithm. Without an entry, the import is refused: see `refused`."""
+
+    def convert(value: Any, values: Values) -> Any:
+        if value in table or value in ignored:
+            return table.get(value, Off())
+        raise refused(what, value, table)
+
+    return convert
+
+
+def refused(what: str, value: Any, known: Iterable[Any]) -> ConfigError:
+    """The error for an algorithm that we do not have: any translation would be another algorithm."""
+    return ConfigError(
+        f"{what} that Polyreme has ({', '.join(map(str, known))})",
+        str(value),
+        "There is no translation of this algorithm. Choose one of these, or write it as algorithm.source.",
+    )
+
+
+def part_of_run(value: Any, values: Values) -> Any:
+    """A fraction of the run, from 0 to 1, as iterations. It is rounded up, as transformers does."""
+    iterations = values.get(ITERATIONS)
+    if not value or iterations is None:
+        return Off("0: none")
+    return Noted(math.ceil(value * iterations), f"x {iterations} iterations")
+
+
+def minibatches(batch: float, mini: float, why: str) -> tuple[int, str]:
+    """The number of optimizer steps that divide a batch, and its origin: CHECK where the division has a remainder."""
+    steps = ratio(batch, mini)
+    rest = mini > 0 and batch % mini
+    return steps, f"CHECK: {batch:g} / {mini:g} is no whole number; {why}" if rest else why
+
+
+def placeholder(name: str, **options: Any) -> dict[str, Any]:
+    """A reward that we do not have, as a Python file that the user must write: the run does not start without it."""
+    label = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "reward"
+    return {"name": label, "file": f"FILL_IN/{label}.py", **options}
 
 
 def ratio(value: float, other: float) -> int:
@@ -67,7 +119,7 @@ def product(*factors: Any) -> int:
 
 def path(value: Any, values: Values) -> Any:
     """A file or directory: `~` for the home directory of a shell script."""
-    return value.replace("${HOME}", "~").replace("$HOME", "~") if isinstance(value, str) else NOTHING
+    return value.replace("${HOME}", "~").replace("$HOME", "~") if isinstance(value, str) else Lost("no path")
 
 
 def paths(value: Any, values: Values) -> Any:
@@ -75,16 +127,16 @@ def paths(value: Any, values: Values) -> Any:
     if isinstance(value, list):
         found = [path(each, values) for each in value]
         return found[0] if len(found) == 1 else found
-    return path(value, values) if value else NOTHING
+    return path(value, values) if value else Off("none")
 
 
 def trackers(value: Any, values: Values) -> Any:
     """The supported trackers in a list of loggers. Files and TensorBoard are always written."""
     names = [value] if isinstance(value, str) else value or []
     known = [{"kind": name} for name in dict.fromkeys(names) if name in ("wandb", "swanlab", "mlflow", "trackio")]
-    return known or NOTHING
+    return known or Off("files and TensorBoard")
 
 
 def name(value: Any, values: Values) -> Any:
     """A name of a run: lower-case letters, digits and hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", str(value).lower()).strip("-") or NOTHING
+    return re.sub(r"[^a-z0-9]+", "-", str(value).lower()).strip("-") or Off("no name")

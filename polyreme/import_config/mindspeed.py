@@ -3,190 +3,38 @@
 Keys and defaults: mindspeed_rl/config_cls/*.py. Sections are `megatron_training`, `actor_config`, `critic_config`, `rl_config` and
 `generate_config`; a key of the actor's or the critic's section overrides that of `megatron_training`.
 
-Invariant: the table below is the only place that knows MindSpeed RL's keys.
+Invariant: this module and `mindspeed_keys` are the only places that know MindSpeed RL's keys.
 """
 
 from typing import Any
 
-from polyreme.import_config.convert import KL, above, lookup, path, product, ratio, when
-from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
+from polyreme.import_config.convert import KL, minibatches, placeholder, product, ratio, refused
+from polyreme.import_config.mindspeed_keys import (
+    ACTOR,
+    CRITIC,
+    GENERATE,
+    OPTIMIZER,
+    RL,
+    RULES,
+    SAMPLING,
+    SCHEDULES,
+    TRAIN,
+)
+from polyreme.import_config.rules import ITERATIONS, System, Values
 
-TRAIN, ACTOR, CRITIC, RL, GENERATE = "megatron_training", "actor_config", "critic_config", "rl_config", "generate_config"
-SAMPLING = f"{GENERATE}.sampling_config"
+Fixed = dict[str, tuple[Any, str]]
+STAGES = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "ppo"}
 VERIFIERS = {
-    **dict.fromkeys(["acc", "base_acc", "math_17k_acc", "acc_for_dapo", "acc_for_ppo", "math_verify_reward"], "math"),
-    **dict.fromkeys(["format", "strict_format", "step"], "think_format"),
+    "acc": ("math", "1, -0.5 or -1 there, 1 or 0 here"),
+    "base_acc": ("math", "also needs the format there"),
+    "math_17k_acc": ("math", ""),
+    "acc_for_dapo": ("math", "1 or -1 there, 1 or 0 here"),
+    "acc_for_ppo": ("math", "other values there, 1 or 0 here"),
+    "math_verify_reward": ("math", ""),
+    "format": ("think_format", ""),
+    "strict_format": ("think_format", "1 or -0.5, with one boxed answer, there; 1 or 0 here"),
 }
-MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
-GAE = when(f"{RL}.adv_estimator", "gae")
-
-
-def _kl(values: Values) -> Any:
-    coef, reward = values[f"{RL}.init_kl_coef"], values[f"{RL}.use_kl_in_reward"]
-    gae = values[f"{RL}.adv_estimator"] == "gae"
-    if not coef or (gae and not reward) or values.get(f"{TRAIN}.stage") == "ray_dapo":
-        return None
-    return {"place": "reward" if reward else "loss", "estimator": KL.get(values[f"{RL}.kl_penalty"], "k3"), "coef": coef}
-
-
-def _rewards(names: Any, values: Values) -> Any:
-    weights = values.get(f"{RL}.verifier_weight", [1.0] * len(names))
-    found: dict[str, float] = {}
-    for name, weight in zip(names, weights, strict=False):
-        if ours := VERIFIERS.get(name):
-            found[ours] = found.get(ours, 0) + weight
-    return [{"name": name, "weight": weight} for name, weight in found.items()] or NOTHING
-
-
-def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
-    devices = values[f"{RL}.actor_resource.num_npus"]
-    ranks = product(
-        values[f"{ACTOR}.tensor_model_parallel_size"],
-        values.get(f"{ACTOR}.pipeline_model_parallel_size"),
-        values.get(f"{ACTOR}.context_parallel_size"),
-    )
-    preset = {"ray_dapo": "dapo", "ray_ppo": "ppo"}.get(values.get(f"{TRAIN}.stage", ""), "grpo")
-    kl = _kl(values)
-    fixed: dict[str, tuple[Any, str]] = {
-        "device": ("npu", "MindSpeed RL runs on Ascend"),
-        "placement": ("colocated", "MindSpeed RL generates on the trainer's devices"),
-        "model.dtype": ("bfloat16", "bf16, its only precision"),
-        "algorithm.preset": ("ppo" if values[f"{RL}.adv_estimator"] == "gae" else preset, "stage and adv_estimator"),
-        "algorithm.aggregation": ("token-mean", "token_level_loss"),
-        "trainer.parallel.data": (
-            ratio(devices, ranks),
-            f"num_npus {devices} / (tensor x pipeline x context ranks = {ranks})",
-        ),
-        "rollout.replicas": (
-            ratio(devices, values[f"{GENERATE}.infer_tensor_parallel_size"]),
-            "num_npus / infer_tensor_parallel_size",
-        ),
-        "rollout.max_model_len": (
-            values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"],
-            "max_prompt_length + max_tokens",
-        ),
-        "data.prompt_key": ("input_ids", "the column of its processed files (PREFIX_packed_input_ids_document.idx)"),
-        "data.label_key": ("labels", "dataset_additional_keys"),
-        "reward.rewards": ([{"name": "math"}], "CHECK: no verifier_function that we have"),
-    }
-    if (splits := values.get(f"{RL}.partial_rollout_max_split", 1)) > 1:
-        fixed["max_staleness"] = (splits - 1, "partial_rollout_max_split: a response continues over so many further iterations")
-    for key, part in (kl or {}).items():
-        fixed[f"algorithm.kl.{key}"] = (part, "init_kl_coef, kl_penalty, use_kl_in_reward")
-    if kl is None:
-        fixed["algorithm.kl"] = (None, "init_kl_coef 0, or a PPO without use_kl_in_reward")
-    return fixed
-
-
-def _warmup(section: str) -> Any:
-    return lambda value, values: round(value * values[f"{TRAIN}.train_iters"])
-
-
-def _optimizer(section: str, target: str) -> tuple[Rule, ...]:
-    used = None if section == ACTOR else GAE
-    return (
-        Rule(f"{section}.lr", f"{target}.lr", "", used),
-        Rule(f"{section}.min_lr", f"{target}.min_lr", "", used),
-        Rule(f"{section}.lr_decay_style", f"{target}.schedule", "",
-             lookup({"constant": "constant", "linear": "linear", "cosine": "cosine"}) if used is None else used),
-        Rule(f"{section}.lr_warmup_fraction", f"{target}.warmup", "x train_iters", _warmup(section)),
-        Rule(f"{section}.weight_decay", f"{target}.weight_decay", "", used),
-        Rule(f"{section}.clip_grad", f"{target}.clip_grad", "", used),
-        Rule(f"{section}.adam_beta1", f"{target}.beta1", "", used),
-        Rule(f"{section}.adam_beta2", f"{target}.beta2", "", used),
-    )  # fmt: skip
-
-
-RULES = (
-    Rule("defaults", "", "the model's architecture is in its config.json"),
-    Rule(f"{TRAIN}.tokenizer_name_or_path", "model.path", "CHECK: a Hugging Face directory with weights on this machine", path),
-    Rule(f"{TRAIN}.global_batch_size", "groups_per_iteration", "prompts per iteration in both"),
-    Rule(f"{TRAIN}.train_iters", "iterations"),
-    Rule(f"{TRAIN}.save_interval", "trainer.save_interval"),
-    Rule(f"{TRAIN}.seed", "seed"),
-    Rule(f"{TRAIN}.data_path", "data.train", "CHECK: the prefix of the processed files", path),
-    Rule(f"{TRAIN}.no_shuffle", "data.shuffle", "the negation", lambda value, _: not value),
-    Rule(f"{TRAIN}.split", "", "name a source with `split` in data.train and data.eval"),
-    *part_of("algorithm.preset", f"{TRAIN}.stage"),
-    Rule(f"{TRAIN}.seq_length", "", "prompts and responses have limits of their own"),
-    *part_of("data.label_key", f"{TRAIN}.dataset_additional_keys"),
-    Rule(f"{TRAIN}.*", "", "an option of Megatron that the learner sets itself or does not have"),
-    *_optimizer(ACTOR, "trainer.optimizer"),
-    Rule(f"{ACTOR}.tensor_model_parallel_size", "trainer.parallel.tensor"),
-    Rule(f"{ACTOR}.pipeline_model_parallel_size", "trainer.parallel.pipeline", "every stage has equally many layers"),
-    Rule(f"{ACTOR}.context_parallel_size", "trainer.parallel.context"),
-    *(
-        rule
-        for section in (TRAIN, ACTOR)
-        for rule in (
-            Rule(f"{section}.expert_model_parallel_size", "trainer.parallel.expert", "1: experts are not divided", above(1)),
-            Rule(f"{section}.recompute_granularity", "trainer.recompute", "selective: the activations inside each MLP",
-                 lookup({"selective": "selective", "full": "full"})),
-            Rule(f"{section}.moe_aux_loss_coeff", "trainer.moe.aux_loss_coef", "0: none", above(0)),
-            Rule(f"{section}.moe_z_loss_coeff", "trainer.moe.z_loss_coef", "0: none", above(0)),
-        )
-    ),
-    Rule(f"{ACTOR}.micro_batch_size", "trainer.micro_batch_tokens", "x (max_prompt_length + max_tokens)",
-         lambda value, values: value * (values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
-    Rule(f"{ACTOR}.load", "", "a Megatron checkpoint: `polyreme convert` makes a Hugging Face directory for model.path"),
-    Rule(f"{ACTOR}.save", "", "checkpoints are in output_dir/name"),
-    Rule(f"{ACTOR}.finetune", "", "--resume continues a run; a new run starts from model.path"),
-    Rule(f"{ACTOR}.no_load_*", "", "a resume always restores optimizer and random state"),
-    Rule(f"{ACTOR}.*", "", "an option of Megatron that the learner sets itself or does not have"),
-    *_optimizer(CRITIC, "trainer.critic.optimizer"),
-    Rule(f"{CRITIC}.save", "", "with the actor's; in MindSpeed RL a path equal to the actor's mixes the files of both, which `polyreme convert` refuses"),
-    Rule(f"{CRITIC}.load", "", "convert it with `polyreme convert --critic` and set trainer.critic.path"),
-    Rule(f"{CRITIC}.*", "", "the critic shares the actor's ranks and micro-batches"),
-    Rule(f"{RL}.n_samples_per_prompt", "group_size"),
-    Rule(f"{RL}.mini_batch_size", "algorithm.minibatches",
-         "global_batch_size / mini_batch_size, both in prompts: MindSpeed RL multiplies it by n_samples_per_prompt",
-         lambda value, values: ratio(values[f"{TRAIN}.global_batch_size"], value)),
-    Rule(f"{RL}.epochs", "algorithm.epochs"),
-    Rule(f"{RL}.clip_ratio", "algorithm.loss", "both bounds", lambda value, _: {"low": value, "high": value}),
-    Rule(f"{RL}.clip_ratio_low", "algorithm.loss.low", "", when(f"{RL}.clip_higher_enable")),
-    Rule(f"{RL}.clip_ratio_high", "algorithm.loss.high", "", when(f"{RL}.clip_higher_enable")),
-    *part_of("algorithm.loss", f"{RL}.clip_higher_enable"),
-    Rule(f"{RL}.cliprange_value", "algorithm.advantage.value_clip", "", GAE),
-    Rule(f"{RL}.entropy_coeff", "algorithm.entropy_coef"),
-    Rule(f"{RL}.gamma", "algorithm.advantage.gamma", "", GAE),
-    Rule(f"{RL}.lam", "algorithm.advantage.lam", "", GAE),
-    *part_of("algorithm.preset", f"{RL}.adv_estimator"),
-    *part_of("algorithm.kl", f"{RL}.kl_penalty"),
-    Rule(f"{RL}.kl_ctrl_type", "", "adaptive never takes effect in MindSpeed RL; here it is algorithm.kl.adaptive"),
-    *part_of("algorithm.kl", f"{RL}.init_kl_coef"),
-    *part_of("algorithm.kl", f"{RL}.use_kl_in_reward"),
-    Rule(f"{RL}.max_prompt_length", "data.max_prompt_tokens"),
-    Rule(f"{RL}.verifier_function", "reward.rewards", "with verifier_weight; accuracies are `math`, formats `think_format`", _rewards),
-    *part_of("reward.rewards", f"{RL}.verifier_weight"),
-    Rule(f"{RL}.rule_reward", "", "reward.rewards lists rules and models alike"),
-    Rule(f"{RL}.filter_groups_enable", "algorithm.dynamic_sampling"),
-    Rule(f"{RL}.filter_groups_*", "", "groups are filtered by their scores, without a limit of batches"),
-    Rule(f"{RL}.overlong_buffer_enable", "algorithm.shaping.overlong", "with overlong_buffer, rollout_max_tokens and the factor",
-         lambda value, values: {"buffer": values.get(f"{RL}.overlong_buffer", 0) / values.get(f"{RL}.rollout_max_tokens", 2048),
-                                "factor": values.get(f"{RL}.overlong_buffer_penalty_factor", 1.0)} if value else None),
-    *part_of("algorithm.shaping.overlong", f"{RL}.overlong_buffer*"),
-    *part_of("algorithm.shaping.overlong", f"{RL}.rollout_max_tokens"),
-    *part_of("trainer.parallel.data", f"{RL}.actor_resource.num_npus"),
-    Rule(f"{RL}.*_resource.*", "", "all roles share the learner's ranks"),
-    Rule(f"{RL}.use_wandb", "trackers", "", lambda value, _: [{"kind": "wandb"}] if value else NOTHING),
-    Rule(f"{RL}.use_tensorboard", "", "TensorBoard files are always written"),
-    Rule(f"{RL}.partial_rollout_max_split", "rollout.tokens_per_iteration", "max_tokens / partial_rollout_max_split",
-         lambda value, values: -(-values[f"{SAMPLING}.max_tokens"] // value) if value > 1 else NOTHING),
-    Rule(f"{RL}.blocking", "", "set placement: separate and max_staleness: 1 to overlap generation and training"),
-    Rule(f"{RL}.*", "", "an option of MindSpeed RL's workers and queues"),
-    Rule(f"{GENERATE}.infer_tensor_parallel_size", "rollout.tensor_parallel"),
-    Rule(f"{GENERATE}.max_num_seqs", "rollout.max_num_seqs"),
-    Rule(f"{GENERATE}.max_model_len", "rollout.max_model_len", "at least max_prompt_length + max_tokens",
-         lambda value, values: max(value, values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
-    Rule(f"{GENERATE}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
-    *part_of("model.dtype", f"{GENERATE}.dtype"),
-    Rule(f"{GENERATE}.offload_*", "", MEMORY),
-    Rule(f"{SAMPLING}.max_tokens", "rollout.max_new_tokens"),
-    Rule(f"{SAMPLING}.temperature", "rollout.temperature"),
-    *part_of("seed", f"{SAMPLING}.seed"),
-    Rule(f"{SAMPLING}.*", "", "samples are drawn from the whole distribution, with log-probabilities"),
-    Rule(f"{GENERATE}.*", "", "an option of its vLLM"),
-)  # fmt: skip
+"""Our reward for a verifier, and how their values differ."""
 
 DEFAULTS = {
     f"{TRAIN}.global_batch_size": 1,
@@ -195,8 +43,9 @@ DEFAULTS = {
     f"{RL}.actor_resource.num_npus": 1,
     f"{RL}.adv_estimator": "group_norm",
     f"{RL}.clip_ratio": 0.2,
+    f"{RL}.entropy_coeff": 0.001,
     f"{RL}.init_kl_coef": 0.01,
-    f"{RL}.kl_penalty": "low_var_kl",
+    f"{RL}.kl_penalty": "kl",
     f"{RL}.use_kl_in_reward": False,
     f"{RL}.gamma": 1.0,
     f"{RL}.lam": 0.95,
@@ -204,20 +53,178 @@ DEFAULTS = {
     f"{RL}.max_prompt_length": 512,
     f"{RL}.mini_batch_size": 1,
     f"{RL}.n_samples_per_prompt": 1,
+    f"{RL}.rule_reward": True,
     f"{RL}.verifier_function": ["base_acc"],
     f"{GENERATE}.infer_tensor_parallel_size": 8,
     f"{SAMPLING}.max_tokens": 128,
+    f"{SAMPLING}.temperature": 0.2,
+    f"{SAMPLING}.top_k": 50,
 }
 
+
+def _fixed(values: Values) -> Fixed:
+    longest = values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"]
+    prompts = _prompts(values)
+    fixed: Fixed = {
+        "device": ("npu", "MindSpeed RL runs on Ascend"),
+        "placement": ("colocated", "MindSpeed RL generates on the trainer's devices"),
+        "model.dtype": ("bfloat16", "bf16, its only precision"),
+        "groups_per_iteration": prompts,
+        "algorithm.minibatches": minibatches(
+            prompts[0],
+            values[f"{RL}.mini_batch_size"],
+            "global_batch_size / mini_batch_size, both in prompts: MindSpeed RL multiplies it by n_samples_per_prompt",
+        ),
+        **_algorithm(values),
+        **_ranks(values),
+        **_optimizer(ACTOR, "trainer.optimizer", values),
+        "rollout.max_model_len": (
+            max(values.get(f"{GENERATE}.max_model_len") or 0, longest),
+            "max_model_len, at least max_prompt_length + max_tokens",
+        ),
+        "data.prompt_key": ("input_ids", "the column of its processed files (PREFIX_packed_input_ids_document.idx)"),
+        "data.label_key": ("labels", "dataset_additional_keys"),
+        "reward.rewards": _rewards(values),
+    }
+    if _is_gae(values):
+        fixed |= _optimizer(CRITIC, "trainer.critic.optimizer", values)
+    if (splits := values.get(f"{RL}.partial_rollout_max_split", 1)) > 1:
+        fixed["max_staleness"] = (splits - 1, "partial_rollout_max_split: a response continues over so many further iterations")
+    return fixed
+
+
+def _is_gae(values: Values) -> bool:
+    return bool(values[f"{RL}.adv_estimator"] == "gae")
+
+
+def _prompts(values: Values) -> tuple[int, str]:
+    """Prompts of an iteration. With filtered groups, generation goes on until there are so many."""
+    if values.get(f"{RL}.filter_groups_enable") and (filtered := values.get(f"{RL}.filter_groups_train_batch_size")):
+        return filtered, "filter_groups_train_batch_size, prompts after filtering"
+    return values[f"{TRAIN}.global_batch_size"], "global_batch_size, prompts per iteration in both"
+
+
+def _algorithm(values: Values) -> Fixed:
+    stage, estimator = values.get(f"{TRAIN}.stage", "ray_grpo"), values[f"{RL}.adv_estimator"]
+    if stage not in STAGES:
+        raise refused("megatron_training.stage of an algorithm", stage, STAGES)
+    if estimator not in ("gae", "group_norm"):
+        raise refused("rl_config.adv_estimator of an estimator", estimator, ("gae", "group_norm"))
+    gae = estimator == "gae"
+    tokens = stage != "ray_dapo" or values.get(f"{RL}.token_level_loss", True)
+    fixed: Fixed = {
+        "algorithm.preset": ("ppo" if gae else {"ray_ppo": "grpo"}.get(stage, STAGES[stage]), "stage and adv_estimator"),
+        "algorithm.aggregation": ("token-mean" if tokens else "seq-mean-token-mean", "token_level_loss, or the mean over tokens"),
+        "algorithm.loss": (
+            _clip(values, stage),
+            "clip_ratio, or clip_ratio_low and clip_ratio_high of DAPO with clip_higher_enable",
+        ),
+        "algorithm.shaping.overlong": (None, "no overlong_buffer_enable"),
+        "algorithm.dynamic_sampling": (
+            bool(stage == "ray_dapo" and values.get(f"{RL}.filter_groups_enable")),
+            "filter_groups_enable of DAPO; groups with equal scores are dropped",
+        ),
+        "algorithm.correction": ([], "MindSpeed RL corrects nothing"),
+        "algorithm.kl": _kl(values, stage),
+    }
+    if stage == "ray_dapo" and values.get(f"{RL}.overlong_buffer_enable"):
+        limit = values.get(f"{RL}.rollout_max_tokens", values[f"{SAMPLING}.max_tokens"])
+        penalty = {
+            "buffer": values.get(f"{RL}.overlong_buffer", 0) / limit,
+            "factor": values.get(f"{RL}.overlong_buffer_penalty_factor", 1.0),
+        }
+        fixed["algorithm.shaping.overlong"] = (penalty, "overlong_buffer / rollout_max_tokens, overlong_buffer_penalty_factor")
+    if gae:
+        fixed["algorithm.advantage.whiten"] = (values.get(f"{RL}.advantage_whiten", True), "advantage_whiten")
+    else:
+        fixed["algorithm.advantage.std_floor"] = (1e-8, "added to the deviation of a group by MindSpeed RL")
+    return fixed
+
+
+def _clip(values: Values, stage: str) -> dict[str, Any]:
+    low = high = values[f"{RL}.clip_ratio"]
+    if stage == "ray_dapo" and values.get(f"{RL}.clip_higher_enable"):
+        low, high = values.get(f"{RL}.clip_ratio_low", low), values.get(f"{RL}.clip_ratio_high", high)
+    return {"kind": "clip", "ratio": "token", "low": low, "high": high, "dual": None}
+
+
+def _kl(values: Values, stage: str) -> tuple[Any, str]:
+    coef, reward, name = (values[f"{RL}.{key}"] for key in ("init_kl_coef", "use_kl_in_reward", "kl_penalty"))
+    if not coef or stage == "ray_dapo" or (_is_gae(values) and not reward):
+        return None, "init_kl_coef 0, DAPO, or a PPO without use_kl_in_reward"
+    if name not in KL:
+        raise refused("rl_config.kl_penalty of an estimator", name, KL)
+    if KL[name] == "k1" and not reward:
+        return None, "kl_penalty: kl in the loss, which has no gradient in expectation"
+    kl = {"place": "reward" if reward else "loss", "estimator": KL[name], "coef": coef}
+    return kl, "init_kl_coef, kl_penalty, use_kl_in_reward"
+
+
+def _ranks(values: Values) -> Fixed:
+    devices = values[f"{RL}.actor_resource.num_npus"]
+    sizes = [values.get(f"{ACTOR}.{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "context")]
+    ranks = product(*sizes)
+    found: Fixed = {
+        "trainer.parallel.data": (ratio(devices, ranks), f"num_npus {devices} / (tensor x pipeline x context ranks = {ranks})"),
+        "rollout.replicas": (
+            ratio(devices, values[f"{GENERATE}.infer_tensor_parallel_size"]),
+            "num_npus / infer_tensor_parallel_size",
+        ),
+    }
+    experts = values.get(f"{ACTOR}.expert_model_parallel_size", 1)
+    if values.get(f"{ACTOR}.moe_tp_extend_ep") and experts > 1:
+        both = {"expert": experts * product(sizes[0]), "expert_tensor": 1}
+        found |= {f"trainer.parallel.{key}": (size, "expert_model_parallel_size, moe_tp_extend_ep") for key, size in both.items()}
+    elif experts > 1:
+        found["trainer.parallel.expert"] = (experts, "expert_model_parallel_size")
+    return found
+
+
+def _optimizer(section: str, target: str, values: Values) -> Fixed:
+    """All settings of an optimizer: the section's, else Megatron's defaults in MindSpeed RL."""
+    found = {ours: values.get(f"{section}.{key}", usual) for key, (ours, usual) in OPTIMIZER.items()}
+    part, iterations = found["warmup"] or 0, values.get(ITERATIONS, values[f"{TRAIN}.train_iters"])
+    found |= {
+        "schedule": SCHEDULES.get(found["schedule"], "constant"),
+        "warmup": round(part * iterations),
+        "min_lr": min(found["min_lr"], found["lr"]),
+        "eps": 1e-8,
+    }
+    names = {ours: key for key, (ours, _) in OPTIMIZER.items()} | {"eps": "Megatron's adam_eps"}
+    return {f"{target}.{key}": (value, f"{section}: {names[key]}") for key, value in found.items()}
+
+
+def _rewards(values: Values) -> tuple[Any, str]:
+    """Every verifier is one of ours, with a CHECK where its values differ, or a file to be written; without rules, a reward model."""
+    if not values[f"{RL}.rule_reward"]:
+        return [{"model": "FILL_IN/reward-model"}], "CHECK: rule_reward: false; a directory with a sequence classifier"
+    names = values[f"{RL}.verifier_function"]
+    weights = values.get(f"{RL}.verifier_weight", [1.0] * len(names))
+    found: dict[str, dict[str, Any]] = {}
+    notes = []
+    for name, weight in zip(names, weights, strict=False):
+        ours, difference = VERIFIERS.get(name, ("", "a function of its own: write it"))
+        reward = {"name": ours} if ours else placeholder(name)
+        label = reward["name"]
+        found[label] = reward | {"weight": found.get(label, {}).get("weight", 0) + weight}
+        notes += [f"{name}: {difference}"] if difference else []
+    origin = f"verifier_function: {', '.join(names)}"
+    return list(found.values()), f"CHECK: {origin}; {'; '.join(notes)}" if notes else origin
+
+
 MINDSPEED = System("mindspeed", "MindSpeed RL", RULES, DEFAULTS, _fixed)
+_SHARED = frozenset(
+    {*OPTIMIZER, "expert_model_parallel_size", "moe_tp_extend_ep", "recompute_granularity"}
+    | {f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")}
+)
+"""Keys of `megatron_training` that the actor's and the critic's section may override."""
 
 
 def with_inherited(values: Values) -> dict[str, Any]:
-    """The values with the keys of `megatron_training` that the actor's section may override, in that section."""
-    shared = {key.removeprefix(f"{TRAIN}."): value for key, value in values.items() if key.startswith(f"{TRAIN}.")}
-    inherited = {rule.key.removeprefix(f"{ACTOR}.") for rule in RULES if rule.key.startswith(f"{ACTOR}.") and rule.target}
-    moved = {f"{ACTOR}.{key}": value for key, value in shared.items() if key in inherited}
-    return {
-        **moved,
-        **{key: value for key, value in values.items() if key.removeprefix(f"{TRAIN}.") not in inherited or key not in moved},
-    }
+    """The values with the keys of `megatron_training` that another section may override, in these sections."""
+    shared = {key: values[f"{TRAIN}.{key}"] for key in _SHARED if f"{TRAIN}.{key}" in values}
+    sections = [
+        section for section in (ACTOR, CRITIC) if any(key.startswith(f"{section}.") for key in values) or section == ACTOR
+    ]
+    moved = {f"{section}.{key}": value for section in sections for key, value in shared.items()}
+    return moved | {key: value for key, value in values.items() if key.removeprefix(f"{TRAIN}.") not in shared or key in moved}

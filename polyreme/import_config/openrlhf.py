@@ -2,212 +2,245 @@
 
 Keys and defaults: openrlhf/cli/train_ppo_ray.py.
 
-Invariant: the tables below are the only place that knows OpenRLHF's options. The rules have the dotted names.
+Invariant: the tables below are the only place that knows the fate of OpenRLHF's options. The rules have the dotted names.
 """
 
 from typing import Any
 
-from polyreme.import_config.convert import above, adapters, lookup, overlong, path, positive, product, ratio
-from polyreme.import_config.openrlhf_names import RENAMED
-from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
+from polyreme.import_config.convert import above, adapters, choice, given, overlong, path, positive, when
+from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
+from polyreme.import_config.openrlhf_parts import PER_GROUP, PRESETS, fixed
+from polyreme.import_config.rules import Lost, Noted, Off, Rule, System, Unresolved, Values, idle, lost, part_of
 
-PRESETS = {
-    "gae": "ppo",
-    "group_norm": "grpo",
-    "dr_grpo": "dr_grpo",
-    "rloo": "rloo",
-    "reinforce": "reinforce_pp",
-    "reinforce_baseline": "reinforce_pp_baseline",
-}
-MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
+ESTIMATOR = "algo.advantage.estimator"
+IN_GAE = when(ESTIMATOR, "gae")
 
 
-def _gae(value: Any, values: Values) -> Any:
-    return value if values["algo.advantage.estimator"] == "gae" else NOTHING
-
-
-def _kl(values: Values) -> dict[str, Any] | None:
-    if not values["algo.kl.init_coef"]:
-        return None
-    place = "loss" if values["algo.kl.use_loss"] else "reward"
-    kl = {"place": place, "estimator": values["algo.kl.estimator"], "coef": values["algo.kl.init_coef"]}
-    if (target := values.get("algo.kl.target")) and place == "reward":
-        kl |= {"adaptive": {"target": target, "horizon": int(values.get("algo.kl.horizon", 10000))}}
-    return kl
-
-
-def _reward(values: Values) -> tuple[Any, str]:
-    if remote := values.get("reward.remote_url"):
-        urls = [path(each, values) for each in str(remote).split(",")]
-        if urls[0].endswith(".py"):
-            return [{"file": urls[0], "function": "reward_func"}], "reward.remote_url: a Python file"
-        return [{"url": urls if len(urls) > 1 else urls[0], "protocol": "openrlhf"}], "reward.remote_url"
-    if model := values.get("reward.model_name_or_path"):
-        return [{"model": path(model, values)}], "CHECK: reward.model_name_or_path, as a directory on this machine"
-    return [{"name": "math"}], "CHECK: the command line names no reward"
-
-
-def _prompt_tokens(values: Values) -> int:
-    return int(
-        values.get("data.prompt_max_len") or max(1, values["data.max_len"] - (values.get("rollout.max_new_tokens") or 1024))
-    )
-
-
-def _new_tokens(values: Values) -> int:
-    return int(values.get("rollout.max_new_tokens") or max(1, values["data.max_len"] - _prompt_tokens(values)))
-
-
-def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
-    world = product(values["actor.num_nodes"], values["actor.num_gpus_per_node"])
-    samples = product(values["rollout.batch_size"], values["rollout.n_samples_per_prompt"])
-    tensor = product(values.get("ds.tensor_parallel_size"))
-    fixed: dict[str, tuple[Any, str]] = {
-        "device": ("cuda", "OpenRLHF's device"),
-        "model.dtype": ("bfloat16", "param_dtype"),
-        "reward.rewards": _reward(values),
-        "data.max_prompt_tokens": (
-            _prompt_tokens(values),
-            "prompt_max_len, or max_len - max_new_tokens; longer prompts are left out",
-        ),
-        "rollout.max_new_tokens": (_new_tokens(values), "max_new_tokens, formerly generate_max_len"),
-        "rollout.max_model_len": (_prompt_tokens(values) + _new_tokens(values), "prompt and response"),
-        "algorithm.minibatches": (
-            min(values["rollout.batch_size"], ratio(samples, values["train.batch_size"])),
-            "rollout.batch_size x n_samples_per_prompt / train.batch_size: the latter counts samples, the former prompts",
-        ),
-        "trainer.parallel.data": (
-            ratio(world, tensor),
-            "actor.num_nodes x num_gpus_per_node / tensor ranks; ZeRO's ranks are data-parallel here",
-        ),
-        "data.template": ("chat" if values.get("data.apply_chat_template") else "none", "apply_chat_template"),
-    }
-    kl = _kl(values)
-    for key, value in (kl or {}).items():
-        if isinstance(value, dict):
-            fixed |= {f"algorithm.kl.{key}.{name}": (each, "kl_target, kl_horizon") for name, each in value.items()}
-        else:
-            fixed[f"algorithm.kl.{key}"] = (value, "init_kl_coef, kl_estimator, use_kl_loss")
-    if kl is None:
-        fixed["algorithm.kl"] = (None, "init_kl_coef: 0")
-    return fixed
+def _only(convert: Any) -> Any:
+    """A conversion for the critic, which only gae has."""
+    return lambda value, values: convert(value, values) if values[ESTIMATOR] == "gae" else Off("only gae has a critic")
 
 
 def _betas(value: Any, values: Values) -> Any:
-    return {"beta1": value[0], "beta2": value[1]} if isinstance(value, list) and len(value) == 2 else NOTHING
+    return {"beta1": value[0], "beta2": value[1]} if isinstance(value, list) and len(value) == 2 else Lost("not two numbers")
+
+
+def _bounds(value: Any, values: Values) -> Any:
+    if value is None:
+        return Off("eps_clip")
+    return {"low": value[0], "high": value[1]} if isinstance(value, list) and len(value) == 2 else Lost("not two numbers")
+
+
+def _datasets(value: Any, values: Values) -> Any:
+    """One data set, or several with their probabilities."""
+    names = [str(value)] if isinstance(value, Unresolved) else [each.partition("@")[0] for each in str(value).split(",")]
+    if len(names) == 1:
+        return path(names[0], values)
+    given_weights = values.get("data.prompt_probs")
+    known = given_weights and not isinstance(given_weights, Unresolved)
+    weights = [float(each) for each in str(given_weights).split(",")] if known else []
+    if len(weights) != len(names):
+        return [path(name, values) for name in names]
+    return [{"path": path(name, values), "weight": weight} for name, weight in zip(names, weights, strict=True)]
+
+
+def _clip_range(value: Any, values: Values) -> Any:
+    if values[ESTIMATOR] not in PER_GROUP:
+        return value
+    if value[0] <= -10 and value[1] >= 10:
+        return Off("clips the compared scores, which are hardly ever beyond 10")
+    return Lost("OpenRLHF clips the scores after the comparison of the group, which has no counterpart")
+
+
+def _filters(value: Any, values: Values) -> Any:
+    if not value or values[ESTIMATOR] in PER_GROUP:
+        return bool(value)
+    return Lost("groups are filtered only for estimators that compare their samples: this one learns from equal scores, too")
+
+
+def _whiten(value: Any, values: Values) -> Any:
+    if not value or values[ESTIMATOR] in ("group_norm", "dr_grpo", "rloo"):
+        return Off("advantages are not normalised over the batch with this estimator")
+    if values[ESTIMATOR] == "reinforce_baseline":
+        return Noted(False, "CHECK: OpenRLHF still subtracts the mean over the batch's tokens")
+    return Lost("subtracting the batch's mean without dividing by its deviation: advantages are whitened here")
+
+
+def _normalise(value: Any, values: Values) -> Any:
+    if not value or values.get("reward.remote_url") or values.get("train.agent_func_path"):
+        return Off("only with a reward model that OpenRLHF loads")
+    return Noted(
+        True, "CHECK: by the running moments of the run's scores; OpenRLHF has those that are stored with the reward model"
+    )
+
+
+def _shrinks(value: Any, values: Values) -> Any:
+    if value is None or value == 1:
+        return Off("off")
+    return Lost(
+        "the score of a truncated response is multiplied, or replaced if negative; see algorithm.shaping.truncation_penalty"
+    )
+
+
+def _staleness(value: Any, values: Values) -> Any:
+    return Noted(values.get("train.async_queue_size", 1), "async_queue_size") if value else Off("off: samples are on-policy")
+
+
+def _targets(value: Any, values: Values) -> Any:
+    names = value if isinstance(value, list) else [value]
+    if names == ["all-linear"] or not values.get("ds.lora.rank"):
+        return Off("all linear layers")
+    known = [name for name in names if name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")]
+    return known if len(known) == len(names) else Lost("no such linear layers here; adapters are on all")
 
 
 RULES = (
     Rule("actor.model_name_or_path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
-    Rule("critic.model_name_or_path", "trainer.critic.path", "CHECK: a directory on this machine",
-         lambda value, values: path(value, values) if values["algo.advantage.estimator"] == "gae" else NOTHING),
-    Rule("data.prompt_dataset", "data.train", "CHECK: a file or directory on this machine", path),
+    Rule("critic.model_name_or_path", "trainer.critic.path", "CHECK: a directory on this machine", _only(path)),
+    Rule("data.prompt_dataset", "data.train", "CHECK: files or directories on this machine", _datasets),
+    *part_of("data.train", "data.prompt_probs"),
     Rule("eval.dataset", "data.eval", "CHECK: a file or directory on this machine", path),
     Rule("data.input_key", "data.prompt_key"),
     Rule("data.label_key", "data.label_key"),
-    Rule("data.prompt_probs", "", "list the files in data.train, each with its `weight`"),
-    Rule("data.max_samples", "", "name a part of the rows with `split`"),
-    Rule("data.prompt_split", "", "name a file, a directory or files with `*` in data.train"),
-    Rule("data.image_key", "", "models of text alone"),
-    Rule("data.max_images_per_prompt", "", "models of text alone"),
-    Rule("data.disable_fast_tokenizer", "", "the model's tokenizer.json is read"),
-    Rule("data.dataloader_num_workers", "", "prompts are encoded once, before the first iteration"),
-    Rule("ptx_coef", "", "set algorithm.ptx with data, coef and batch_size"),
-    Rule("ref_reward_offload", "", MEMORY),
-    Rule("actor_init_on_gpu", "", "an option of OpenRLHF's actor"),
-    Rule("local_rank", "", "the learner numbers its ranks"),
-    Rule("perf", "", "metrics have the time of each part of an iteration"),
-    Rule("use_ms", "", "nothing is downloaded"),
-    Rule("data.input_template", "", "use data.template: chat, or prompts that are templated"),
+    *lost("OpenRLHF takes at most so many rows; make such a file if the data has more, and count it in --rows", "data.max_samples",
+          unless=(None, 100_000_000)),
+    *lost("another split than train: name its file in data.train", "data.prompt_split", unless=(None, "train")),
+    *idle("only evaluation reads it; name the split's file in data.eval", "eval.split"),
+    *lost("prompts are not put into such a template here: put them into it in the data, with data.template: none", "data.input_template"),
     *part_of("data.template", "data.apply_chat_template"),
     *part_of("data.max_prompt_tokens", "data.prompt_max_len", "data.max_len"),
     *part_of("rollout.max_new_tokens", "rollout.max_new_tokens"),
+    *idle("read only with max_images_per_prompt", "data.image_key"),
+    *lost("models of images are not trained here", "data.max_images_per_prompt", unless=(None, 0), another_run=True),
+    *lost("models of images are not trained here", "actor.freeze_visual_encoder", unless=(None, False)),
+    *idle("the model's tokenizer.json is read", "data.disable_fast_tokenizer"),
+    *idle("prompts are encoded once, before the first iteration", "data.dataloader_num_workers"),
+    *lost("set algorithm.ptx with data, coef and batch_size", "pretrain_data"),
+    *lost("set algorithm.ptx with data, coef and batch_size", "ptx_coef",
+          off=lambda values: "" if values.get("pretrain_data") else "only with pretrain_data"),
+    *idle("read with pretrain_data", "pretrain_data_probs", "pretrain_split"),
     Rule("rollout.batch_size", "groups_per_iteration", "prompts per iteration in both"),
     Rule("rollout.n_samples_per_prompt", "group_size"),
     *part_of("algorithm.minibatches", "train.batch_size"),
     Rule("rollout.temperature", "rollout.temperature"),
-    Rule("rollout.top_p", "", "samples are drawn from the whole distribution"),
+    *lost("samples are drawn from the whole distribution, so that the learner has the sampler's probabilities", "rollout.top_p",
+          unless=(None, 1)),
+    *idle("how many prompts are under way at once", "rollout.vllm_generate_batch_size"),
+    *idle("micro-batches are bounded by trainer.micro_batch_tokens", "rollout.micro_batch_size", "rollout.max_tokens_per_gpu",
+          "train.micro_batch_size", "train.dynamic_batch_enable"),
     Rule("train.max_tokens_per_gpu", "trainer.micro_batch_tokens"),
-    Rule("train.dynamic_batch_enable", "", "micro-batches are always bounded in tokens"),
-    Rule("train.micro_batch_size", "", "micro-batches are bounded by trainer.micro_batch_tokens"),
     Rule("train.max_epochs", "algorithm.epochs"),
     *part_of("iterations", "train.num_episodes"),
     Rule("train.seed", "seed"),
-    Rule("train.enable_ema", "trainer.ema_decay", "with ema_beta, per iteration", lambda value, values: values.get("train.ema_beta", 0.992)),
+    *idle("a run has the same bits again by default", "train.full_determinism_enable"),
+    Rule("train.enable_ema", "trainer.ema_decay", "with ema_beta. CHECK: per iteration here, per optimizer step there",
+         lambda value, values: values.get("train.ema_beta", 0.992) if value else Off()),
     *part_of("trainer.ema_decay", "train.ema_beta"),
-    Rule("train.async_enable", "max_staleness", "true: 1", lambda value, _: 1 if value else NOTHING),
+    Rule("train.async_enable", "max_staleness", "in iterations", _staleness),
+    *part_of("max_staleness", "train.async_queue_size"),
+    *lost("see rollout.tokens_per_iteration, which pauses long responses and continues them with new weights",
+          "train.partial_rollout_enable", unless=(None, False)),
     Rule("train.colocate_all", "placement", "true: colocated; async_enable needs separate",
-         lambda value, values: "colocated" if value and not values.get("train.async_enable") else NOTHING),
-    Rule("train.agent_func_path", "", "there are no tools and further turns"),
-    Rule("train.*", "", "roles share the learner's ranks; see placement"),
+         lambda value, values: "colocated" if value and not values.get("train.async_enable") else Off("separate devices")),
+    *idle("all roles share the learner's ranks", "train.colocate_actor_ref", "train.colocate_critic_reward"),
+    *lost("an agent with its own steps and rewards; Polyreme has agents of its own, see the documentation", "train.agent_func_path",
+          another_run=True),
+    *part_of("trainer.parallel.data", "actor.num_nodes", "actor.num_gpus_per_node"),
+    *(rule for role in ("actor", "critic") for rule in (
+        Rule(f"{role}.optim", f"trainer.{'critic.' * (role == 'critic')}optimizer", "adam",
+             choice("an optimizer", {}, "adam") if role == "actor" else _only(choice("an optimizer", {}, "adam"))),
+        *idle("only read with optim: muon", f"{role}.muon.lr", f"{role}.muon.momentum", f"{role}.muon.ns_steps",
+              f"{role}.muon.nesterov", f"{role}.muon.no_nesterov"))),
     Rule("actor.adam.lr", "trainer.optimizer.lr"),
     Rule("actor.adam.betas", "trainer.optimizer", "", _betas),
+    Rule("actor.adam.eps", "trainer.optimizer.eps"),
     Rule("actor.adam.weight_decay", "trainer.optimizer.weight_decay"),
     Rule("actor.max_norm", "trainer.optimizer.clip_grad"),
-    Rule("actor.lr_scheduler", "trainer.optimizer.schedule", "",
-         lookup({"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
-                 "cosine_with_min_lr": "cosine"})),
-    Rule("actor.lr_scheduler", "trainer.optimizer.min_lr", "cosine_with_min_lr: a tenth of lr",
-         lambda value, values: values["actor.adam.lr"] * 0.1 if value == "cosine_with_min_lr" else NOTHING),
-    Rule("actor.lr_warmup_ratio", "", "set trainer.optimizer.warmup, in iterations"),
+    Rule("actor.lr_scheduler", "trainer.optimizer.schedule", "", schedule()),
+    Rule("actor.lr_scheduler", "trainer.optimizer.min_lr", "with min_lr_ratio: a part of lr",
+         minimum("actor.adam.lr", lambda values: values["actor.min_lr_ratio"])),
+    *part_of("trainer.optimizer.min_lr", "actor.min_lr_ratio"),
+    Rule("actor.lr_warmup_ratio", "trainer.optimizer.warmup", "a part of the run", warmup_ratio("actor.lr_scheduler")),
+    Rule("critic.adam.lr", "trainer.critic.optimizer.lr", "", IN_GAE),
+    Rule("critic.adam.betas", "trainer.critic.optimizer", "", _only(_betas)),
+    Rule("critic.adam.eps", "trainer.critic.optimizer.eps", "", IN_GAE),
+    Rule("critic.adam.weight_decay", "trainer.critic.optimizer.weight_decay", "", IN_GAE),
+    Rule("critic.max_norm", "trainer.critic.optimizer.clip_grad", "", IN_GAE),
+    Rule("critic.lr_scheduler", "trainer.critic.optimizer.schedule", "", _only(schedule())),
+    Rule("critic.lr_scheduler", "trainer.critic.optimizer.min_lr", "with min_lr_ratio: a part of lr",
+         _only(minimum("critic.adam.lr", lambda values: values["critic.min_lr_ratio"]))),
+    *part_of("trainer.critic.optimizer.min_lr", "critic.min_lr_ratio"),
+    Rule("critic.lr_warmup_ratio", "trainer.critic.optimizer.warmup", "a part of the run", _only(warmup_ratio("critic.lr_scheduler"))),
+    Rule("critic.value_clip", "algorithm.advantage.value_clip", "", IN_GAE),
+    Rule("critic.freezing_steps", "trainer.critic.warmup_iterations", "", _only(above(0))),
+    *idle("the critic is part of every checkpoint", "critic.save_value_network"),
+    *idle("roles share the learner's ranks", "critic.num_nodes", "critic.num_gpus_per_node", "ref.num_nodes", "ref.num_gpus_per_node",
+          "reward.num_nodes", "reward.num_gpus_per_node"),
+    *idle("where models are kept; see trainer.offload", "ref.offload", "reward.offload", "ref_reward_offload", "actor_init_on_gpu",
+          "ds.enable_sleep", "vllm.enable_sleep"),
     Rule("actor.eps_clip", "algorithm.loss", "both bounds", lambda value, _: {"low": value, "high": value}),
-    Rule("actor.eps_clip_low_high", "algorithm.loss", "",
-         lambda value, _: {"low": value[0], "high": value[1]} if isinstance(value, list) else NOTHING),
-    Rule("actor.dual_clip", "algorithm.loss.dual"),
-    Rule("actor.policy_loss_type", "algorithm.loss.ratio", "gspo: one ratio per response", lookup({"gspo": "sequence"})),
-    Rule("actor.entropy_coef", "algorithm.entropy_coef", "", lambda value, _: value or NOTHING),
-    *part_of("trainer.parallel.data", "actor.num_nodes", "actor.num_gpus_per_node"),
-    Rule("actor.gradient_checkpointing_enable", "trainer.recompute", "true: full", lookup({True: "full"})),
-    Rule("actor.gradient_checkpointing_*", "", "see trainer.recompute"),
+    Rule("actor.eps_clip_low_high", "algorithm.loss", "", _bounds),
+    Rule("actor.dual_clip", "algorithm.loss.dual", "", given),
+    Rule("actor.policy_loss_type", "algorithm.loss.ratio", "gspo: one ratio per response",
+         choice("a policy loss", {"ppo": "token", "gspo": "sequence"})),
+    *part_of("algorithm.aggregation", "actor.loss_agg_mode"),
+    Rule("actor.entropy_coef", "algorithm.entropy_coef", "", given),
     Rule("actor.aux_loss_coef", "trainer.moe.aux_loss_coef", "0: none", above(0)),
-    Rule("actor.*", "", "an option of OpenRLHF's actor"),
-    Rule("critic.adam.lr", "trainer.critic.optimizer.lr", "", _gae),
-    Rule("critic.value_clip", "algorithm.advantage.value_clip", "", _gae),
-    Rule("critic.freezing_steps", "trainer.critic.warmup_iterations", "",
-         lambda value, values: value if values["algo.advantage.estimator"] == "gae" and value > 0 else NOTHING),
-    Rule("critic.*", "", "the critic shares the actor's ranks"),
-    Rule("algo.advantage.estimator", "algorithm.preset", "", lookup(PRESETS)),
-    Rule("algo.advantage.gamma", "algorithm.advantage.gamma", "", _gae),
-    Rule("algo.advantage.lambd", "algorithm.advantage.lam", "", _gae),
-    Rule("algo.advantage.no_std_norm", "algorithm.advantage.kind", "the group mean alone",
-         lambda value, values: "group_mean" if value and values["algo.advantage.estimator"] == "group_norm" else NOTHING),
-    Rule("algo.advantage.is_correction_*", "", "algorithm.correction: auto corrects where sampler and learner differ"),
-    *part_of("algorithm.kl", "algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.target", "algo.kl.horizon"),
-    Rule("algo.dynamic_filtering_enable", "algorithm.dynamic_sampling"),
-    Rule("algo.dynamic_filtering_range", "", "groups with equal scores are dropped"),
-    Rule("algo.*", "", "not among our algorithms' parameters"),
-    Rule("reward.normalize_enable", "algorithm.shaping.normalise", "by the run's scores; OpenRLHF has the reward model's mean and deviation"),
-    Rule("reward.clip_range", "algorithm.shaping.clip"),
+    Rule("actor.gradient_checkpointing_enable", "trainer.recompute", "true: full", lambda value, _: "full" if value else Off()),
+    *idle("see trainer.recompute", "actor.gradient_checkpointing_reentrant"),
+    Rule(ESTIMATOR, "algorithm.preset", "", choice("an advantage estimator", PRESETS)),
+    Rule(ESTIMATOR, "algorithm.advantage.std_floor", "group_norm: OpenRLHF's", lambda value, _: 1e-9 if value == "group_norm" else Off()),
+    Rule("algo.advantage.gamma", "algorithm.advantage.gamma", "only in gae and reinforce, as in OpenRLHF", when(ESTIMATOR, "gae", "reinforce")),
+    Rule("algo.advantage.lambd", "algorithm.advantage.lam", "", IN_GAE),
+    Rule("algo.advantage.no_std_norm", "algorithm.advantage.whiten", "", _whiten),
+    *part_of("algorithm.correction", "algo.advantage.is_correction_level", "algo.advantage.is_correction_mode",
+             "algo.advantage.is_correction_gating", "algo.advantage.is_correction_threshold", "algo.advantage.is_correction_enable",
+             "algo.advantage.is_correction_type", "algo.advantage.use_icepop"),
+    *part_of("algorithm.kl", "algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.unbiased_gradient", "algo.kl.target",
+             "algo.kl.horizon", "algo.kl.use_k3"),
+    Rule("algo.dynamic_filtering_enable", "algorithm.dynamic_sampling", "", _filters),
+    *lost("groups are dropped if their scores are equal, not if their mean is outside a range", "algo.dynamic_filtering_range",
+          unless=(None, [0, 1]), off=lambda values: "" if values.get("algo.dynamic_filtering_enable") else "dynamic filtering is off"),
+    Rule("reward.normalize_enable", "algorithm.shaping.normalise", "", _normalise),
+    Rule("reward.clip_range", "algorithm.shaping.clip", "", _clip_range),
     *part_of("reward.rewards", "reward.model_name_or_path", "reward.remote_url"),
     Rule("reward.overlong_buffer_len", "algorithm.shaping.overlong", "/ rollout.max_new_tokens, with overlong_penalty_factor",
          overlong("reward.overlong_buffer_len", "rollout.max_new_tokens", "reward.overlong_penalty_factor")),
     *part_of("algorithm.shaping.overlong", "reward.overlong_penalty_factor"),
-    Rule("reward.stop_properly_penalty_coef", "", "set algorithm.shaping.truncation_mask, or let the reward read the finish reason"),
-    Rule("reward.*", "", "rewards are processes of the reward service"),
-    Rule("ref.*", "", "the reference shares the learner's ranks"),
-    Rule("vllm.num_engines", "rollout.replicas", "", lambda value, _: value or NOTHING),
+    Rule("reward.stop_properly_penalty_coef", "algorithm.shaping", "", _shrinks),
+    Rule("vllm.num_engines", "rollout.replicas", "", given),
     Rule("vllm.tensor_parallel_size", "rollout.tensor_parallel"),
     Rule("vllm.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
-    Rule("vllm.enable_sleep", "", MEMORY),
-    Rule("vllm.*", "", "an option of OpenRLHF's engines"),
-    Rule("rollout.*", "", "replicas batch what they get"),
+    *idle("how weights get to the engines", "vllm.sync_backend", "vllm.sync_with_ray"),
+    *idle("an option of the engine's speed", "vllm.enforce_eager", "vllm.enable_prefix_caching"),
     Rule("ds.tensor_parallel_size", "trainer.parallel.tensor"),
+    Rule("ds.ring_attn_size", "trainer.parallel.context", "ranks that share a sequence"),
+    *idle("how heads are divided in ring attention", "ds.ring_attn_head_stride"),
     Rule("ds.lora.rank", "trainer.lora", "0: all weights are trained", adapters("ds.lora.alpha", 16)),
     *part_of("trainer.lora", "ds.lora.alpha"),
-    Rule("ds.lora.*", "", "see trainer.lora"),
-    *part_of("model.dtype", "ds.param_dtype", "ds.bf16"),
+    Rule("ds.lora.target_modules", "trainer.lora.targets", "", _targets),
+    *lost("adapters have no dropout here", "ds.lora.dropout", unless=(None, 0)),
+    *lost("weights are not quantised here", "ds.load_in_4bit", unless=(None, False)),
+    Rule("ds.param_dtype", "model.dtype", "", lambda value, _: "bfloat16" if value == "bf16" else Lost("bfloat16 is used here")),
+    Rule("ds.bf16", "model.dtype", "", lambda value, _: "bfloat16" if value else Off("param_dtype")),
     Rule("ds.adam_offload", "trainer.offload.optimizer"),
-    Rule("ds.*", "", "the learner is Megatron-Core, not DeepSpeed"),
+    *idle("the learner is Megatron-Core, not DeepSpeed: how its ranks share memory and compute", "ds.zero_stage", "ds.zpg",
+          "ds.deepcompile", "ds.overlap_comm", "ds.packing_samples", "ds.attn_implementation", "ds.flash_attn", "ds.use_liger_kernel",
+          "ds.experts_implementation", "ds.use_universal_ckpt", "torch_compile", "local_rank", "ds.grad_accum_dtype"),
+    *idle("the name of the value head in a reward model's file; it is found by its shape", "ds.value_head_prefix"),
     Rule("ckpt.save_steps", "trainer.save_interval", "-1: only after the last iteration", positive),
-    Rule("ckpt.best_metric_key", "", "set eval_best: SET/METRIC"),
     Rule("ckpt.max_num", "trainer.keep_checkpoints"),
     Rule("ckpt.path", "output_dir", "", path),
-    Rule("ckpt.*", "", "every checkpoint is resumable, and the last is exported for Hugging Face"),
+    *idle("set eval_best: SET/METRIC", "ckpt.best_metric_key"),
+    *idle("every checkpoint is resumable, and the last is exported for Hugging Face", "ckpt.output_dir", "ckpt.save_hf",
+          "ckpt.disable_ds", "ckpt.max_mem", "ckpt.load_enable"),
     Rule("eval.steps", "eval_interval", "-1: only before the first iteration and after the last", positive),
     Rule("eval.n_samples_per_prompt", "eval_answers", "one answer is greedy, several are sampled"),
     Rule("eval.temperature", "eval_temperature", "of several answers", above(0)),
-    Rule("eval.*", "", "name a part of the rows with `split`"),
-    Rule("logger.wandb.key", "trackers", "the key comes from WANDB_API_KEY", lambda value, _: [{"kind": "wandb"}]),
-    Rule("logger.*", "", "metrics.jsonl and TensorBoard are always written"),
+    Rule("logger.wandb.key", "trackers", "the key comes from WANDB_API_KEY", lambda value, _: [{"kind": "wandb"}] if value else Off()),
+    *idle("metrics.jsonl and TensorBoard are always written", "logger.wandb.org", "logger.wandb.group", "logger.wandb.project",
+          "logger.wandb.run_name", "logger.tensorboard_dir", "logger.logging_steps", "perf"),
+    *idle("nothing is downloaded", "use_ms"),
 )  # fmt: skip
 
 DEFAULTS = {
@@ -217,26 +250,33 @@ DEFAULTS = {
     "train.batch_size": 128,
     "rollout.n_samples_per_prompt": 1,
     "train.num_episodes": 1,
+    "train.seed": 42,
+    "train.max_tokens_per_gpu": 16192,
     "actor.num_nodes": 1,
     "actor.num_gpus_per_node": 8,
-    "actor.adam.lr": 1e-6,
-    "actor.adam.betas": [0.9, 0.95],
-    "actor.lr_scheduler": "cosine_with_min_lr",
     "actor.eps_clip": 0.2,
+    "actor.policy_loss_type": "ppo",
+    "actor.loss_agg_mode": "token-mean",
+    "actor.adam.lr": 1e-6,
     "critic.adam.lr": 9e-6,
+    **{f"{role}.{key}": value for role in ("actor", "critic") for key, value in {
+        "adam.betas": [0.9, 0.95],
+        "adam.weight_decay": 0.0,
+        "max_norm": 1.0,
+        "lr_scheduler": "cosine_with_min_lr",
+        "lr_warmup_ratio": 0.03,
+        "min_lr_ratio": 0.1,
+    }.items()},
     "critic.value_clip": 0.5,
     "algo.advantage.estimator": "gae",
     "algo.advantage.gamma": 1,
     "algo.advantage.lambd": 1,
+    "algo.advantage.is_correction_level": "off",
     "algo.kl.init_coef": 0.01,
     "algo.kl.use_loss": False,
     "algo.kl.estimator": "k1",
     "reward.clip_range": [-10, 10],
-}
+    "ds.param_dtype": "bf16",
+}  # fmt: skip
 
-OPENRLHF = System("openrlhf", "OpenRLHF", RULES, DEFAULTS, _fixed, epochs="train.num_episodes")
-
-
-def with_dotted_names(values: Values) -> dict[str, Any]:
-    """The values under the dotted names."""
-    return {RENAMED.get(key, key): value for key, value in values.items()}
+OPENRLHF = System("openrlhf", "OpenRLHF", RULES, DEFAULTS, fixed, epochs="train.num_episodes")

@@ -1,25 +1,64 @@
 """The names of OpenRLHF's options since 0.10.2, by their flat names before.
 
-Invariant: every flat name has one dotted name.
+Invariant: every flat name has one dotted name, or several where one option has become one of the actor and one of the critic.
 """
 
+from typing import Any
+
+from polyreme.import_config.rules import Values
+
+_SAME = {
+    "actor": ["actor.num_nodes", "actor.num_gpus_per_node", "actor.eps_clip", "actor.eps_clip_low_high", "actor.dual_clip",
+              "actor.policy_loss_type", "actor.aux_loss_coef", "actor.freeze_visual_encoder"],
+    "data": ["data.input_key", "data.label_key", "data.input_template", "data.apply_chat_template", "data.max_len", "data.max_samples",
+             "data.prompt_max_len", "data.image_key", "data.max_images_per_prompt", "data.disable_fast_tokenizer",
+             "data.dataloader_num_workers", "data.prompt_split"],
+    "rollout": ["rollout.max_new_tokens", "rollout.n_samples_per_prompt", "rollout.temperature", "rollout.top_p",
+                "rollout.vllm_generate_batch_size"],
+    "train": ["train.num_episodes", "train.max_epochs", "train.seed", "train.enable_ema", "train.ema_beta", "train.agent_func_path",
+              "train.async_queue_size", "train.colocate_actor_ref", "train.colocate_critic_reward"],
+    "critic": ["critic.value_clip", "critic.save_value_network"],
+    "reward": ["reward.overlong_buffer_len", "reward.overlong_penalty_factor", "reward.stop_properly_penalty_coef"],
+    "vllm": ["vllm.enforce_eager", "vllm.enable_prefix_caching"],
+    "ds": ["ds.zero_stage", "ds.param_dtype", "ds.bf16", "ds.packing_samples", "ds.adam_offload", "ds.ring_attn_size",
+           "ds.attn_implementation", "ds.zpg", "ds.deepcompile", "ds.use_liger_kernel", "ds.grad_accum_dtype", "ds.overlap_comm",
+           "ds.load_in_4bit", "ds.value_head_prefix", "ds.flash_attn"],
+    "ckpt": ["ckpt.save_steps", "ckpt.best_metric_key"],
+    "logger": ["logger.logging_steps"],
+}  # fmt: skip
+"""Dotted names whose flat name is the last part."""
+_PREFIXED = {
+    f"{part}_{name}": f"{part}.{name}"
+    for part, names in {
+        "vllm": [
+            "num_engines",
+            "tensor_parallel_size",
+            "gpu_memory_utilization",
+            "enable_sleep",
+            "sync_backend",
+            "sync_with_ray",
+        ],
+        "critic": ["num_nodes", "num_gpus_per_node"],
+        "ref": ["num_nodes", "num_gpus_per_node"],
+        "reward": ["num_nodes", "num_gpus_per_node", "clip_range"],
+        "eval": ["dataset", "split", "steps", "temperature", "n_samples_per_prompt"],
+    }.items()
+    for name in names
+}
 RENAMED = {
+    **{name.rpartition(".")[2]: name for names in _SAME.values() for name in names},
+    **_PREFIXED,
+    "actor_num_nodes": "actor.num_nodes",
+    "actor_num_gpus_per_node": "actor.num_gpus_per_node",
     "pretrain": "actor.model_name_or_path",
     "reward_pretrain": "reward.model_name_or_path",
     "critic_pretrain": "critic.model_name_or_path",
+    "sft_model_path": "actor.model_name_or_path",
+    "reward_model_path": "reward.model_name_or_path",
     "remote_rm_url": "reward.remote_url",
     "prompt_data": "data.prompt_dataset",
     "prompt_data_probs": "data.prompt_probs",
-    "eval_dataset": "eval.dataset",
-    "input_key": "data.input_key",
-    "label_key": "data.label_key",
-    "input_template": "data.input_template",
-    "apply_chat_template": "data.apply_chat_template",
-    "max_len": "data.max_len",
-    "max_samples": "data.max_samples",
-    "max_new_tokens": "rollout.max_new_tokens",
     "generate_max_len": "rollout.max_new_tokens",
-    "prompt_max_len": "data.prompt_max_len",
     "rollout_batch_size": "rollout.batch_size",
     "train_batch_size": "train.batch_size",
     "micro_train_batch_size": "train.micro_batch_size",
@@ -27,12 +66,8 @@ RENAMED = {
     "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
     "rollout_max_tokens_per_gpu": "rollout.max_tokens_per_gpu",
     "use_dynamic_batch": "train.dynamic_batch_enable",
-    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "num_episodes": "train.num_episodes",
-    "max_epochs": "train.max_epochs",
-    "seed": "train.seed",
+    "full_determinism": "train.full_determinism_enable",
+    "partial_rollout": "train.partial_rollout_enable",
     "actor_learning_rate": "actor.adam.lr",
     "critic_learning_rate": "critic.adam.lr",
     "adam_betas": "actor.adam.betas",
@@ -40,70 +75,67 @@ RENAMED = {
     "max_norm": "actor.max_norm",
     "lr_scheduler": "actor.lr_scheduler",
     "lr_warmup_ratio": "actor.lr_warmup_ratio",
-    "eps_clip": "actor.eps_clip",
-    "eps_clip_low_high": "actor.eps_clip_low_high",
-    "dual_clip": "actor.dual_clip",
-    "policy_loss_type": "actor.policy_loss_type",
     "entropy_loss_coef": "actor.entropy_coef",
-    "value_clip": "critic.value_clip",
     "freezing_actor_steps": "critic.freezing_steps",
     "gamma": "algo.advantage.gamma",
     "lambd": "algo.advantage.lambd",
     "advantage_estimator": "algo.advantage.estimator",
     "no_advantage_std_norm": "algo.advantage.no_std_norm",
     "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
+    "vllm_enable_is_correction": "algo.advantage.is_correction_enable",
+    "vllm_is_correction_type": "algo.advantage.is_correction_type",
+    "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
+    "use_icepop": "algo.advantage.use_icepop",
     "init_kl_coef": "algo.kl.init_coef",
     "use_kl_loss": "algo.kl.use_loss",
     "kl_estimator": "algo.kl.estimator",
     "kl_target": "algo.kl.target",
     "kl_horizon": "algo.kl.horizon",
+    "use_kl_estimator_k3": "algo.kl.use_k3",
     "dynamic_filtering": "algo.dynamic_filtering_enable",
     "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
     "normalize_reward": "reward.normalize_enable",
-    "reward_clip_range": "reward.clip_range",
-    "vllm_num_engines": "vllm.num_engines",
-    "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
-    "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
-    "vllm_enable_sleep": "vllm.enable_sleep",
-    "vllm_sync_backend": "vllm.sync_backend",
-    "enforce_eager": "vllm.enforce_eager",
-    "enable_prefix_caching": "vllm.enable_prefix_caching",
-    "actor_num_nodes": "actor.num_nodes",
-    "actor_num_gpus_per_node": "actor.num_gpus_per_node",
-    "critic_num_nodes": "critic.num_nodes",
-    "critic_num_gpus_per_node": "critic.num_gpus_per_node",
-    "ref_num_nodes": "ref.num_nodes",
-    "ref_num_gpus_per_node": "ref.num_gpus_per_node",
-    "reward_num_nodes": "reward.num_nodes",
-    "reward_num_gpus_per_node": "reward.num_gpus_per_node",
     "colocate_all_models": "train.colocate_all",
-    "colocate_actor_ref": "train.colocate_actor_ref",
     "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "gradient_checkpointing_use_reentrant": "actor.gradient_checkpointing_reentrant",
     "deepspeed_enable_sleep": "ds.enable_sleep",
-    "zero_stage": "ds.zero_stage",
-    "param_dtype": "ds.param_dtype",
-    "bf16": "ds.bf16",
-    "packing_samples": "ds.packing_samples",
-    "adam_offload": "ds.adam_offload",
+    "fsdp2_enable_sleep": "ds.enable_sleep",
     "ds_tensor_parallel_size": "ds.tensor_parallel_size",
-    "ring_attn_size": "ds.ring_attn_size",
+    "ring_head_stride": "ds.ring_attn_head_stride",
+    "use_ds_universal_ckpt": "ds.use_universal_ckpt",
     "lora_rank": "ds.lora.rank",
     "lora_alpha": "ds.lora.alpha",
-    "attn_implementation": "ds.attn_implementation",
-    "enable_ema": "train.enable_ema",
-    "ema_beta": "train.ema_beta",
+    "lora_dropout": "ds.lora.dropout",
+    "target_modules": "ds.lora.target_modules",
     "async_train": "train.async_enable",
-    "agent_func_path": "train.agent_func_path",
     "save_path": "ckpt.output_dir",
     "ckpt_path": "ckpt.path",
-    "save_steps": "ckpt.save_steps",
     "save_hf_ckpt": "ckpt.save_hf",
+    "save_hf_model": "ckpt.save_hf",
+    "disable_ds_ckpt": "ckpt.disable_ds",
     "max_ckpt_num": "ckpt.max_num",
-    "eval_steps": "eval.steps",
-    "logging_steps": "logger.logging_steps",
+    "max_ckpt_mem": "ckpt.max_mem",
+    "load_checkpoint": "ckpt.load_enable",
     "use_wandb": "logger.wandb.key",
+    "wandb_org": "logger.wandb.org",
+    "wandb_group": "logger.wandb.group",
     "wandb_project": "logger.wandb.project",
     "wandb_run_name": "logger.wandb.run_name",
     "use_tensorboard": "logger.tensorboard_dir",
 }
 """The dotted name of each flat one."""
+SHARED = ("actor.adam.betas", "actor.adam.weight_decay", "actor.max_norm", "actor.lr_scheduler", "actor.lr_warmup_ratio")
+"""Dotted names of the options that were common to actor and critic while names were flat."""
+FLAT_DEFAULTS = {"data.prompt_max_len": 1024, "rollout.max_new_tokens": 1024}
+"""Defaults of the versions with flat names, up to 0.9, for options whose later default is another."""
+
+
+def with_dotted_names(values: Values) -> dict[str, Any]:
+    """The values under the dotted names, with what flat names imply for the critic and the lengths."""
+    dotted = {RENAMED.get(key, key): value for key, value in values.items()}
+    if any(key in RENAMED for key in values):
+        critic = dotted.get("algo.advantage.estimator", "gae") == "gae"
+        common = {name.replace("actor.", "critic.", 1): dotted[name] for name in SHARED if name in dotted and critic}
+        lengths = {} if "data.max_len" in dotted else FLAT_DEFAULTS
+        dotted = {**lengths, **common, **dotted}
+    return dotted

@@ -8,16 +8,25 @@ from pathlib import Path
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.mindspeed import MINDSPEED, with_inherited
-from polyreme.import_config.openrlhf import OPENRLHF, with_dotted_names
+from polyreme.import_config.openrlhf import OPENRLHF
+from polyreme.import_config.openrlhf_names import with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
-from polyreme.import_config.read import read_values
-from polyreme.import_config.rules import Imported, System, Values, apply
-from polyreme.import_config.trl import TRL
-from polyreme.import_config.verl import VERL
+from polyreme.import_config.read import read_file
+from polyreme.import_config.rules import ITERATIONS, Entry, Fate, Imported, System, Values, apply
+from polyreme.import_config.trl import TRL, refuse_others, trainer_of, with_plain_options
+from polyreme.import_config.trl_parts import TRAINER
+from polyreme.import_config.verl import VERL, with_older_names
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
-_PREPARED = {MINDSPEED.name: with_inherited, OPENRLHF.name: with_dotted_names}
+_PREPARED = {
+    VERL.name: with_older_names,
+    MINDSPEED.name: with_inherited,
+    OPENRLHF.name: with_dotted_names,
+    TRL.name: with_plain_options,
+}
 """For systems with several spellings of a key: a function that returns the values under the keys of the rules."""
+_REQUIRED = {"model.path": "FILL_IN/model", "data.train": "FILL_IN/data"}
+"""What a run needs and a configuration may leave to its script, with a path that the user must replace: the run does not start without it."""
 _PLACEHOLDER = 100
 """Iterations of a run whose file has a number of passes over data of unknown length."""
 
@@ -32,21 +41,34 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     Raises:
         ConfigError: the file is not a configuration, or its system is unknown.
     """
-    values = read_values(path)
+    read = read_file(path)
+    values: Values = read.values
     system = SYSTEMS[name] if name else recognise(values, path)
-    values = _PREPARED[system.name](values) if system.name in _PREPARED else values
-    found = apply(system, values)
+    values = prepared(system, values)
+    if system is TRL:
+        refuse_others(values)
+        trainer = trainer_of(f"{path.name} {read.program}")
+        values = {**values, TRAINER: trainer} if trainer else values
+    found = apply(system, values)  # the first time, for the number of iterations, of which other keys are a part
+    count, comment = _iterations(found, system, {**system.defaults, **values}, rows)
+    found = apply(system, {**values, ITERATIONS: count})
     if "iterations" not in found.values:
-        _set_iterations(found, system, {**system.defaults, **values}, rows)
+        found.values["iterations"], found.comments["iterations"] = count, comment
+    for key, file in _REQUIRED.items():
+        if key not in found.values:
+            found.values[key], found.comments[key] = file, f"CHECK: the file does not name {file.removeprefix('FILL_IN/')}"
+    found.lost[:0] = [Entry(words, None, "", None, why, Fate.LOST) for words, why in read.notes]
     return system, found
+
+
+def prepared(system: System, values: Values) -> Values:
+    """The values under the keys of the system's rules."""
+    return _PREPARED[system.name](values) if system.name in _PREPARED else values
 
 
 def recognise(values: Values, path: Path) -> System:
     """The system that has most of the values' keys. Raises ConfigError when it has fewer than half of them."""
-    known = {
-        name: sum(bool(system.rules_of(key)) for key in (_PREPARED[name](values) if name in _PREPARED else values))
-        for name, system in SYSTEMS.items()
-    }
+    known = {name: sum(bool(system.rules_of(key)) for key in prepared(system, values)) for name, system in SYSTEMS.items()}
     best = max(known, key=lambda name: known[name])
     if 2 * known[best] < len(values):
         raise ConfigError(
@@ -57,13 +79,13 @@ def recognise(values: Values, path: Path) -> System:
     return SYSTEMS[best]
 
 
-def _set_iterations(found: Imported, system: System, values: Values, rows: int | None) -> None:
+def _iterations(found: Imported, system: System, values: Values, rows: int | None) -> tuple[int, str]:
+    """The number of iterations, and its origin when no key of the file has it."""
+    if "iterations" in found.values:
+        return found.values["iterations"], ""
     epochs, groups = values.get(system.epochs) or 1, found.values.get("groups_per_iteration", 1)
     if rows is None:
-        found.values["iterations"] = _PLACEHOLDER
-        found.comments["iterations"] = (
-            f"CHECK: {epochs:g} passes over the data in steps of {groups} prompts; --rows N computes it"
-        )
-    else:
-        found.values["iterations"] = max(1, math.floor(epochs * rows / groups))
-        found.comments["iterations"] = f"{system.epochs}: {epochs:g} passes over {rows} rows / {groups} prompts"
+        what = f"{epochs:g} passes over the data in steps of {groups} prompts"
+        return _PLACEHOLDER, f"CHECK: {what}; --rows N computes it, and what is a part of it (warm-up)"
+    iterations = max(1, math.ceil(epochs * (rows // groups)))
+    return iterations, f"{system.epochs}: {epochs:g} passes of {rows} rows / {groups} prompts, without the rest of a pass"

@@ -1,249 +1,197 @@
 """verl: hydra's YAML, or the command line of `verl.trainer.main_ppo`.
 
-Keys and defaults: verl/trainer/config/ppo_trainer.yaml and the files that it includes.
+Keys and defaults: verl/trainer/config/ppo_trainer.yaml, ppo_megatron_trainer.yaml and the files that they include.
 
-Invariant: the table below is the only place that knows verl's keys.
+Invariant: this module and the others that begin with `verl_` are the only places that know verl's keys.
 """
 
+import math
 from typing import Any
 
-from polyreme.import_config.convert import (
-    KL,
-    above,
-    adapters,
-    lookup,
-    name,
-    overlong,
-    path,
-    paths,
-    positive,
-    product,
-    ratio,
-    trackers,
-    when,
-)
-from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
-
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-PRESETS = {
-    "gae": "ppo",
-    "grpo": "grpo",
-    "rloo": "rloo",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    "remax": "remax",
-    "opo": "opo",
-}
-MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
-NO_GENERATION = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
-
-
-def _kl_loss(value: Any, values: Values) -> Any:
-    if not value:
-        return NOTHING
-    estimator = KL.get(values[f"{ACTOR}.kl_loss_type"], "k3")
-    return {"place": "loss", "estimator": estimator, "coef": values[f"{ACTOR}.kl_loss_coef"]}
-
-
-def _kl_reward(value: Any, values: Values) -> Any:
-    coef = values["algorithm.kl_ctrl.kl_coef"]
-    if not value or not coef or values.get(f"{ACTOR}.use_kl_loss"):
-        return NOTHING
-    kl = {"place": "reward", "estimator": KL.get(values["algorithm.kl_penalty"], "k1"), "coef": coef}
-    if values.get("algorithm.kl_ctrl.type") == "adaptive":
-        target, horizon = values.get("algorithm.kl_ctrl.target_kl", 0.1), values.get("algorithm.kl_ctrl.horizon", 10000)
-        kl |= {"adaptive": {"target": target, "horizon": int(horizon)}}
-    return kl
-
-
-def _world(values: Values) -> int:
-    return product(values["trainer.n_gpus_per_node"], values["trainer.nnodes"])
-
-
-def _micro(value: Any, values: Values) -> Any:
-    return value * (values["data.max_prompt_length"] + values["data.max_response_length"]) if value else NOTHING
-
-
-def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
-    longest = values["data.max_prompt_length"] + values["data.max_response_length"]
-    fixed: dict[str, tuple[Any, str]] = {
-        "placement": ("colocated", "verl generates on the trainer's devices"),
-        "algorithm.kl": (None, "neither use_kl_loss nor use_kl_in_reward"),
-        "rollout.max_model_len": (longest, "data.max_prompt_length + data.max_response_length"),
-        "rollout.replicas": (
-            ratio(_world(values), values[f"{ROLLOUT}.tensor_model_parallel_size"]),
-            "trainer.n_gpus_per_node x nnodes / rollout.tensor_model_parallel_size",
-        ),
-        "trainer.parallel.data": (_world(values), "trainer.n_gpus_per_node x nnodes; FSDP's ranks are data-parallel here"),
-        "data.label_key": ("reward_model.ground_truth", "verl's column of reference answers"),
-        "algorithm.loss.kind": ("clip", "policy_loss.loss_mode: vanilla"),
-        "model.dtype": ("bfloat16", "verl's mixed precision"),
-    }
-    if not values.get("custom_reward_function.path"):
-        fixed["reward.rewards"] = (
-            [{"name": "math"}],
-            "CHECK: verl chooses a function by data_source; built-in here are math, numeric, exact, code, ...",
-        )
-    return fixed
-
-
-def _clip(name: str) -> Any:
-    return lambda value, values: {"low": value, "high": value} if name == "both" else {name: value}
-
-
-RULES = (
-    Rule("data.train_files", "data.train", "", paths),
-    Rule("data.val_files", "data.eval", "", paths),
-    Rule("data.prompt_key", "data.prompt_key"),
-    Rule("data.max_prompt_length", "data.max_prompt_tokens"),
-    Rule("data.max_response_length", "rollout.max_new_tokens"),
-    Rule("data.train_batch_size", "groups_per_iteration", "prompts per iteration in both"),
-    Rule("data.shuffle", "data.shuffle"),
-    Rule("data.seed", "data.shuffle_seed"),
-    Rule("data.filter_overlong_prompts", "data.overlong", "true: filter, false: error", lambda v, _: "filter" if v else "error"),
-    Rule("data.truncation", "", "prompts are never cut; see data.overlong"),
-    Rule("data.reward_fn_key", "", "name it in reward.choose_by, with one reward of each name that the column has"),
-    Rule("data.val_batch_size", "", "an evaluation sends all its prompts at once"),
-    Rule("data.*", "", "rows are read by their columns alone"),
-    Rule(f"{MODEL}.path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
-    Rule(f"{MODEL}.enable_gradient_checkpointing", "trainer.recompute", "true: full", lookup({True: "full"})),
-    Rule(f"{MODEL}.use_remove_padding", "", "sequences are always packed without padding"),
-    Rule(f"{MODEL}.lora_rank", "trainer.lora", "0: all weights are trained", adapters(f"{MODEL}.lora_alpha", 16)),
-    *part_of("trainer.lora", f"{MODEL}.lora_alpha"),
-    Rule(f"{MODEL}.*", "", "an option of verl's model wrapper"),
-    Rule(f"{ACTOR}.optim.lr", "trainer.optimizer.lr"),
-    Rule(f"{ACTOR}.optim.weight_decay", "trainer.optimizer.weight_decay"),
-    Rule(f"{ACTOR}.optim.lr_warmup_steps", "trainer.optimizer.warmup", "verl's steps are iterations; -1: none", positive),
-    Rule(f"{ACTOR}.optim.warmup_style", "trainer.optimizer.schedule", "", lookup({"constant": "constant", "cosine": "cosine"})),
-    Rule(f"{ACTOR}.optim.*", "", "an option of verl's optimizer"),
-    Rule(f"{ACTOR}.grad_clip", "trainer.optimizer.clip_grad"),
-    Rule(
-        f"{ACTOR}.ppo_mini_batch_size",
-        "algorithm.minibatches",
-        "data.train_batch_size / ppo_mini_batch_size, both in prompts",
-        lambda value, values: ratio(values["data.train_batch_size"], value),
-    ),
-    Rule(f"{ACTOR}.ppo_epochs", "algorithm.epochs"),
-    Rule(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "trainer.micro_batch_tokens", "x (prompt + response length)", _micro),
-    Rule(f"{ACTOR}.ppo_micro_batch_size", "", "micro-batches are bounded by trainer.micro_batch_tokens"),
-    Rule(f"{ACTOR}.ppo_max_token_len_per_gpu", "trainer.micro_batch_tokens", "with use_dynamic_bsz", when(f"{ACTOR}.use_dynamic_bsz")),
-    Rule(f"{ACTOR}.use_dynamic_bsz", "", "micro-batches are always bounded in tokens"),
-    Rule(f"{ACTOR}.clip_ratio", "algorithm.loss", "both bounds", _clip("both")),
-    Rule(f"{ACTOR}.clip_ratio_low", "algorithm.loss", "", _clip("low")),
-    Rule(f"{ACTOR}.clip_ratio_high", "algorithm.loss", "", _clip("high")),
-    Rule(f"{ACTOR}.clip_ratio_c", "algorithm.loss", "", _clip("dual")),
-    Rule(f"{ACTOR}.loss_agg_mode", "algorithm.aggregation"),
-    Rule(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef"),
-    Rule(f"{ACTOR}.use_kl_loss", "algorithm.kl", "with kl_loss_type and kl_loss_coef", _kl_loss),
-    *part_of("algorithm.kl", f"{ACTOR}.kl_loss_*"),
-    Rule(f"{ACTOR}.policy_loss.loss_mode", "algorithm.loss", "gspo: one ratio per response",
-         lambda value, values: {"ratio": "sequence"} if value == "gspo" else NOTHING),
-    Rule(f"{ACTOR}.policy_loss.*", "", "an option of a loss that is not used"),
-    Rule(f"{ACTOR}.shuffle", "", "the order of samples does not matter: a mini-batch consists of whole groups"),
-    Rule(f"{ACTOR}.strategy", "", "the learner is Megatron-Core"),
-    Rule(f"{ACTOR}.fsdp_config.optimizer_offload", "trainer.offload.optimizer"),
-    Rule(f"{ACTOR}.fsdp_config.*", "", MEMORY),
-    Rule(f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.parallel.tensor"),
-    Rule(f"{ACTOR}.megatron.pipeline_model_parallel_size", "trainer.parallel.pipeline", "every stage has equally many layers"),
-    Rule(f"{ACTOR}.megatron.expert_model_parallel_size", "trainer.parallel.expert"),
-    Rule(f"{ACTOR}.*", "", "an option of verl's actor worker"),
-    Rule(f"{ROLLOUT}.n", "group_size"),
-    Rule(f"{ROLLOUT}.temperature", "rollout.temperature"),
-    Rule(f"{ROLLOUT}.top_p", "", NO_GENERATION),
-    Rule(f"{ROLLOUT}.top_k", "", NO_GENERATION),
-    Rule(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
-    Rule(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
-    Rule(f"{ROLLOUT}.max_num_seqs", "rollout.max_num_seqs"),
-    Rule(f"{ROLLOUT}.max_model_len", "rollout.max_model_len", "", lambda value, values: value or NOTHING),
-    Rule(f"{ROLLOUT}.name", "rollout.engine", "", lookup({"vllm": "vllm"})),
-    Rule(f"{ROLLOUT}.dtype", "model.dtype", "", lookup({"bfloat16": "bfloat16", "float32": "float32"})),
-    Rule(f"{ROLLOUT}.log_prob_*", "", "the learner's forward passes use trainer.micro_batch_tokens"),
-    Rule(f"{ROLLOUT}.val_kwargs.n", "eval_answers", "one answer is greedy, several are sampled"),
-    Rule(f"{ROLLOUT}.val_kwargs.temperature", "eval_temperature", "of several answers", above(0)),
-    Rule(f"{ROLLOUT}.val_kwargs.*", "", "one answer is greedy, several are drawn from the whole distribution"),
-    Rule(f"{ROLLOUT}.multi_turn.*", "", "there are no tools and further turns"),
-    Rule(f"{ROLLOUT}.*", "", "an option of verl's rollout worker"),
-    Rule("actor_rollout_ref.ref.*", "", "the reference shares the learner's ranks and micro-batches"),
-    Rule("actor_rollout_ref.*", "", "an option of verl's hybrid engine"),
-    Rule("critic.optim.lr", "trainer.critic.optimizer.lr", "", when("algorithm.adv_estimator", "gae")),
-    Rule("critic.optim.weight_decay", "trainer.critic.optimizer.weight_decay", "", when("algorithm.adv_estimator", "gae")),
-    Rule("critic.model.path", "trainer.critic.path", "CHECK: a directory on this machine",
-         lambda value, values: path(value, values) if values["algorithm.adv_estimator"] == "gae" else NOTHING),
-    Rule("critic.cliprange_value", "algorithm.advantage.value_clip", "", when("algorithm.adv_estimator", "gae")),
-    Rule("critic.*", "", "the critic shares the actor's ranks, batches and micro-batches, or there is none"),
-    Rule("algorithm.adv_estimator", "algorithm.preset", "", lookup(PRESETS)),
-    Rule("algorithm.gamma", "algorithm.advantage.gamma", "", when("algorithm.adv_estimator", "gae")),
-    Rule("algorithm.lam", "algorithm.advantage.lam", "", when("algorithm.adv_estimator", "gae")),
-    Rule("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage.kind", "false: the group mean alone",
-         lambda value, values: "group_mean" if not value and values["algorithm.adv_estimator"] == "grpo" else NOTHING),
-    Rule("algorithm.use_kl_in_reward", "algorithm.kl", "with kl_penalty and kl_ctrl", _kl_reward),
-    *part_of("algorithm.kl", "algorithm.kl_penalty"),
-    *part_of("algorithm.kl", "algorithm.kl_ctrl.*"),
-    Rule("algorithm.filter_groups.enable", "algorithm.dynamic_sampling"),
-    Rule("algorithm.filter_groups.*", "", "groups are filtered by their scores, without a limit of batches"),
-    Rule("algorithm.*", "", "not among our algorithms' parameters"),
-    Rule("custom_reward_function.path", "reward.rewards", "verl's function is called as verl calls it",
-         lambda value, values: [{"file": path(value, values),
-                                 **({"function": function} if (function := values.get("custom_reward_function.name")) else {})}]
-         if value else NOTHING),
-    *part_of("reward.rewards", "custom_reward_function.name"),
-    Rule("custom_reward_function.*", "", "set reward.rewards.0.options"),
-    Rule("reward_model.enable", "", "for a reward model, add {model: DIRECTORY} to reward.rewards"),
-    Rule("reward_model.overlong_buffer.enable", "algorithm.shaping.overlong", "with its len and penalty_factor",
-         overlong("reward_model.overlong_buffer.len", "data.max_response_length", "reward_model.overlong_buffer.penalty_factor")),
-    *part_of("algorithm.shaping.overlong", "reward_model.overlong_buffer.*"),
-    Rule("reward_model.*", "", "a reward model is a reward of its own: {model: DIRECTORY}"),
-    Rule("trainer.nnodes", "trainer.parallel.nodes"),
-    *part_of("trainer.parallel.data and rollout.replicas", "trainer.n_gpus_per_node"),
-    Rule("trainer.total_training_steps", "iterations", "", lambda value, values: value or NOTHING),
-    *part_of("iterations", "trainer.total_epochs"),
-    Rule("trainer.save_freq", "trainer.save_interval", "-1: only after the last iteration", positive),
-    Rule("trainer.test_freq", "eval_interval", "-1: only before the first iteration and after the last", positive),
-    Rule("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints", "", lambda value, values: value or NOTHING),
-    Rule("trainer.critic_warmup", "trainer.critic.warmup_iterations", "", when("algorithm.adv_estimator", "gae")),
-    Rule("trainer.experiment_name", "name", "lower-case letters, digits and hyphens", name),
-    Rule("trainer.project_name", "", "set trackers.0.project"),
-    Rule("trainer.logger", "trackers", "metrics.jsonl and TensorBoard are always written", trackers),
-    Rule("trainer.device", "device"),
-    Rule("trainer.default_local_dir", "output_dir", "", path),
-    Rule("trainer.*", "", "an option of verl's trainer"),
-    Rule("ray_kwargs.*", "", "there is no Ray: the services are processes"),
-    Rule("ray_init.*", "", "there is no Ray: the services are processes"),
-    Rule("global_profiler.*", "", "metrics have the time of each part of an iteration"),
-)  # fmt: skip
-
+from polyreme.import_config.convert import minibatches, path, placeholder, product, ratio
+from polyreme.import_config.rules import System, Unresolved, Values
+from polyreme.import_config.verl_actor_keys import MEGATRON, MODEL, ROLLOUT
+from polyreme.import_config.verl_algorithm import ACTOR, Fixed, algorithm
+from polyreme.import_config.verl_keys import RULES
+from polyreme.import_config.verl_optimizer import optimizer
 
 DEFAULTS = {
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
     "data.train_batch_size": 1024,
+    "data.filter_overlong_prompts": False,
+    "data.truncation": "error",
+    "data.image_key": "images",
     f"{MODEL}.path": "~/models/deepseek-llm-7b-chat",
     f"{ACTOR}.optim.lr": 1e-6,
-    f"{ACTOR}.optim.weight_decay": 0.01,
     f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_epochs": 1,
     f"{ACTOR}.clip_ratio": 0.2,
     f"{ACTOR}.clip_ratio_c": 3.0,
+    f"{ACTOR}.tau_pos": 1.0,
+    f"{ACTOR}.tau_neg": 1.05,
+    f"{ACTOR}.policy_loss.loss_mode": "vanilla",
     f"{ACTOR}.loss_agg_mode": "token-mean",
     f"{ACTOR}.use_kl_loss": False,
     f"{ACTOR}.kl_loss_coef": 0.001,
     f"{ACTOR}.kl_loss_type": "low_var_kl",
     f"{ROLLOUT}.n": 1,
     f"{ROLLOUT}.tensor_model_parallel_size": 2,
-    f"{ROLLOUT}.max_num_seqs": 1024,
     "critic.optim.lr": 1e-5,
-    "critic.optim.weight_decay": 0.01,
     "critic.cliprange_value": 0.5,
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0,
+    "algorithm.norm_adv_by_std_in_grpo": True,
     "algorithm.use_kl_in_reward": False,
     "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.type": "fixed",
     "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.kl_ctrl.horizon": 10000,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,
     "trainer.device": "cuda",
 }
+RENAMED = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_model.": "reward_model.",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "custom_reward_function.overlong_buffer.": "reward_model.overlong_buffer.",
+    "reward_model.model_path": "reward_model.model.path",
+    "config_name": "config-name",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "reward.num_workers": "reward_model.num_workers",
+    "reward_manager.name": "reward_model.reward_manager",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.": "reward_model.overlong_buffer.",
+}
+"""Beginnings of keys by the newer names, with the older ones."""
+
+
+def with_older_names(values: Values) -> dict[str, Any]:
+    """The values under the names of the rules. A newer name that is null leaves an older one."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        for new, old in RENAMED.items():
+            key = old + key.removeprefix(new) if key.startswith(new) else key  # several may apply, one after the other
+        if value is not None or key not in found:
+            found[key] = value
+    return found
+
+
+def _fixed(values: Values) -> Fixed:
+    prompt, response = values["data.max_prompt_length"], values["data.max_response_length"]
+    separate = values.get("actor_rollout_ref.hybrid_engine") is False or bool(values.get(f"{ROLLOUT}.nnodes"))
+    mini = values[f"{ACTOR}.ppo_mini_batch_size"]
+    origin = f"{ACTOR}.ppo_mini_batch_size: {mini}; data.train_batch_size / ppo_mini_batch_size, both in prompts"
+    steps = minibatches(values["data.train_batch_size"] or mini, mini, origin)
+    overlong = "filter" if values["data.filter_overlong_prompts"] or values["data.truncation"] != "error" else "error"
+    fixed: Fixed = {
+        "placement": ("colocated", "verl generates on the trainer's devices"),
+        "data.overlong": (overlong, "filter_overlong_prompts: filter; else truncation: error"),
+        "data.label_key": ("reward_model.ground_truth", "verl's column of reference answers"),
+        "rollout.max_model_len": (
+            max(prompt + response, values.get(f"{ROLLOUT}.max_model_len") or 0),
+            "max_model_len, at least max_prompt_length + max_response_length",
+        ),
+        "rollout.replicas": (_replicas(values), "devices of generation / rollout.tensor_model_parallel_size"),
+        "model.dtype": ("bfloat16", "verl's mixed precision"),
+        **_ranks(values),
+        **algorithm(values),
+        "algorithm.minibatches": steps,
+        **optimizer(ACTOR, "trainer.optimizer", values),
+        "reward.rewards": _rewards(values),
+    }
+    if separate:
+        fixed["placement"] = ("separate", "hybrid_engine: false, or rollout.nnodes")
+        fixed["max_staleness"] = (1, "CHECK: verl's generation is ahead of training")
+        fixed |= _asynchronous(values)
+    if values["algorithm.adv_estimator"] == "gae":
+        fixed |= optimizer("critic", "trainer.critic.optimizer", values)
+    return fixed
+
+
+def _asynchronous(values: Values) -> Fixed:
+    """The batches of verl's fully asynchronous trainer: weights are sent after so many mini-batches."""
+    if values["data.train_batch_size"]:
+        return {}
+    parts = product(values.get("async_training.require_batches"), values.get("async_training.trigger_parameter_sync_step"))
+    groups = parts * values[f"{ACTOR}.ppo_mini_batch_size"]
+    why = "CHECK: async_training: require_batches x trigger_parameter_sync_step mini-batches between two versions"
+    found: Fixed = {"groups_per_iteration": (groups, why), "algorithm.minibatches": (parts, why)}
+    found["max_staleness"] = (
+        max(1, math.ceil(values.get("async_training.staleness_threshold", 0))),
+        "CHECK: staleness_threshold",
+    )
+    if steps := values.get("rollout.total_rollout_steps"):
+        found["iterations"] = (ratio(steps, groups), "total_rollout_steps, prompts / groups_per_iteration")
+    return found
+
+
+def _world(values: Values) -> int:
+    return product(values["trainer.n_gpus_per_node"], values["trainer.nnodes"])
+
+
+def _replicas(values: Values) -> int:
+    nodes = values.get(f"{ROLLOUT}.nnodes") or values.get("rollout.nnodes")
+    each = values.get(f"{ROLLOUT}.n_gpus_per_node") or values.get("rollout.n_gpus_per_node", values["trainer.n_gpus_per_node"])
+    devices = product(nodes, each) if nodes else _world(values)
+    return ratio(devices, values[f"{ROLLOUT}.tensor_model_parallel_size"])
+
+
+def is_megatron(values: Values) -> bool:
+    """Whether the actor is trained by Megatron, as its strategy, the name of the configuration or its keys say."""
+    named = "megatron" in (values.get(f"{ACTOR}.strategy"), values.get("model_engine"))
+    named = named or "megatron" in str(values.get("config-name", ""))
+    return named or any(key.startswith(f"{MEGATRON}.") for key in values)
+
+
+def _ranks(values: Values) -> Fixed:
+    """The layout of the learner: the data ranks are the devices without those of the other dimensions."""
+    world, nodes = _world(values), values["trainer.nnodes"]
+    if not is_megatron(values):
+        sequence = product(values.get(f"{ACTOR}.ulysses_sequence_parallel_size"))
+        sizes, why = {"tensor": 1, "pipeline": 1, "context": sequence}, "FSDP's ranks are data ranks, Ulysses' are context ranks"
+    else:
+        names = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context"}
+        sizes = {ours: product(values.get(f"{MEGATRON}.{name}_parallel_size")) for ours, name in names.items()}
+        why = "megatron.*_parallel_size"
+    if sizes["pipeline"] > 1 and sizes["pipeline"] % nodes:
+        why = f"CHECK: {sizes['pipeline']} stages cannot be spread over {nodes} machines here, so there is one; see trainer.parallel"
+        sizes["pipeline"] = 1
+    data = ratio(world, product(*sizes.values()))
+    found: Fixed = {f"trainer.parallel.{name}": (size, why) for name, size in sizes.items()}
+    shared = " x ".join(str(size) for size in sizes.values())
+    found["trainer.parallel.data"] = (data, f"{world} devices (n_gpus_per_node x nnodes) / ({shared})")
+    return found
+
+
+def _rewards(values: Values) -> tuple[Any, str]:
+    function, model = values.get("custom_reward_function.path"), values.get("reward_model.model.path")
+    if values["algorithm.adv_estimator"] == "gdpo":
+        keys = values.get("algorithm.gdpo_reward_keys") or []
+        weights = values.get("algorithm.gdpo_reward_weights") or [1.0] * len(keys)
+        parts = [placeholder(key, weight=weight) for key, weight in zip(keys, weights, strict=True)]
+        return parts or [{"name": "math"}], "CHECK: gdpo_reward_keys; write a function for each part that compute_score returns"
+    if function:
+        options = {
+            key.removeprefix("custom_reward_function.reward_kwargs."): value
+            for key, value in values.items()
+            if key.startswith("custom_reward_function.reward_kwargs.")
+        }
+        name = {"function": values["custom_reward_function.name"]} if values.get("custom_reward_function.name") else {}
+        reward = {"file": path(function, values), **name, **({"options": options} if options else {})}
+        check = "" if str(function).endswith(".py") and not isinstance(function, Unresolved) else "CHECK: "
+        return [reward], f"{check}custom_reward_function.path: {function}; verl's function is called as verl calls it"
+    if values.get("reward_model.enable"):
+        return [{"model": path(model or "FILL_IN/reward-model", values)}], (
+            f"CHECK: reward_model.enable, model: {model}; a directory on this machine with a sequence classifier"
+        )
+    return [{"name": "math"}], "CHECK: verl chooses a function by data_source; built-in here are math, numeric, exact, code, ..."
+
 
 VERL = System("verl", "verl", RULES, DEFAULTS, _fixed, epochs="trainer.total_epochs")

@@ -203,11 +203,13 @@ class Algorithm:
         return result
 
     def _next_coef(self, batch: TokenBatch, kl: Float64 | None, coef: float | None) -> float | None:
-        """The next iteration's coefficient, adapted to this iteration's KL per response; None without an adaptive controller."""
+        """The next iteration's coefficient, adapted to this iteration's KL per response or token; None without an adaptive controller."""
         samples = int((batch.lengths > 0).sum())
         if kl is None or coef is None or self.recipe.kl is None or self.recipe.kl.adaptive is None:
             return None
         if samples == 0:
             return coef
         controller = self.recipe.kl.adaptive
+        if controller.unit == "token":  # the mean over responses of the mean over a response's tokens
+            kl = kl / np.maximum(batch.lengths, 1)[batch.sequence_of]
         return adapt(coef, float(kl.sum()) / samples, controller.target, controller.horizon, samples)

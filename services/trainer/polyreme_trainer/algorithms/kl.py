@@ -58,7 +58,7 @@ def adapt(coef: float, kl: float, target: float, horizon: int, samples: int) -> 
 
     Args:
         coef: the coefficient of the iteration in which `kl` was measured.
-        kl: mean over samples of the KL summed over a sample's tokens, in nats.
+        kl: mean over samples of a sample's KL in nats: the sum or the mean over its tokens.
         target: the wanted value of `kl`.
         horizon: the number of samples after which an error of 20% has changed the coefficient by 20%.
         samples: the number of samples of the iteration.

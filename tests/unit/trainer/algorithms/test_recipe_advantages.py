@@ -72,6 +72,19 @@ def test_the_kl_controller_follows_the_kl_of_a_response() -> None:
     assert not np.array_equal(second.advantages, first.advantages)
 
 
+def test_a_kl_target_per_token_is_that_of_verl_and_openrlhf() -> None:
+    """They measure the mean over responses of the mean over a response's tokens."""
+    controller = {"target": 0.15, "horizon": 120, "unit": "token"}
+    batch = full_batch(0)
+    assert batch.old is not None and batch.reference is not None
+    kl = (batch.old - batch.reference) * batch.mask
+    parts = [slice(batch.offsets[i], batch.offsets[i + 1]) for i in range(12)]
+    measured = sum(float(kl[part].sum() / batch.mask[part].sum()) for part in parts) / 12
+    controller["target"] = measured / 1.1  # an error of 10%, inside the controller's bounds
+    algorithm = Algorithm(resolve("reinforce_pp", {"kl": {"coef": 0.1, "estimator": "k1", "adaptive": controller}}), LONGEST)
+    assert algorithm.advantages(batch).state.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 12 / 120), rel=1e-6)
+
+
 def test_a_fixed_coefficient_is_the_recipes() -> None:
     batch, algorithm = full_batch(0), algorithm_of("reinforce_pp")
     found = algorithm.advantages(batch, AlgorithmState(kl_coef=99.0))

@@ -1,0 +1,61 @@
+"""Conversions of learning-rate schedules by the names of transformers, which TRL and OpenRLHF use.
+
+Invariant: pure functions of a key's value and all values, as `Rule.convert` takes them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from polyreme.import_config.convert import part_of_run
+from polyreme.import_config.rules import Lost, Off, Values
+
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+    "polynomial": "linear",
+}
+"""Our schedule for each name."""
+POLYNOMIAL_END = 1e-7
+"""Final rate of transformers' polynomial schedule, whose default power is 1."""
+
+
+def schedule(options: str = "") -> Callable[[Any, Values], Any]:
+    """Our schedule. `options` is the key of the schedule's own options."""
+
+    def convert(value: Any, values: Values) -> Any:
+        if value not in SCHEDULES:
+            return Lost(f"no such schedule here; known: {', '.join(SCHEDULES)}. Used here: constant")
+        if value == "polynomial" and values.get(f"{options}.power", 1) != 1:
+            return Lost("a polynomial of another power than 1. Used here: constant")
+        return SCHEDULES[value]
+
+    return convert
+
+
+def minimum(rate: str, ratio: Callable[[Values], float]) -> Callable[[Any, Values], Any]:
+    """The final rate of a schedule that has one: `ratio` of the value of the key `rate`."""
+
+    def convert(value: Any, values: Values) -> Any:
+        if value == "polynomial":
+            return POLYNOMIAL_END
+        return values[rate] * ratio(values) if "with_min_lr" in str(value) else Off("falls to 0, or not at all")
+
+    return convert
+
+
+def warmup_ratio(schedule_key: str) -> Callable[[Any, Values], Any]:
+    """A warm-up as a part of the run. transformers' constant schedule has none."""
+    return lambda value, values: _without(values, schedule_key) or part_of_run(value, values)
+
+
+def _without(values: Mapping[str, Any], key: str) -> Off | None:
+    return Off("transformers' constant schedule has no warm-up") if values.get(key) == "constant" else None
+
+
+def has_warmup(values: Values, key: str) -> bool:
+    """Whether the schedule named by `key` warms up."""
+    return _without(values, key) is None
