@@ -19,7 +19,8 @@ from polyreme.cli.new_run.sample_data import rows, supervised_rows
 from polyreme.cli.new_run.tiny_model import write_tiny_model
 from polyreme.config.base import NAME
 from polyreme.config.data import DataSource
-from polyreme.dataset.columns import column_names, label_text, plain_prompt, value_at
+from polyreme.dataset.chat import plain_prompt, read_prompt
+from polyreme.dataset.columns import column_names, label_text, value_at
 from polyreme.dataset.source import read_objects
 from polyreme.dataset.text_files import Row
 from polyreme.errors import ConfigError, DataError
@@ -144,8 +145,8 @@ def own_supervised_rows(answers: Answers) -> list[dict[str, Any]]:
     with suppress(DataError):  # a damaged row, which `config check` reports
         for row in islice(read_objects((_trained_part(answers),)), _SUPERVISED):
             prompt, label = value_at(row.fields, answers.prompt_key), value_at(row.fields, answers.label_key)
-            with suppress(TypeError):  # neither a text nor a chat
-                if (text := label_text(label)) and len(plain_prompt(prompt)) < _TINY_TOKENS > len(text):
+            with suppress(DataError, TypeError):  # neither a text nor a chat; a label that is no text
+                if (text := label_text(label)) and len(plain_prompt(read_prompt(prompt, row.where))) < _TINY_TOKENS > len(text):
                     found.append({answers.prompt_key: prompt, "response": text})
     return found
 
