@@ -276,7 +276,7 @@ def _entries(system: System, key: str, value: Any, values: Values) -> Iterator[E
     if not rules:
         yield Entry(key, value, "", None, "unknown to this importer; find out whether it changes training", Fate.UNKNOWN)
     for rule in rules:
-        if isinstance(value, Unresolved) and rule.target not in TEXTS and rule.fate is not Fate.IDLE:
+        if isinstance(value, Unresolved) and rule.target not in TEXTS and rule.fate not in (Fate.IDLE, *LOSSES):
             default = f"; used here: {system.defaults[key]}, {system.title}'s default" if key in system.defaults else ""
             yield Entry(key, value, "", None, f"CHECK: the file does not say what this is{default}", Fate.LOST)
         else:
