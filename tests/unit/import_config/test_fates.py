@@ -77,6 +77,7 @@ def test_unresolved_texts_stay_where_a_text_is_wanted_and_are_lost_elsewhere() -
     assert found.values["model.path"] == "$DIR/m" and "CHECK" in found.comments["model.path"]
     assert found.values["trainer.optimizer.lr"] == 0.5  # the system's default, which the list says
     assert [entry.key for entry in found.lost] == ["rate"] and "0.5" in found.lost[0].note
+    assert apply(TABLE, {"world": Unresolved("$WORLD")}).lost[0].fate is Fate.ANOTHER_RUN
 
 
 def test_a_rule_without_a_counterpart_declares_its_fate() -> None:

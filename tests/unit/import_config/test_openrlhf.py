@@ -12,7 +12,7 @@ from polyreme.errors import ConfigError
 from polyreme.import_config.openrlhf_names import RENAMED
 from polyreme.import_config.rules import Fate, Imported
 from polyreme.import_config.systems import SYSTEMS
-from tests.support.imports import import_text, lost_keys, mathematics
+from support.imports import import_text, lost_keys, mathematics
 
 PUBLISHED: dict[str, dict[str, list[Any]]] = yaml.safe_load((Path(__file__).parent / "published" / "openrlhf.yaml").read_text())
 OPTIONS = [(name, value) for names in PUBLISHED.values() for name, values in names.items() for value in values]

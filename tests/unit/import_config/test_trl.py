@@ -11,7 +11,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme.import_config.rules import Imported
 from polyreme.import_config.systems import import_file
-from tests.support.imports import import_text, lost_keys, mathematics
+from support.imports import import_text, lost_keys, mathematics
 
 PUBLISHED: dict[str, list[Any]] = yaml.safe_load((Path(__file__).parent / "published" / "trl.yaml").read_text())["keys"]
 BASE = {
