@@ -129,7 +129,12 @@ def _program(words: Sequence[str]) -> tuple[int, int] | None:
             if _LAUNCHER.fullmatch(words[place + 1]):  # such as torch.distributed.run: the program comes later
                 continue
             return place + 1, place + 2
-        if word.rpartition("/")[2] == "trl" and place + 1 < len(words):
+        if (
+            word.rpartition("/")[2] == "trl"
+            and place + 1 < len(words)
+            and words[place + 1].isalpha()
+            and words[place + 1] != "trl"
+        ):
             return place, place + 2
         if word.endswith(".py") and not word.startswith("-"):
             return place, place + 1

@@ -23,6 +23,7 @@ from polyreme.import_config.shell_words import (
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 _CONDITIONS = ("if", "elif", "while", "until")
+_SHELLS = {"bash", "sh", "sbatch", "/bin/bash", "/bin/sh"}
 _MAX_DEPTH = 8
 
 
@@ -233,6 +234,8 @@ def _simple(words: list[str], command: ShellCommand, walk: _Walk, certain: bool)
         del words[0]
     found = [each for word in words for each in fields(word, variables)]
     inner = _inner(found)
+    if inner is None and command.document is not None and _SHELLS & set(found):
+        inner = command.document if command.literal else document(command.document, variables)
     if inner is None:
         yield Call(tuple(found), certain)
     elif walk.depth < _MAX_DEPTH:

@@ -5,7 +5,7 @@ Invariant: pure, and every construct ends at the text's end at the latest. Nothi
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _BREAKS = ("&&", "||", ";;", "|&", ";", "|", "\n", "&", "(", ")")
@@ -77,10 +77,12 @@ class _Lexer:
         self.redirects = False  # the next word is the file of a redirection
         self.pending: tuple[str, bool] | None = None  # delimiter of a here-document, and whether its lines lose their tabs
         self.delimiter: bool | None = None  # the next word is the delimiter of a here-document
+        self.line: list[ShellCommand] = []  # commands that wait for a here-document
+        self.of_document = -1  # which of them has it
 
     def end_word(self) -> None:
         if self.word and self.delimiter is not None:
-            self.pending, self.delimiter = (self.word, self.delimiter), None
+            self.pending, self.delimiter, self.of_document = (self.word, self.delimiter), None, len(self.line)
         elif self.word and self.redirects:
             self.redirects = False
         elif self.word:
@@ -142,18 +144,25 @@ class _Lexer:
             self.place, self.redirects = signs.end() if signs else place + 1, True
 
     def _end(self, sign: str) -> Iterator[ShellCommand]:
-        document, literal = None, False
-        if sign == "\n":
-            self.redirects = False
-            if self.pending:
-                (delimiter, tabs), self.pending = self.pending, None
-                literal = delimiter != (name := re.sub(r"[\"'\\]", "", delimiter))
-                document = self._document(name, tabs)
+        """The commands that are complete with this sign. A here-document follows the line, so its command waits for the line's end."""
         if self.words or sign in (")", ";;"):
-            yield ShellCommand(tuple(self.words), self.before, sign, document, literal)
+            self.line.append(ShellCommand(tuple(self.words), self.before, sign))
         if self.words or sign != "\n":
             self.before = sign
         self.words = []
+        if self.pending is None:
+            yield from self._complete(None, False)
+        elif sign == "\n":
+            (delimiter, tabs), self.pending = self.pending, None
+            literal = delimiter != (name := re.sub(r"[\"'\\]", "", delimiter))
+            yield from self._complete(self._document(name, tabs), literal)
+        if sign == "\n":
+            self.redirects = False
+
+    def _complete(self, document: str | None, literal: bool) -> Iterator[ShellCommand]:
+        for place, command in enumerate(self.line):
+            yield replace(command, document=document, literal=literal) if place == self.of_document else command
+        self.line, self.of_document = [], -1
 
     def _document(self, name: str, tabs: bool) -> str:
         lines: list[str] = []

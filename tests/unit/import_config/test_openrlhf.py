@@ -10,7 +10,7 @@ import yaml
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme.import_config.openrlhf_names import RENAMED
-from polyreme.import_config.rules import Imported
+from polyreme.import_config.rules import Fate, Imported
 from polyreme.import_config.systems import SYSTEMS
 from support.imports import import_text, lost_keys, mathematics
 
@@ -243,6 +243,13 @@ def test_every_reward_appears(options: dict[str, Any], wanted: list[dict[str, An
 def test_what_changes_training_and_is_not_carried_over_is_listed(options: dict[str, Any], lost: list[str]) -> None:
     found, _ = imported(options)
     assert lost_keys(found) == lost
+
+
+def test_an_agent_that_the_script_leaves_open_is_said_first() -> None:
+    found, _ = import_text(command({**BASE, "top_p": 0.9}) + " --agent_func_path $AGENT", "openrlhf", rows=1024, suffix=".sh")
+    assert [entry.fate for entry in found.lost] == [Fate.ANOTHER_RUN, Fate.LOST] and lost_keys(found)[
+        0
+    ] == "train.agent_func_path"
 
 
 def test_a_group_estimator_with_the_kl_in_the_reward_is_checked() -> None:

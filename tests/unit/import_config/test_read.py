@@ -86,6 +86,13 @@ COMMAND = "python3 -m verl.trainer.main_ppo a.b="
         ("declare -i X=27\nlocal Y=$X\n@$Y", 27),
         ('X=" \\\n  a.b=28 \\\n  a.c=1"\n@0 $X', 28),
         ("X=1\r\n@$X\r\n", 1),
+        ("read -r -d '' C <<EOF || true\n@29\nEOF\n$C", 29),
+        ("cat <<A; X=30\n$(\nA\n@$X", 30),
+        ("X=31\nsbatch <<EOT\n#!/bin/bash\n@$X\nEOT", 31),
+        ("ssh host bash <<'EOT'\nX=32\n@$X\nEOT", 32),
+        ("ray job submit -- bash -c '@33'", 33),
+        ('[[ "a-7b-c" == *"7b"* ]] && Y=34\n@$Y', 34),
+        ('X=${MODEL:-"a/b"}\n@$X', "a/b"),
     ],
 )
 def test_values_of_a_script(script: str, value: Any, tmp_path: Path) -> None:
@@ -225,6 +232,11 @@ def test_the_configuration_that_a_command_names_is_read(command: str, tmp_path: 
     assert read(command, tmp_path / "scripts").values["rl_config.gamma"] == 1.0
     with pytest.raises(ConfigError, match="grpo_8b"):
         read(command.replace("7b", "8b"), tmp_path / "scripts")
+
+
+def test_the_command_of_trl_is_found_behind_another_tool(tmp_path: Path) -> None:
+    found = read("uv run --with trl trl grpo --beta 0.1", tmp_path)
+    assert (found.values, found.program) == ({"beta": 0.1}, "trl grpo")
 
 
 def test_a_python_program_is_not_read(tmp_path: Path) -> None:
