@@ -33,8 +33,17 @@ GOOD = [
     program("if __name__ == '__main__':\n    print(3)", {"inputs": [""], "outputs": ["3"]}),
     program("import os, sys\nprint(len(os.environ) <= 4, os.listdir())", {"inputs": [""], "outputs": ["True ['program.py']"]}),
     Item("", "p", "print(input())", metadata_json=json.dumps({"tests": {"inputs": ["3"], "outputs": ["3"]}})),
+    *(
+        program(f"print(3)\n{end}\nprint(4)", {"inputs": [""], "outputs": ["3"]})
+        for end in ("exit()", "quit()", "exit(0)", "raise SystemExit")
+    ),
+    program(
+        "import sys\nprint(callable(help), str(copyright)[:9])\nsys.exit(0)", {"inputs": [""], "outputs": ["True Copyright"]}
+    ),
+    program("print(3)\n```\nOutput:\n```\n3\n```\n```bash\npython a.py", {"inputs": [""], "outputs": ["3"]}),
 ]
 BAD = [
+    program("print(3)\nexit(1)", {"inputs": [""], "outputs": ["3"]}),
     program("print(0)", ECHO_SUM),
     program("def twice(x):\n    return x", TWICE),
     program("def thrice(x):\n    return x", TWICE),
