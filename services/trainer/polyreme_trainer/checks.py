@@ -146,13 +146,11 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
         )
 
 
-def _check_labels(sources: Sources, config: RunConfig, labels: LabelCount) -> Iterator[str | PolyremeError]:
+def _check_labels(sources: Sources, config: RunConfig, labels: LabelCount) -> Iterator[PolyremeError]:
     try:
         labels.check(sources, config.data)
     except DataError as error:
         yield error
-    if notice := labels.notice(sources, config.data):
-        yield notice
 
 
 def _check_prompts(sources: Sources, config: RunConfig, template: Template, labels: LabelCount) -> Iterator[str | PolyremeError]:
