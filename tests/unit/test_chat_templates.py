@@ -69,6 +69,7 @@ def test_one_conversation_has_the_same_tokens_everywhere(
     told = {"messages": [*messages, *answer], "tools": tools}
     rows, turns = tmp_path / "rows.jsonl", tmp_path / "turns.jsonl"
     rows.write_text(json.dumps(row))
+    (tmp_path / "two.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
     turns.write_text(json.dumps(told))
     limits: dict[str, Any] = {"train": rows, "max_tokens": 4000, "date": DAY}
     data, files = DataConfig(train=rows, max_prompt_tokens=4000, date=DAY), chat_model_files(style)
@@ -102,7 +103,7 @@ def test_one_conversation_has_the_same_tokens_everywhere(
             assert read().tolist() == whole
     pair = read_pairs(rows, PreferenceData(**limits), template)
     assert [ids.tolist() for ids in pair.ids] == [whole, conversation("4")]
-    assert read_labelled(rows, PreferenceData(**limits), template).ids[0].tolist() == whole
+    assert read_labelled(tmp_path / "two.jsonl", PreferenceData(**limits), template).ids[0].tolist() == whole
     stage = stage_config(tmp_path, "reward-model")
     assert isinstance(stage, RewardModelConfig)
     scored = read_scored_pairs(rows, stage.model_copy(update={"data": RewardModelData(**limits)}), template)

@@ -39,9 +39,11 @@ class Need:
 
     Attributes:
         columns: names of columns; empty: the reward needs none.
+        optional: whether the reward can do without: then only rows that differ from the others are worth a notice.
     """
 
     columns: tuple[str, ...] = ()
+    optional: bool = False
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
@@ -73,6 +75,7 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
 
         remote = HttpReward(spec.label, spec.weight, spec.urls, str(spec.protocol), 1.0, spec.options, spec.security)
         asyncio.run(remote.close())
+        return Need(("label",), optional=True)
     elif spec.model is not None:
         ModelReward(spec.label, spec.weight, spec.model, spec.options, 1.0, 1.0, config.worker_memory_mib, RewardMetrics())
     elif is_builtin(spec):
@@ -84,9 +87,9 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
         if function is not None:
             convention = adapt(function, spec.options).convention
             parameters = inspect.signature(function).parameters.values()
-            required = {p.name for p in parameters if p.default is p.empty} - set(spec.options)
-            if named := sorted(required & set(LABEL_NAMES)):
-                return Need(("label", *named) if convention == "trl" else ("label",))
+            named = {p.name: p.default is p.empty for p in parameters if p.name in LABEL_NAMES and p.name not in spec.options}
+            columns = ("label", *sorted(named)) if convention == "trl" else ("label",)
+            return Need(columns, optional=not any(named.values())) if named else Need()
     return Need()
 
 
@@ -138,7 +141,7 @@ def _check_rows(
         yield error
         return
     for name, count in lacking.items():
-        if not count:
+        if not count or (needs[name].optional and count == asked[name]):
             continue
         columns = " or ".join(dict.fromkeys(data.label_key if need == "label" else need for need in needs[name].columns))
         found = f"{asked[name] - count} of {asked[name]} rows have one"

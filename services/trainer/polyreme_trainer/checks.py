@@ -180,8 +180,6 @@ def _check_data(sources: Sources, config: RunConfig, template: Template | None) 
         labels.check(sources, config.data)
     except DataError as error:
         yield error
-    if notice := labels.notice(sources, config.data):
-        yield notice
 
 
 def _check_prompts(

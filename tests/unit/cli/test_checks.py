@@ -165,8 +165,7 @@ def test_a_reward_of_the_users_is_read_and_not_run(config_file: Path, monkeypatc
     own = "reward.rewards=[{file: reward.py, options: {bonus: 2}}]"
     assert found(config_file, own) == Findings((), ())
     rows(config_file, {"prompt": "1="})
-    [notice] = found(config_file, own).notices
-    assert "0 of 1 rows" in notice
+    assert "0 of 1 rows" in errors(config_file, own)
 
 
 @pytest.mark.parametrize("section", ["security", "reward.security"])

@@ -113,11 +113,6 @@ class LabelCount:
                 "Fix data.label_key, or remove it for data without reference answers.",
             )
 
-    def notice(self, sources: Sources, data: DataConfig) -> str:
-        """Says that some rows have no reference answer; '' when all or none have one."""
-        missing = f"{self.unlabelled} of {self.rows} rows in {name_of(sources)} have no reference answer ({data.label_key!r})"
-        return missing if self.unlabelled else ""
-
 
 def read_rows(sources: Sources, data: DataConfig) -> Iterator[DatasetRow]:
     """The rows of the data. Reads lazily.
@@ -156,8 +151,8 @@ def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Data
             raise none_usable((source,), data, filtered, duplicates)
         sizes.append(len(store) - before)
     labels.check(sources, data)
-    if notice := labels.notice(sources, data):
-        logger.warning("%s", notice)
+    if labels.unlabelled:
+        logger.warning("%s: %d of %d rows have no reference answer", name_of(sources), labels.unlabelled, labels.rows)
     for count, reason in ((filtered, f"are longer than {data.max_prompt_tokens} tokens"), (duplicates, "repeat an earlier one")):
         if count:
             total = len(store) + filtered + duplicates
