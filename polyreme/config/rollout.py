@@ -57,8 +57,17 @@ class VllmConfig(Section):
     )
 
 
+class TransformersConfig(Section):
+    """Options of the transformers engine. No other engine reads them."""
+
+    threads: int = Field(1, ge=1, description="Threads of torch on CPU.")
+
+
 class RolloutConfig(Section):
-    engine: str = Field("vllm", description="Name of an inference engine in the entry-point group `polyreme.engines`.")
+    engine: str = Field(
+        "vllm",
+        description="Inference engine: vllm, or transformers (plain Hugging Face: slow and exact, for tests, models that vLLM does not serve and machines without vLLM), or another name in the entry-point group `polyreme.engines`.",
+    )
     replicas: Operational[int] = Field(1, ge=1, description="Number of replicas that `polyreme up` starts and a run waits for.")
     tensor_parallel: int = Field(1, ge=1, description="Devices per replica.")
     cpu_sleep: Operational[Literal["pause", "end"]] = Field(
@@ -77,7 +86,7 @@ class RolloutConfig(Section):
         1.0,
         ge=0.01,
         le=2,
-        description="Sampling temperature in training, within the range that vLLM uses unchanged. The learner uses the same value.",
+        description="Sampling temperature in training, within the range that vLLM uses unchanged. The learner uses the same value for samples, and 1 for supervised rows.",
     )
     max_num_seqs: int = Field(256, ge=1, description="Maximum number of samples that a replica decodes at once.")
     start_timeout: Operational[float] = Field(300.0, gt=0, description="Maximum seconds for the replicas' registration.")
@@ -85,3 +94,4 @@ class RolloutConfig(Section):
         60.0, gt=0, description="Maximum seconds between two chunks of a generation stream."
     )
     vllm: VllmConfig = VllmConfig()
+    transformers: TransformersConfig = TransformersConfig()

@@ -199,7 +199,9 @@ class CriticConfig(Section):
         description="Hugging Face directory of a sequence classifier or language model. null: start from the actor's weights after the warm start.",
     )
     optimizer: OptimizerConfig | None = Field(None, description="The critic's optimizer. null: the actor's settings.")
-    warmup_iterations: int = Field(0, ge=0, description="Number of initial iterations that train only the critic.")
+    warmup_iterations: int = Field(
+        0, ge=0, description="Number of initial iterations that train only the critic. The actor's schedule begins after them."
+    )
 
 
 class SftPhase(Section):

@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     scope="module",
     params=[
         "simulated",
+        "transformers",
         pytest.param("vllm", marks=pytest.mark.real),
         *(pytest.param(name, marks=[pytest.mark.real, pytest.mark.slow]) for name in OPTIONS),
     ],
@@ -41,7 +42,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     weights: list[str] = []
     contents = tokenizer_files()
     engine, options = request.param.partition("-")[0], OPTIONS.get(request.param, {})
-    if engine == "vllm":
+    if engine != "simulated":
         model = tiny_model("tied", folder / "model", hidden_size=128)
         contents, weights = model_files(model), [str(model)]
     for name, data in contents.items():
@@ -61,5 +62,5 @@ def test_engine(results: dict[str, Any], check: str) -> None:
 def test_an_unknown_engine_is_an_error_that_names_the_installed_ones() -> None:
     with pytest.raises(ConfigError) as raised:
         load_engine("vlm")
-    assert "simulated, vllm" in raised.value.expected
+    assert "simulated, transformers, vllm" in raised.value.expected
     assert "'vlm'" in raised.value.found

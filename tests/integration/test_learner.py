@@ -18,7 +18,7 @@ from polyreme.config.model import ModelConfig
 from polyreme.config.presets import PRESETS
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, OffloadConfig, OptimizerConfig, ParallelConfig
-from polyreme.experience.records import GroupRecord
+from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.observe.registry import find
 from support import learning
 from support.configs import algorithm, run_config
@@ -39,6 +39,8 @@ PPO_WITH_STATE = {
 """PPO whose KL controller, running normalisation and reference have a state."""
 DECAY = 0.8
 PTX = {"data": "unused", "coef": 0.7, "batch_size": 7}
+TEMPERATURE = 0.8
+"""The sampling temperature. It is not that of supervised rows."""
 TOKEN_TIS = {"kind": "token_tis", "cap": 1.5}
 ALGORITHMS = {
     "grpo": algorithm(loss={"high": 0.28}),
@@ -48,6 +50,7 @@ ALGORITHMS = {
     "corrected minibatches": algorithm(minibatches=2, correction=[TOKEN_TIS]),
     "reward kl": AlgorithmConfig.model_validate({"preset": "reinforce_pp", "kl": {"coef": 0.05}}),
     "mixed": algorithm(ptx=PTX),
+    "distilled": AlgorithmConfig.model_validate({"preset": "distillation"}),
     "sequence ratio": AlgorithmConfig.model_validate({"preset": "gspo", "minibatches": 2}),
     "ppo": AlgorithmConfig.model_validate(
         {"preset": "ppo", "advantage": {"gamma": 0.98, "bootstrap_truncated": True}, "entropy_coef": 0.01}
@@ -69,7 +72,8 @@ def config_of(folder: Path, model: Path, parallel: ParallelConfig, critic: Criti
     optimizer = config.trainer.optimizer.model_copy(update={"lr": learning.LR, "eps": learning.EPS})
     changes = {"parallel": parallel, "micro_batch_tokens": 128, "optimizer": optimizer, "critic": critic}
     trainer = config.trainer.model_copy(update=changes)
-    return config.model_copy(update={"trainer": trainer, "algorithm": ALGORITHMS["ppo"]})
+    rollout = config.rollout.model_copy(update={"temperature": TEMPERATURE})
+    return config.model_copy(update={"trainer": trainer, "rollout": rollout, "algorithm": ALGORITHMS["ppo"]})
 
 
 def train_every_way(model: Path, folder: Path, parallel: ParallelConfig) -> Results:
@@ -178,19 +182,31 @@ def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], nam
         optimizer.step()
         assert trained["actor/pg_loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
         assert trained["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    expected = {name: value for name, value in model.state_dict().items() if name in weights}
-    torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCE)
+    check_weights(weights, model)
 
 
 def plain_rows_loss(model: PreTrainedModel, iteration: int) -> torch.Tensor:
     """The mean cross entropy of the response tokens of the step's 7 of 12 rows, whose order is drawn per pass."""
     ids, masks = learning.supervised_rows(model.config.vocab_size)
     order = [row for number in range(2) for row in np.random.default_rng([0, 0x707478, number]).permutation(12)]
+    chosen = order[7 * (iteration - 1) : 7 * iteration]
+    return rows_loss(model, [ids[row] for row in chosen], [masks[row] for row in chosen])
+
+
+def check_weights(weights: dict[str, torch.Tensor], model: PreTrainedModel) -> None:
+    """Compares the actor's weights with those of transformers."""
+    found = {name: value for name, value in weights.items() if not name.startswith("critic.")}
+    expected = {name: value for name, value in model.state_dict().items() if name in found}
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def rows_loss(model: PreTrainedModel, ids: list[np.ndarray], masks: list[np.ndarray]) -> torch.Tensor:
+    """The mean cross entropy of the response tokens of supervised rows, at temperature 1."""
     losses = []
-    for row in order[7 * (iteration - 1) : 7 * iteration]:
-        tokens = torch.from_numpy(ids[row])[None].long()
+    for row, mask in zip(ids, masks, strict=True):
+        tokens = torch.from_numpy(row)[None].long()
         logprobs = F.log_softmax(model(tokens).logits[0, :-1], -1)
-        losses += [-logprobs[t - 1, tokens[0, t]] for t in range(1, tokens.shape[1]) if masks[row][t]]
+        losses += [-logprobs[t - 1, tokens[0, t]] for t in range(1, tokens.shape[1]) if mask[t]]
     return torch.stack(losses).mean()
 
 
@@ -232,9 +248,9 @@ def plain_ppo_losses(
             trained = [start + t for t, m in enumerate(sample.loss_mask) if m]
             if not trained:
                 continue
-            distribution = F.log_softmax(policy(ids).logits[0], -1)
+            distribution = F.log_softmax(policy(ids).logits[0] / TEMPERATURE, -1)
             own = distribution[trained, ids[0, 1:][trained]]
-            frozen = F.log_softmax(reference(ids).logits[0], -1)[trained, ids[0, 1:][trained]]
+            frozen = F.log_softmax(reference(ids).logits[0] / TEMPERATURE, -1)[trained, ids[0, 1:][trained]]
             every = critic.score(critic.base_model(ids).last_hidden_state)[0, :, 0]
             v = every[trained]
             rewards = [-0.02 * float(k) for k in (own - frozen).detach()]
@@ -263,15 +279,62 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
         scores = torch.tensor([sample.score for sample in group.samples])
         advantages = (scores - scores.mean()) / (scores.std() + 1e-4)
         for sample, advantage in zip(group.samples, advantages, strict=True):
-            ids = torch.tensor([*group.prompt_ids, *sample.token_ids])[None].long()
-            logprobs = F.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
-            response = logprobs[len(group.prompt_ids) - 1 :]
-            mask = torch.from_numpy(sample.loss_mask.copy())
+            response, mask = response_logprobs(model, group, sample), torch.from_numpy(sample.loss_mask.copy())
             weight = torch.ones(())
             if cap is not None:
                 weight = torch.exp(response.detach() - torch.from_numpy(sample.logprobs)).minimum(torch.tensor(cap))
             loss = loss - (weight * torch.exp(response - response.detach()) * advantage * mask).sum() / tokens
     return loss
+
+
+def response_logprobs(model: torch.nn.Module, group: GroupRecord, sample: SampleRecord) -> torch.Tensor:
+    """The log-probabilities of a response's tokens at the sampling temperature."""
+    ids = torch.tensor([*group.prompt_ids, *sample.token_ids])[None].long()
+    logprobs = F.log_softmax(model(ids).logits[0, :-1] / TEMPERATURE, -1).gather(1, ids[0, 1:, None])[:, 0]
+    return logprobs[len(group.prompt_ids) - 1 :]
+
+
+def test_distillation_does_what_plain_torch_does(one_rank: tuple[Path, Results]) -> None:
+    """The gradient is that of the trained policy's KL to the teacher, although the sampler's log-probabilities are others."""
+    path, results = one_rank
+    weights, recorded = results["distilled"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning.LR, eps=learning.EPS, weight_decay=0.0)
+    for iteration, trained in enumerate(recorded["trained"], start=1):
+        losses, kl = [], []
+        for group in learning.made_up_groups(iteration, model.config.vocab_size):
+            for sample in group.samples:
+                assert sample.teacher_logprobs is not None
+                mask = torch.from_numpy(sample.loss_mask) > 0
+                own = response_logprobs(model, group, sample)[mask]
+                kl.append(own.detach() - torch.from_numpy(sample.teacher_logprobs)[mask])
+                losses.append(torch.exp(own - own.detach()) * kl[-1])
+        optimizer.zero_grad()
+        torch.cat(losses).mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert trained["actor/teacher_kl"] == pytest.approx(torch.cat(kl).mean().item(), abs=TOLERANCE)
+        assert trained["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    check_weights(weights, model)
+
+
+def test_a_warm_start_does_what_plain_torch_does(one_rank: tuple[Path, Results]) -> None:
+    """The cross entropy is that of the logits themselves, whatever the sampling temperature."""
+    path, results = one_rank
+    weights, recorded = results["warm_start"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning.LR, eps=learning.EPS, weight_decay=0.0)
+    ids, masks = learning.supervised_rows(model.config.vocab_size)
+    order = [row for number in range(2) for row in np.random.default_rng([0, 0, number]).permutation(len(ids))]
+    for step in range(3):
+        chosen = order[5 * step : 5 * step + 5]
+        loss = rows_loss(model, [ids[row] for row in chosen], [masks[row] for row in chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert recorded["losses"] == [pytest.approx(loss.item(), abs=TOLERANCE)]
+    check_weights(weights, model)
 
 
 @pytest.mark.parametrize("parallel", [*LAYOUTS[:2], MACHINES], ids=["tensor", "data", "machines"])
@@ -282,7 +345,8 @@ def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: P
     model = tiny_model("tied", tmp_path / "model", layers=4)
     own = OptimizerConfig(lr=3e-3, schedule="linear", warmup=2, clip_grad=0.5, eps=learning.EPS)
     base = config_of(tmp_path, model, parallel, CriticConfig(warmup_iterations=1, optimizer=own))
-    trainer = base.trainer.model_copy(update={"ema_decay": DECAY})
+    actors = base.trainer.optimizer.model_copy(update={"warmup": 2})
+    trainer = base.trainer.model_copy(update={"ema_decay": DECAY, "optimizer": actors})
     config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"], "trainer": trainer})
     run_ranks(learning.save_and_continue, parallel.world_size, config.model_dump_json(), str(tmp_path))
     if parallel.data > 1:
@@ -301,7 +365,8 @@ def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: P
     check_warm_up(versions[1], versions[0])
     left = [1 - done / (base.iterations - 2) for done in range(3)]
     assert [each["critic/lr"] for each in results["metrics"]] == pytest.approx([1.5e-3, 3e-3, *(3e-3 * part for part in left)])
-    assert [each["actor/lr"] for each in results["metrics"]] == [0.0] + [learning.LR] * 4
+    warm = [0.0, learning.LR / 2, learning.LR, learning.LR, learning.LR]  # the actor's schedule begins with its first step
+    assert [each["actor/lr"] for each in results["metrics"]] == warm
     assert ["ptx_loss" in each for each in results["metrics"]] == [False, True, True, True, True]
     assert [each["reference/version"] for each in results["metrics"]] == [0, 0, 2, 2, 4]
     check_reference(whole, versions)

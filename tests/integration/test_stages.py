@@ -1,10 +1,12 @@
 """The stages on learner ranks: the same numbers for any ranks, the same bits after a kill, and the exports in transformers."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,7 +72,7 @@ def records(config: StageConfig, kind: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stages")
-    write_data(path)
+    write_data(path, rows=21)  # the last held-out batch has one row
     write_model(path)
     return path
 
@@ -166,6 +168,35 @@ def test_what_was_learned_is_what_transformers_computes(one_rank: dict[str, Stag
     last = records(dpo, "eval")[-1]
     assert last["rewards/margins"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
     assert last["rewards/accuracies"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins), abs=1e-6)
+
+
+def test_the_baseline_of_kto_is_that_of_all_held_out_rows(one_rank: dict[str, StageConfig]) -> None:
+    """Each prompt with the next row's answer, over the whole file. The losses of a batch depend on no other batch, and not on its size."""
+    config = one_rank["kto"]
+    policy = AutoModelForCausalLM.from_pretrained(config.run_dir / "hf" / "final", dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    rows = rows_of(config)
+    assert len(rows) % config.trainer.batch_size == 1
+    prompts, answers = [], []
+    for ids, mask in zip(rows.ids, rows.loss_mask, strict=True):
+        start = mask.tolist().index(1)
+        prompts.append(ids[:start])
+        answers.append(ids[start:])
+    pairs = [*zip(prompts, [*answers[1:], answers[0]], strict=True)]
+    others = StageRows(
+        [np.concatenate(pair) for pair in pairs],
+        [np.repeat([0, 1], [len(prompt), len(answer)]).astype(np.uint8) for prompt, answer in pairs],
+    )
+    own, mismatched = (
+        [float(p.sum() - r.sum()) for p, r in zip(logps(policy, each), logps(reference, each), strict=True)]
+        for each in (rows, others)
+    )
+    baseline = max(0.0, sum(mismatched) / len(rows))
+    signs = [1 if good else -1 for good in rows.columns["good"]]
+    losses = [1 - 1 / (1 + math.exp(-0.1 * s * (ratio - baseline))) for s, ratio in zip(signs, own, strict=True)]
+    last = records(config, "eval")[-1]
+    assert last["kl"] == pytest.approx(baseline, abs=1e-4) and baseline > 0.01
+    assert last["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
 
 
 def test_the_reward_service_gives_the_scores_that_were_learned(one_rank: dict[str, StageConfig]) -> None:

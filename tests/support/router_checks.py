@@ -76,23 +76,17 @@ def balance_agrees(model: str, device: Device) -> None:
         total = total + negative_log_likelihood(output.logits, row)
         for layer, each in zip(logits, output.router_logits, strict=True):
             layer.append(each)
-    balancing, squares, biases = torch.zeros(()), torch.zeros(()), dict[str, Tensor]()
-    for router, whole in zip(routers_of(reference, arch), map(torch.cat, logits), strict=True):
-        chosen, shares = whole.topk(arch.top_k).indices, whole.softmax(-1)
-        if arch.family.scores == "sigmoid":
-            bias = router.e_score_correction_bias
-            chosen, shares = (
-                (whole.sigmoid() + bias).topk(arch.top_k).indices,
-                whole.sigmoid() / whole.sigmoid().sum(-1, keepdim=True),
-            )
-        counts = torch.nn.functional.one_hot(chosen, arch.experts).float().sum((0, 1))
-        own = arch.experts * (counts / tokens * shares.mean(0)).sum()
-        if arch.family.scores == "softmax":
-            assert_close(own, load_balancing_loss_func((whole,), arch.experts, arch.top_k))
-        else:
+    whole = [torch.cat(layer) for layer in logits]
+    assert all(len(layer) == tokens for layer in whole)
+    balancing, squares, counts = router_losses(reference, arch, whole)
+    biases = dict[str, Tensor]()
+    if arch.family.scores == "softmax":
+        theirs = [load_balancing_loss_func((layer,), arch.experts, arch.top_k) for layer in whole]
+        assert_close(balancing, torch.stack(theirs).mean())
+    else:
+        for router, count in zip(routers_of(reference, arch), counts, strict=True):
             name = f"model.layers.{arch.dense_layers + len(biases)}.mlp.gate.e_score_correction_bias"
-            biases[name] = updated_by_megatron(counts, bias)
-        balancing, squares = balancing + own / len(logits), squares + whole.logsumexp(-1).square().mean() / len(logits)
+            biases[name] = updated_by_megatron(count, router.e_score_correction_bias)
     (total + aux_coef * balancing + z_coef * squares).backward()
     expected = file_gradients(reference)
     for recompute in RECOMPUTE:
@@ -109,6 +103,24 @@ def balance_agrees(model: str, device: Device) -> None:
         with device.megatron():
             role.update(sequences, np.arange(len(sequences)), lambda batch, logprobs: -logprobs.sum(), 0.0)
         check_biases(role, biases)
+
+
+def router_losses(reference: Any, arch: Architecture, logits: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Balancing loss and z-loss, each the mean over the layers, and the choices of every expert in each layer, in plain torch.
+
+    Args:
+        logits: for each layer the router logits of all tokens, [tokens, experts].
+    """
+    balancing, squares, counts = torch.zeros(()), torch.zeros(()), []
+    for router, layer in zip(routers_of(reference, arch), logits, strict=True):
+        chosen, shares = layer.topk(arch.top_k).indices, layer.softmax(-1)
+        if arch.family.scores == "sigmoid":
+            chosen = (layer.sigmoid() + router.e_score_correction_bias).topk(arch.top_k).indices
+            shares = layer.sigmoid() / layer.sigmoid().sum(-1, keepdim=True)
+        counts.append(torch.nn.functional.one_hot(chosen, arch.experts).float().sum((0, 1)))
+        balancing = balancing + arch.experts * (counts[-1] / len(layer) * shares.mean(0)).sum() / len(logits)
+        squares = squares + layer.logsumexp(-1).square().mean() / len(logits)
+    return balancing, squares, counts
 
 
 def updated_by_megatron(counts: Tensor, bias: Tensor) -> Tensor:

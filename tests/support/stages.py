@@ -123,7 +123,7 @@ class DigestEngine:
         ).hexdigest()
         return {"loss": 1 / number, "lr": 0.1, "grad_norm": 1.0}
 
-    def measure(self, rows: StageRows) -> Sums:
+    def measure(self, rows: StageRows, size: int) -> Sums:
         tokens, count = float(sum(map(len, rows.ids))), float(len(rows))
         return {"loss": (tokens if self.losses is None else self.losses[self.number] * count, count), "none": (0.0, 0.0)}
 

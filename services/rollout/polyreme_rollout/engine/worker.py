@@ -11,8 +11,6 @@ therefore runs vLLM's own loading, since only vLLM knows every packing. On CPU i
 import logging
 import time
 import traceback
-import warnings
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -24,11 +22,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from polyreme.api.v1 import weights_pb2
 from polyreme.net.torch_store import narrow_stores
-from polyreme.weights.manifest import Manifest, tensor_views
+from polyreme.weights.manifest import Manifest
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.discarded_draws import spare_generators
 from polyreme_rollout.engine.inspection import digests, expert_layers, hf_names
 from polyreme_rollout.engine.learned_copies import CopyRecorder, LearnedCopies, Tensors, fingerprint, learn, may_learn, same
+from polyreme_rollout.engine.named_tensors import named_tensors
+from polyreme_rollout.engine.protocol import ArenaSource
 
 # At every swap it warns about layers without separate weights (rotary tables, a tied head). We check coverage by names.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -36,12 +36,6 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 logger = logging.getLogger(__name__)
 
 narrow_stores(import_module("torch.distributed.rendezvous"))  # vLLM imports this module in each worker before it makes a store
-
-TORCH_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool},
-}
 
 
 class PolicyWorker:
@@ -99,27 +93,21 @@ class PolicyWorker:
     def _polyreme_reload(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> None:
         if self.polyreme_arenas is None:
             self.polyreme_arenas = ArenaCache()
-        model, arenas = self.model_runner.model, self.polyreme_arenas
-        slots = [(arenas.with_nonce(path, nonce), slot, generation) for path, nonce, slot, generation, _ in parts]
-        for arena, slot, generation in slots:
-            arena.check(slot, generation)
-        manifests = [Manifest.from_proto(weights_pb2.Manifest.FromString(part[4])) for part in parts]
-        tensors = dict(
-            item
-            for (arena, slot, _), manifest in zip(slots, manifests, strict=True)
-            for item in _tensors(manifest, arena.slot_view(slot))
-        )
-        with set_current_vllm_config(self.vllm_config), _default(self.device), torch.no_grad():
-            if self.polyreme_copies is not None and self.polyreme_copies.fit(tensors):
-                self.polyreme_copies.load(tensors)
-                _pack_tied_head(model)
-            elif self.polyreme_has_learned:
-                self._polyreme_load_layers(tensors)
-            else:
-                self._polyreme_learn(tensors)
-        torch.accelerator.synchronize()
-        for arena, slot, generation in slots:
-            arena.check(slot, generation)  # the bytes that were read are the bytes that were verified
+        model = self.model_runner.model
+        sources = [
+            ArenaSource(path, nonce, slot, generation, Manifest.from_proto(weights_pb2.Manifest.FromString(manifest)))
+            for path, nonce, slot, generation, manifest in parts
+        ]
+        with named_tensors(sources, self.polyreme_arenas) as tensors:
+            with set_current_vllm_config(self.vllm_config), _default(self.device), torch.no_grad():
+                if self.polyreme_copies is not None and self.polyreme_copies.fit(tensors):
+                    self.polyreme_copies.load(tensors)
+                    _pack_tied_head(model)
+                elif self.polyreme_has_learned:
+                    self._polyreme_load_layers(tensors)
+                else:
+                    self._polyreme_learn(tensors)
+            torch.accelerator.synchronize()
 
     def _polyreme_load_layers(self, tensors: Tensors) -> None:
         """vLLM's own reload."""
@@ -160,16 +148,6 @@ class PolicyWorker:
 def _default(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` torch's default. The CPU needs no context; there, a context would cost a quarter of a load."""
     return nullcontext() if device.type == "cpu" else device
-
-
-def _tensors(manifest: Manifest, buffer: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
-    """Torch views of the arena's memory, without aliases: the model ties them itself."""
-    views = tensor_views(manifest, buffer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the memory is read-only, and nothing writes to it
-        for tensor in manifest.tensors:
-            if not tensor.alias_of:
-                yield tensor.name, torch.from_numpy(views[tensor.name]).view(TORCH_DTYPES[tensor.dtype])
 
 
 def _clear_load_buffers(model: Any) -> None:

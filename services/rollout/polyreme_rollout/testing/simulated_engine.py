@@ -212,9 +212,10 @@ class SimulatedInferenceEngine:
         self._check_alive()
 
     async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
-        from polyreme_rollout.testing.simulated_openai import make_openai_app
+        from polyreme_rollout.engine.plain_openai import make_openai_app
+        from polyreme_rollout.testing.simulated_openai import DecimalCodec
 
-        return make_openai_app(self, served_name, salt)
+        return make_openai_app(self, served_name, salt, DecimalCodec())
 
     async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:
         self._check_alive()

@@ -81,7 +81,7 @@ class Algorithm:
             reference=recipe.kl is not None,
             critic=isinstance(estimator, Gae),
             final_values=isinstance(estimator, Gae) and estimator.bootstrap_truncated,
-            old=recipe.kl is not None and recipe.kl.place == "reward",
+            old=recipe.teacher_coef > 0 or (recipe.kl is not None and recipe.kl.place == "reward"),
             entropy=recipe.entropy_coef > 0,
             teacher=recipe.teacher_coef > 0,
             parts=isinstance(estimator, PerPart),

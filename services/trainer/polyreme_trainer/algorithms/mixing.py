@@ -26,7 +26,7 @@ def ptx_loss(logprobs: Tensor, tokens: int, coef: float) -> tuple[Tensor, Metric
     """`coef` times the cross entropy, and its metric `ptx_loss` without `coef`. The sum over micro-batches and ranks is the step's loss.
 
     Args:
-        logprobs: [k], log-probabilities of a micro-batch's trained tokens.
+        logprobs: [k], log-probabilities of a micro-batch's trained tokens at temperature 1.
         tokens: the number of trained tokens of the whole optimizer step's rows.
     """
     return -coef * logprobs.sum() / max(1, tokens), {"ptx_loss": mean_of(-logprobs)}

@@ -62,8 +62,8 @@ class PairwiseLogprobs:
         return self.config.needs_reference
 
     def loss(self, inputs: StageInputs) -> tuple[Tensor, Metrics]:
-        losses, (chosen, rejected) = self._losses(inputs)
-        rewards = self.config.beta * chosen.detach(), self.config.beta * rejected.detach()
+        losses, both = self._losses(inputs)
+        rewards = self.config.beta * both[0].detach(), self.config.beta * both[1].detach()
         logps = pairs(inputs.sums(inputs.output.detach()))
         metrics = {
             "loss": mean_of(losses),
@@ -77,14 +77,15 @@ class PairwiseLogprobs:
         return losses.sum() / inputs.rows, metrics
 
     def _losses(self, inputs: StageInputs) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Returns the loss of each pair, and the compared quantities of both answers."""
+        """Returns the loss of each pair, and the quantities of both answers whose multiples are the rewards."""
         match self.config:
             case Dpo(beta=beta, label_smoothing=smoothing):
                 both = pairs(inputs.sums(inputs.log_ratios()))
                 return preference.dpo(*both, beta, smoothing), both
             case Ipo(beta=beta, per_token=per_token):
-                both = pairs((inputs.means if per_token else inputs.sums)(inputs.log_ratios()))
-                return preference.ipo(*both, beta), both
+                log_ratios = inputs.log_ratios()
+                both = pairs(inputs.sums(log_ratios))
+                return preference.ipo(*(pairs(inputs.means(log_ratios)) if per_token else both), beta), both
             case SimPo(beta=beta, gamma=gamma):
                 both = pairs(inputs.means(inputs.output))
                 return preference.simpo(*both, beta, gamma), both

@@ -13,7 +13,7 @@ import numpy as np
 from polyreme.config.data import Sources
 from polyreme.config.stage import ConversationData, PairData, PreferenceData, RewardModelConfig
 from polyreme.dataset.columns import value_at
-from polyreme.dataset.source import read_objects
+from polyreme.dataset.source import name_of, read_objects
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompts import Example, chunks, column, each_or_blame, prompt_of
 from polyreme_trainer.data.stage_rows import Encoded, StageRows, assemble, examples_of
@@ -66,7 +66,7 @@ def read_pairs(sources: Sources, data: PreferenceData, template: Template, limit
 
 
 def read_labelled(sources: Sources, data: PreferenceData, template: Template, limit: int | None = None) -> StageRows:
-    """The answers of KTO with the column `good`. Arguments and errors as `read_scored_pairs`."""
+    """The answers of KTO with the column `good`. Arguments and errors as `read_scored_pairs`; one row alone is also an error."""
 
     def judged() -> Iterator[Judged]:
         for where, fields in islice(read_objects(sources), limit):
@@ -74,7 +74,12 @@ def read_labelled(sources: Sources, data: PreferenceData, template: Template, li
             answer = text_of(column(fields, data.response_key, where, "data.response_key"), data.response_key, where)
             yield Judged(where, prompt, (answer,), {"good": float(_flag(fields, data.label_key, where, "data.label_key"))})
 
-    return _assemble(judged(), sources, data, template, examples_of)
+    rows = _assemble(judged(), sources, data, template, examples_of)
+    if len(rows) < 2:  # with its own answer as the baseline, every loss would be half its weight
+        raise DataError(
+            f"two or more rows in {name_of(sources)}", "one", "Add rows: kto pairs each prompt with another row's answer."
+        )
+    return rows
 
 
 def _assemble(

@@ -135,7 +135,7 @@ class TrainEngine(Protocol):
     def supervised_step(
         self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], lr: float
     ) -> Callable[[], float]:
-        """One optimizer step on the token mean of the rows' cross entropy.
+        """One optimizer step on the token mean of the rows' cross entropy, at temperature 1.
 
         Args:
             ids: int32 [length] each.

@@ -3,7 +3,7 @@
 Invariant: every rank calls the same methods in the same order, so an engine may use collectives in any of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,8 +41,12 @@ class StageEngine(Protocol):
         """Optimizer step `number` of 1 .. `steps`. Returns its metrics, the same on every rank; `lr` and `grad_norm` among them."""
         ...
 
-    def measure(self, rows: StageRows) -> Sums:
-        """The metrics of rows without training on them; the same on every rank."""
+    def measure(self, rows: StageRows, size: int) -> Sums:
+        """The metrics of rows without training on them; the same on every rank.
+
+        Args:
+            size: the number of rows that are in memory at a time. No metric depends on it.
+        """
         ...
 
     def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
@@ -73,17 +77,17 @@ class StageEngine(Protocol):
         ...
 
 
-def mismatched(rows: StageRows, longest: int) -> StageRows:
-    """Pairs each row's prompt with the next row's answer (the last prompt with the first answer), cut to `longest` tokens.
+def mismatched(rows: StageRows, chosen: Iterable[int], longest: int) -> StageRows:
+    """Pairs the prompt of each row `chosen` with the answer of the row after it (the last prompt with the first answer), cut to `longest`
+    tokens.
 
     From these mismatched pairs, KTO estimates the KL of the policy to the reference.
     """
-    starts = [int(np.argmax(mask)) for mask in rows.loss_mask]
     ids: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.uint8]] = []
-    for row, start in enumerate(starts):
-        other = (row + 1) % len(starts)
-        answer = rows.ids[other][starts[other] :]
-        ids.append(np.concatenate([rows.ids[row][:start], answer])[:longest])
+    for row in chosen:
+        other = (row + 1) % len(rows)
+        start, of_other = (int(np.argmax(rows.loss_mask[each])) for each in (row, other))
+        ids.append(np.concatenate([rows.ids[row][:start], rows.ids[other][of_other:]])[:longest])
         masks.append((np.arange(len(ids[-1])) >= start).astype(np.uint8))
     return StageRows(ids, masks)

@@ -127,11 +127,18 @@ class MegatronEngine:
         return self.saves.hf_path(version)
 
     def logprobs_of(self, policy: Policy) -> Forward:
-        """A policy's log-probabilities of a micro-batch's trained tokens, at the sampling temperature."""
+        """A policy's log-probabilities of a micro-batch's trained tokens, at the sampling temperature.
+
+        Ratios, the KL to the reference and the entropy are those of the distributions that replicas sample from.
+        """
         return lambda batch: policy.logprobs(batch.ids, batch.targets, self.config.rollout.temperature)
 
+    def supervised_logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """The actor's log-probabilities of a micro-batch of supervised rows, fp32 [k], at temperature 1: no policy sampled them."""
+        return self.policy.logprobs(batch.ids, batch.targets)
+
     def logprobs_and_entropies(self, batch: MicroBatch) -> torch.Tensor:
-        """The actor's log-probabilities and entropies for a micro-batch's trained tokens: fp32 [2, k], in nats."""
+        """The actor's log-probabilities and entropies for a micro-batch's trained tokens, at the sampling temperature: fp32 [2, k], in nats."""
         temperature = self.config.rollout.temperature
         return torch.stack(self.policy.logprobs(batch.ids, batch.targets, temperature, with_entropy=True))
 
@@ -164,7 +171,7 @@ class MegatronEngine:
             total.add_(value.detach())
             return value
 
-        self.actor.update(sequences, np.arange(len(sequences)), cross_entropy, lr)
+        self.actor.update(sequences, np.arange(len(sequences)), cross_entropy, lr, self.supervised_logprobs)
         return lambda: self.shard.sum(total).item()
 
     def begin_iterations(self) -> None:
@@ -237,15 +244,16 @@ class MegatronEngine:
         sequences, tokens = collect(batch.groups, self.part_weights(), self.algorithm.needs.greedy, routes)
         seed = (config.seed, batch.iteration)
         steps = split_steps(tokens.group, config.algorithm.minibatches, config.algorithm.epochs, seed)
+        warmup = 0 if self.critic is None else config.trainer.critic.warmup_iterations
         iteration = Iteration(
             number=batch.iteration,
             sequences=sequences,
             tokens=tokens,
             steps=steps,
             state=self.state,
-            lr=learning_rate(config.trainer.optimizer, batch.iteration, config.iterations),
+            lr=learning_rate(config.trainer.optimizer, batch.iteration, config.iterations, skipped=warmup),
             critic_lr=learning_rate(self.critic_optimizer, batch.iteration, config.iterations),
-            trains_actor=self.critic is None or batch.iteration > config.trainer.critic.warmup_iterations,
+            trains_actor=batch.iteration > warmup,
             mixed=self.mixed(batch.iteration, len(steps)),
             ptx_coef=config.algorithm.ptx.coef if config.algorithm.ptx else 0.0,
         )

@@ -18,7 +18,7 @@ from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.mixing import ptx_loss
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
 from polyreme_trainer.megatron.iteration import Iteration, fresh_sequences
-from polyreme_trainer.megatron.roles import Loss, LossTerm, everything
+from polyreme_trainer.megatron.roles import Forward, Loss, LossTerm, everything
 from polyreme_trainer.megatron.shard import DataShard
 
 
@@ -43,7 +43,13 @@ class Losses:
         weight = self._algorithm.coefficients(self._tokens, self._advantages, step)
         self._policy_steps += 1
         self._weights += weight
+        return self._of_policy(weight)
 
+    def of_probe(self, indices: IntArray) -> Loss:
+        """The policy's loss on sequences that no optimizer step takes from it: only their metrics count."""
+        return self._of_policy(self._algorithm.coefficients(self._tokens, self._advantages, indices))
+
+    def _of_policy(self, weight: FloatArray) -> Loss:
         def loss(batch: MicroBatch, output: Tensor) -> Tensor:
             logprobs, entropy = output if self.with_entropy else (output, None)
             value, metrics = self._algorithm.loss(self.inputs(batch, logprobs, weight, entropy))
@@ -65,8 +71,8 @@ class Losses:
 
         return loss
 
-    def of_rows(self, rows: Sequences, coef: float) -> LossTerm:
-        """The supervised part of an optimizer step."""
+    def of_rows(self, rows: Sequences, coef: float, forward: Forward) -> LossTerm:
+        """The supervised part of an optimizer step, on the log-probabilities that `forward` computes."""
         tokens = int(rows.trained.sum())
 
         def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
@@ -74,7 +80,7 @@ class Losses:
             self._metrics.append(metrics)
             return value
 
-        return LossTerm(rows, everything(rows), loss)
+        return LossTerm(rows, everything(rows), loss, forward)
 
     def inputs(self, batch: MicroBatch, logprobs: Tensor, weight: FloatArray, entropy: Tensor | None = None) -> LossInputs:
         """The inputs of the policy's loss for a micro-batch."""

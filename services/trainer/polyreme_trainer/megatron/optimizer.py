@@ -218,11 +218,17 @@ def adam_of(config: OptimizerConfig) -> Adam:
     return Adam(config.beta1, config.beta2, config.eps, config.weight_decay, config.clip_grad)
 
 
-def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:
+def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, skipped: int = 0) -> float:
     """The learning rate of iteration 1 .. iterations: linear warm-up to `lr`, then constant, or linear or cosine decay.
 
     A decay reaches `min_lr` one iteration after the last, so every iteration trains with a higher rate.
+
+    Args:
+        skipped: the number of iterations before the optimizer's first step. The schedule begins after them; their own rate is 0.
     """
+    if iteration <= skipped:
+        return 0.0
+    iteration, iterations = iteration - skipped, iterations - skipped
     if iteration <= config.warmup:
         return config.lr * iteration / config.warmup
     if config.schedule == "constant":

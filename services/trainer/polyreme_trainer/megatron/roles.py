@@ -120,6 +120,11 @@ class Role(Generic[Model]):
         return norm
 
     @property
+    def balances(self) -> bool:
+        """Whether optimizer steps balance the model's experts over all tokens of the step, see `Routing.balances`."""
+        return self.model.routing is not None and self.model.routing.balances
+
+    @property
     def routing_metrics(self) -> Metrics:
         """The routers' metrics of the last optimizer step, the same on every rank; empty for a dense model."""
         return {} if self.model.routing is None else self.model.routing.metrics()

@@ -99,6 +99,11 @@ class Routing:
         self.aux_coef = self.arch.aux_loss_coef if moe.aux_loss_coef is None else moe.aux_loss_coef
         self.z_coef, self.bias_rate = moe.z_loss_coef, moe.bias_update_rate
 
+    @property
+    def balances(self) -> bool:
+        """Whether an optimizer step changes the routers' choices for their balance, so that tokens without another loss count, too."""
+        return bool(self.aux_coef or self.z_coef or self.bias_rate)
+
     @contextmanager
     def micro_batch(self, batch: MicroBatch, replays: bool) -> Iterator[None]:
         """Within the block, forward passes compute `batch`. `replays`: positions go to the experts of its routes."""

@@ -5,7 +5,7 @@ Invariant: the result of a step depends only on its rows, their order and the we
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from polyreme_trainer.learner.gates import LIMITS, Gate
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.stage_engine import STEP, Sums, mismatched
 from polyreme_trainer.megatron import atomic, checkpoint, comparison
-from polyreme_trainer.megatron.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
+from polyreme_trainer.megatron.batch import IGNORE, FloatArray, IntArray, MicroBatch, Sequences, supervised, with_end
 from polyreme_trainer.megatron.checkpoint_writer import CheckpointWriter, Save
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
@@ -136,18 +136,19 @@ class MegatronStageEngine:
         return found.iteration
 
     def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
-        prepared, parts = self.prepare(rows), list[Metrics]()
+        prepared, parts = self.prepare(rows, self.baseline(rows, len(rows))), list[Metrics]()
         lr = learning_rate(self.config.trainer.optimizer, number, steps)
         every = np.arange(len(prepared.sequences))
         norm = self.model.update(prepared.sequences, every, self.loss_of(prepared, parts), lr)
         routed = finish(combine([self.model.routing_metrics]))
         return {**finish(over_ranks(self.shard, parts)), **routed, "grad_norm": norm, "lr": lr}
 
-    def measure(self, rows: StageRows) -> Sums:
-        prepared, parts = self.prepare(rows), list[Metrics]()
-        loss = self.loss_of(prepared, parts)
-        every = np.arange(len(prepared.sequences))
-        self.model.measure(LossTerm(prepared.sequences, every, loss))
+    def measure(self, rows: StageRows, size: int) -> Sums:
+        baseline, parts = self.baseline(rows, size), list[Metrics]()
+        for chosen in in_parts(len(rows), size):
+            prepared = self.prepare(rows.take(chosen), baseline)
+            every = np.arange(len(prepared.sequences))
+            self.model.measure(LossTerm(prepared.sequences, every, self.loss_of(prepared, parts)))
         return over_ranks(self.shard, parts)
 
     def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
@@ -192,24 +193,29 @@ class MegatronStageEngine:
     def close(self) -> None:
         self.writer.close()
 
-    def prepare(self, rows: StageRows) -> Prepared:
-        """Rows as sequences, with the reference's log-probabilities and the baseline where the objective needs them."""
+    def prepare(self, rows: StageRows, baseline: float) -> Prepared:
+        """Rows as sequences, with the reference's log-probabilities where there is a reference."""
         sequences = supervised(rows.ids, rows.loss_mask, rows.width)
         if self.objective.head == "value":
             sequences = with_end(sequences)
         reference = None
         if self.reference is not None:
             reference = self.reference.infer(sequences, np.arange(len(sequences)))
-        return Prepared(rows, sequences, reference, self.baseline(rows) if self.objective.needs_baseline else 0.0)
+        return Prepared(rows, sequences, reference, baseline)
 
-    def baseline(self, rows: StageRows) -> float:
-        """KTO's z: the mean log-ratio of mismatched answers over the whole step, 0 or more."""
+    def baseline(self, rows: StageRows, size: int) -> float:
+        """KTO's z: the mean log-ratio of mismatched answers over all rows, 0 or more; 0 for other objectives. `size`: see `measure`."""
+        if not self.objective.needs_baseline:
+            return 0.0
         assert self.reference is not None
-        other = mismatched(rows, self.model.model.arch.max_position)
-        sequences = supervised(other.ids, other.loss_mask)
-        every = np.arange(len(sequences))
-        log_ratios = self.model.infer(sequences, every).astype(np.float64) - self.reference.infer(sequences, every)
-        return max(0.0, float(log_ratios.sum()) / len(sequences))
+        total = 0.0
+        for chosen in in_parts(len(rows), size):
+            other = mismatched(rows, chosen.tolist(), self.model.model.arch.max_position)
+            sequences = supervised(other.ids, other.loss_mask)
+            every = np.arange(len(sequences))
+            log_ratios = self.model.infer(sequences, every).astype(np.float64) - self.reference.infer(sequences, every)
+            total += float(log_ratios.sum())
+        return max(0.0, total / len(rows))
 
     def loss_of(self, prepared: Prepared, parts: list[Metrics]) -> Loss:
         """The objective's loss of a micro-batch; its metrics go to `parts`."""
@@ -266,3 +272,9 @@ class MegatronStageEngine:
         if self.objective.head == "value":
             return comparison.values_gate(mine, comparison.load_hf_critic(path, dtype), ids, limits)
         return comparison.logits_gate(mine, comparison.load_hf(path, dtype), ids, limits)
+
+
+def in_parts(rows: int, size: int) -> Iterator[IntArray]:
+    """Yields the numbers of `size` rows at a time, in order; the last part may have fewer."""
+    for start in range(0, rows, size):
+        yield np.arange(start, min(start + size, rows))

@@ -76,20 +76,25 @@ class Models(Protocol):
         """The actor's log-probabilities and entropies of the trained tokens, fp32 [2, k]."""
         ...
 
+    def supervised_logprobs(self, batch: MicroBatch) -> Tensor:
+        """The actor's log-probabilities of the trained tokens of supervised rows, fp32 [k]."""
+        ...
+
 
 def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> Trained:
     """Runs every optimizer step of one iteration.
 
     With a single step, the old log-probabilities are those of the step's own forward pass; with several steps they are computed first.
-    Sequences without a gradient are skipped. When no sequence has a gradient, a few are run to measure the mismatch. The optimizer steps in
-    any case, so that its moments decay.
+    Sequences without a gradient are skipped, unless the step balances experts over all tokens. When no sequence is run, a few are, to measure
+    the mismatch. The optimizer steps in any case, so that its moments decay.
     """
     clock = Stopwatch()
     sequences, tokens = batch.sequences, before_advantages(batch, algorithm, models, clock)
     with clock.part("adv"):
         advantages = algorithm.advantages(tokens, batch.state)
     moving = algorithm.has_gradient(tokens, advantages) if batch.trains_actor else np.zeros(len(sequences), dtype=np.bool_)
-    parts = [step[moving[step]] for step in batch.steps]
+    computed = moving | (sequences.trained > 0) if batch.trains_actor and models.actor.balances else moving
+    parts = [step[computed[step]] for step in batch.steps]
     needed = np.unique(np.concatenate(parts))
     probed = needed if len(needed) else fresh_sequences(batch)[:PROBE]
     if len(parts) > 1 and tokens.old is None:
@@ -106,7 +111,8 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     norms, critic_norms, routed = [], [], list[Metrics]()
     for number, (step, part) in enumerate(zip(batch.steps, parts, strict=True)):
         if batch.trains_actor:
-            mixed = [losses.of_rows(rows, batch.ptx_coef) for rows in batch.mixed[number : number + 1]]
+            rows = batch.mixed[number : number + 1]
+            mixed = [losses.of_rows(each, batch.ptx_coef, models.supervised_logprobs) for each in rows]
             with clock.part("update"):
                 norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward, mixed))
                 routed.append(models.actor.routing_metrics)
@@ -148,9 +154,9 @@ def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, cl
         with clock.part("critic_model"):
             tokens = replace(tokens, final_values=values_after_end(models.critic, sequences, every[tokens.truncated[every]]))
     if needs.old:
-        assert models.reference is not None
         with clock.part("old_log_p"):
             tokens = replace(tokens, old=models.actor.infer(sequences, every))
+    if needs.old and models.reference is not None:
         with clock.part("reference_model"):
             tokens = replace(tokens, reference=models.reference.infer(sequences, every))
     return tokens
@@ -171,4 +177,4 @@ def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
 
 def probe(actor: Role[Any], forward: Forward, losses: Losses, indices: IntArray) -> None:
     """Runs the policy's loss on `indices` without a gradient, so that their metrics measure the mismatch."""
-    actor.measure(LossTerm(losses.sequences, indices, losses.of_policy(indices), forward))
+    actor.measure(LossTerm(losses.sequences, indices, losses.of_probe(indices), forward))

@@ -59,8 +59,17 @@ LENGTHS = (
     Metric("stop/length_fraction", "1", "Fraction of responses that reached the maximum length."),
 )
 ACTOR = (
-    Metric("actor/pg_loss", "1", "Policy loss, aggregated as the recipe says; the mean over the optimizer steps."),
-    Metric("actor/pg_clipfrac", "1", "Fraction of trained tokens whose clipped branch is active.", "with a clipped loss"),
+    Metric(
+        "actor/pg_loss",
+        "1",
+        "Policy loss, aggregated as the recipe says; the mean over the optimizer steps. Not while only the critic is trained.",
+    ),
+    Metric(
+        "actor/pg_clipfrac",
+        "1",
+        "Fraction of trained tokens whose clipped branch is active. As in the metrics below, tokens of samples without a gradient are not among them.",
+        "with a clipped loss",
+    ),
     Metric("actor/ppo_kl", "nats", "Mean of log p_old - log p over the trained tokens: k1 of the policy before the iteration."),
     Metric("actor/kl_loss", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the loss"),
     Metric(
@@ -79,7 +88,7 @@ ACTOR = (
     Metric(
         "actor/teacher_kl",
         "nats",
-        "Mean of log p - log p_teacher over the trained tokens: an estimate of the KL to the teacher.",
+        "Mean of log p - log p_teacher over the trained tokens, p before the iteration's first step: an estimate of the KL to the teacher.",
         "with a teacher",
     ),
     Metric("dual_clip_fraction", "1", "Fraction of trained tokens whose loss is limited by the dual clip.", "with a dual clip"),
@@ -98,7 +107,7 @@ ROUTING = (
     Metric(
         "moe/aux_loss",
         "1",
-        "Load-balancing loss of an optimizer step without its coefficient: number of experts x sum over experts of choices per token x mean probability; the mean over layers and steps. With evenly used experts, the number of experts of a token.",
+        "Load-balancing loss of an optimizer step without its coefficient: number of experts x sum over experts of choices per token x mean probability; the mean over layers and steps. With evenly used experts, the number of experts of a token. Like all metrics of experts over the tokens that the step computes: all, or without a balancing loss, z-loss or bias update those of samples with a gradient.",
         EXPERTS,
     ),
     Metric("moe/z_loss", "1", "Mean squared log-sum-exp of a token's router logits, over tokens, layers and steps.", EXPERTS),

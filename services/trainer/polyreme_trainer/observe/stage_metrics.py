@@ -7,7 +7,9 @@ from polyreme_trainer.observe.registry import CHECKPOINT, ROUTING, Metric
 
 _PAIRS = "on pairs of answers"
 _DPO = "in the stage dpo"
-_COMPARED = "the log-ratio to the reference (dpo, ipo, kto) or the mean log-probability (simpo, orpo)"
+_COMPARED = (
+    "the log-ratio to the reference, summed over an answer's tokens (dpo, ipo, kto), or the mean log-probability (simpo, orpo)"
+)
 
 STAGE_METRICS = (
     Metric(
@@ -35,7 +37,7 @@ STAGE_METRICS = (
     Metric(
         "kl",
         "nats",
-        "KTO's estimate of the KL to the reference: mean log-ratio of mismatched answers, 0 or more.",
+        "KTO's estimate of the KL to the reference: mean log-ratio of mismatched answers, 0 or more; in an `eval` record over all held-out rows.",
         "with the loss kto",
     ),
     *ROUTING,

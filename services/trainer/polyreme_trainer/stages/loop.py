@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from polyreme.config.data import Sources
 from polyreme.config.stage import StageConfig, StageTrainer
 from polyreme_trainer.data.stage_rows import StageRows
@@ -131,14 +129,9 @@ class StageLoop:
         """Records the metrics of the held-out rows after step `number`. Returns their loss; None without such rows."""
         if (held_out := self.held_out) is None:
             return None
-        began, size = time.perf_counter(), self.config.trainer.batch_size
-        totals: dict[str, tuple[float, float]] = {}
-        for start in range(0, len(held_out), size):
-            part = self.engine.measure(held_out.take(np.arange(start, min(start + size, len(held_out)))))
-            for name, (value, weight) in part.items():
-                before = totals.get(name, (0.0, 0.0))
-                totals[name] = before[0] + value, before[1] + weight
-        metrics = {name: value / weight for name, (value, weight) in totals.items() if weight}
+        began = time.perf_counter()
+        sums = self.engine.measure(held_out, self.config.trainer.batch_size)
+        metrics = {name: value / weight for name, (value, weight) in sums.items() if weight}
         self.report({"kind": "eval", "step": number, "rows": len(held_out), "seconds": time.perf_counter() - began, **metrics})
         return metrics.get("loss")
 

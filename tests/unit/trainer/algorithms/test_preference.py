@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyreme.config.stage import Dpo, Ipo, Kto, OrPo, SimPo
+from polyreme.config.stage import Dpo, Ipo, Kto, OrPo, PreferenceLoss, SimPo
 from polyreme_trainer.algorithms import preference
 from polyreme_trainer.algorithms.metrics import combine, finish
 from polyreme_trainer.algorithms.objective import Objective, StageInputs
@@ -190,16 +190,29 @@ def test_accuracy_leaves_ties_out_and_counts_equal_scores_half() -> None:
     assert found["margin"] == pytest.approx((1 - 1 + 0) / 3)
 
 
-def test_the_metrics_are_named_as_in_the_field() -> None:
-    rows, columns = made_up("dpo")
-    objective = PairwiseLogprobs(Dpo(beta=0.3))
-    _, metrics = objective.loss(inputs_of(rows, columns, torch.tensor(flat(rows), dtype=torch.float64), len(rows)))
+@pytest.mark.parametrize(
+    ("loss", "quantity"),
+    [
+        (Dpo(beta=0.3), ratio),
+        (Ipo(beta=0.3), ratio),
+        (Ipo(beta=0.3, per_token=False), ratio),
+        (SimPo(beta=0.3), lambda answer: mean(answer.logprobs)),
+        (OrPo(beta=0.3), lambda answer: mean(answer.logprobs)),
+    ],
+    ids=["dpo", "ipo", "ipo of sums", "simpo", "orpo"],
+)
+def test_the_metrics_are_those_of_the_field(loss: PreferenceLoss, quantity: Callable[[Answer], float]) -> None:
+    """As in TRL, a reward is beta times the sum of the log-ratios (also where the loss takes their means), or the mean log-probability."""
+    rows, columns = made_up(loss.kind)
+    output = torch.tensor(flat(rows), dtype=torch.float64)
+    _, metrics = PairwiseLogprobs(loss).loss(inputs_of(rows, columns, output, len(rows)))
     found = finish(combine([metrics]))
-    chosen, rejected = (mean([0.3 * ratio(row[place]) for row in rows]) for place in (0, 1))
+    chosen, rejected = (mean([0.3 * quantity(row[place]) for row in rows]) for place in (0, 1))
     assert found["rewards/chosen"] == pytest.approx(chosen)
+    assert found["rewards/rejected"] == pytest.approx(rejected)
     assert found["rewards/margins"] == pytest.approx(chosen - rejected)
     assert found["logps/rejected"] == pytest.approx(mean([sum(row[1].logprobs) for row in rows]))
-    assert found["rewards/accuracies"] == pytest.approx(mean([float(ratio(row[0]) > ratio(row[1])) for row in rows]))
+    assert found["rewards/accuracies"] == pytest.approx(mean([float(quantity(row[0]) > quantity(row[1])) for row in rows]))
 
 
 def test_certain_answers_have_finite_odds() -> None:

@@ -180,7 +180,7 @@ def test_needs_follow_the_recipe() -> None:
     assert needs("ppo", kl=None, advantage={"bootstrap_truncated": True}) == {"critic", "final_values"}
     assert needs("gdpo", entropy_coef=0.1) == {"parts", "entropy"}
     assert needs("remax", shaping={"repetition": {"ngram": 2, "factor": 1.0}}) == {"greedy", "ids"}
-    assert needs("grpo", teacher_coef=1.0, kl=None) == {"teacher"}
+    assert needs("grpo", teacher_coef=1.0, kl=None) == {"teacher", "old"}, "the KL to the teacher is that of the trained policy"
 
 
 def test_policy_and_critic_have_a_lambda_each() -> None:

@@ -185,6 +185,13 @@ def test_labelled_answers(tmp_path: Path) -> None:
     assert rows.columns["good"].tolist() == [1.0, 0.0] and trained(template, rows) == ["2<eos>", "3<eos>"]
 
 
+def test_one_labelled_answer_has_no_other_answer_as_its_baseline(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "1", "response": "2", "label": True})
+    data = PreferenceData.model_validate({"train": path})
+    with pytest.raises(DataError, match="two or more rows"):
+        read_labelled(path, data, template_of(data))
+
+
 def test_rows_are_taken_with_all_that_belongs_to_them() -> None:
     ids = [np.full(n, n, dtype=np.int32) for n in range(1, 7)]
     rows = StageRows(ids, [np.ones(len(each), np.uint8) for each in ids], 2, {"margin": np.array([0.1, 0.2, 0.3], np.float32)})

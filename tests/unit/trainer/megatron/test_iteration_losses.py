@@ -63,7 +63,7 @@ def gradient_of_mixed_step(shards: list[DataShard]) -> torch.Tensor:
         actor = Role("actor", model, model.forward, shard)
         actor.optimizer = model
         losses = Losses(batch, ALGORITHM, tokens, advantages, shard)
-        mixed = [losses.of_rows(rows, 0.7)]
+        mixed = [losses.of_rows(rows, 0.7, model.forward)]
         actor.update(sequences, np.arange(4), losses.of_policy(np.arange(4)), 1e-3, further=mixed)
         total += torch.zeros(9) if model.table.grad is None else model.table.grad
     return total

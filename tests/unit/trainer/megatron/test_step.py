@@ -1,5 +1,6 @@
 """The step around the models: the policy behind each metric, and the computed samples."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ class Drifting:
     """The sequences of each forward pass with a gradient."""
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
     alignment, joins_beginnings = 1, False
-    routing = None
+    routing: Any = None
     rank = Rank()
 
     def zero_grad(self) -> None: ...
@@ -121,6 +122,32 @@ def test_samples_without_advantage_are_not_run_and_still_count() -> None:
     assert result.metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-7)  # a group's advantages add up to 0, all ratios are 1
 
 
+class Balanced:
+    """Routers that are balanced over the tokens of each step."""
+
+    balances = True
+
+    def micro_batch(self, batch: Any, replays: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, tokens: int, *functions: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def update_biases(self) -> None: ...
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("trains_actor", [True, False])
+def test_samples_without_advantage_are_run_for_the_balance_of_experts(trains_actor: bool) -> None:
+    model = Drifting()
+    model.routing = Balanced()
+    result = trained(model, [[1.0, 1.0], [0.0, 1.0]], trains_actor=trains_actor)
+    assert sum(model.rows) == 4 * trains_actor
+    assert result.metrics["trained_samples"] == 2 * trains_actor
+
+
 def test_an_iteration_says_what_it_did_with_each_sample() -> None:
     found = trained(Drifting(), [[1.0, 0.0], [0.0, 0.0]], steps=2).samples
     advantages = found.advantages.reshape(4, 4)
@@ -128,6 +155,14 @@ def test_an_iteration_says_what_it_did_with_each_sample() -> None:
     assert advantages[0, 0] > 0 > advantages[1, 0] and not advantages[2:].any()
     assert found.steps.tolist() == [[1], [1], [2], [2]]
     assert found.weights.tolist() == [0.5, 0.5, 0.5, 0.5], "each step's loss is a mean over its two samples"
+
+
+@pytest.mark.parametrize("trains_actor", [True, False])
+def test_a_probe_is_no_optimizer_step(trains_actor: bool) -> None:
+    """Its samples have the weights of the steps alone, and its loss is not the policy's."""
+    result = trained(Drifting(), [[1.0, float(trains_actor)], [0.0, 0.0]], steps=2, trains_actor=trains_actor)
+    assert result.samples.weights.tolist() == [0.5 * trains_actor] * 4
+    assert result.metrics.get("actor/pg_loss") == (0.0 if trains_actor else None)
 
 
 def test_the_policy_loss_is_the_mean_of_the_losses_of_the_steps() -> None:

@@ -139,6 +139,7 @@ def ppo_record(config: RunConfig, **algorithm: Any) -> dict[str, Any]:
     actor, critic, reference = role("actor"), role("critic"), role("reference")
     models: Any = SimpleNamespace(actor=actor, critic=critic, reference=reference, shard=actor.shard)
     models.logprobs_and_entropies = lambda batch: torch.stack([actor.forward(batch), -actor.forward(batch)])
+    models.supervised_logprobs = actor.forward
     sequences, tokens = collect(groups)
     if algorithm.get("teacher_coef"):
         tokens = replace(tokens, teacher=tokens.behaviour)

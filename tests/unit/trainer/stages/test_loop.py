@@ -189,9 +189,11 @@ def test_the_length_follows_from_steps_or_passes(tmp_path: Path) -> None:
 def test_a_mismatched_row_has_the_next_rows_answer() -> None:
     ids = [np.array(each, dtype=np.int32) for each in ([1, 1, 5, 6], [2, 7], [3, 3, 3, 8, 9])]
     masks = [np.array(each, dtype=np.uint8) for each in ([0, 0, 1, 1], [0, 1], [0, 0, 0, 1, 1])]
-    found = mismatched(StageRows(ids, masks), longest=4)
+    found = mismatched(StageRows(ids, masks), range(3), longest=4)
     assert [each.tolist() for each in found.ids] == [[1, 1, 7], [2, 8, 9], [3, 3, 3, 5]]
     assert [each.tolist() for each in found.loss_mask] == [[0, 0, 1], [0, 1, 1], [0, 0, 0, 1]]
+    alone = mismatched(StageRows(ids, masks), [1], longest=4)
+    assert [each.tolist() for each in alone.ids] == [[2, 8, 9]], "the neighbour need not be among the chosen rows"
 
 
 def test_every_schema_has_its_stage() -> None:

@@ -111,6 +111,15 @@ def test_learning_rate(schedule: str, rates: dict[int, float]) -> None:
         assert learning_rate(config, iteration, 10) == pytest.approx(rate)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_schedule_begins_with_the_optimizers_first_step(schedule: str) -> None:
+    """While only the critic is trained, the actor's warm-up waits, and its decay is that of the iterations that are left."""
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, schedule=schedule, warmup=2)
+    assert [learning_rate(config, iteration, 10, skipped=4) for iteration in (1, 4)] == [0.0, 0.0]
+    own = [learning_rate(config, iteration, 6) for iteration in range(1, 7)]
+    assert [learning_rate(config, iteration, 10, skipped=4) for iteration in range(5, 11)] == own
+
+
 def test_a_decay_leaves_no_iteration_without_a_rate() -> None:
     for schedule in ("linear", "cosine"):
         config = OptimizerConfig(lr=1.0, min_lr=0.0, schedule=schedule)
