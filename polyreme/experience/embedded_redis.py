@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -179,20 +180,40 @@ def _make_private(data_dir: Path) -> str:
     """Makes the directory, which others cannot enter, and its file with a random password. Returns the password.
 
     A later start keeps it, so that manually started replicas find the Redis again.
+
+    Raises:
+        StoreError: the directory belongs to another user, who could know the password.
     """
     path = data_dir / _PASSWORD_FILE
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        data_dir.chmod(0o700)
-        with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        if password := path.read_text().strip():
-            path.chmod(0o600)
-            return password
+        descriptor, name = tempfile.mkstemp(prefix=".password-", dir=data_dir)  # of mode 0600
+        with open(descriptor, "w") as file:
+            ours = os.fstat(descriptor).st_uid  # some network file systems show another id than this process's
+            if data_dir.stat().st_uid != ours:
+                Path(name).unlink()
+                raise PermissionError("it belongs to another user")
+            data_dir.chmod(0o700)
+            if password := _own_password(path, ours):
+                Path(name).unlink()
+                return password
+            file.write(password := secrets.token_hex(32))
+        os.replace(name, path)
+        return password
     except OSError as error:
-        raise StoreError(f"a directory {data_dir} that is yours", str(error), "Set output_dir to a directory of yours.") from None
-    path.unlink()  # a full disk, or a kill, left an empty file
-    return _make_private(data_dir)
+        raise StoreError(
+            f"a directory {data_dir} of this user", str(error), "Start as the user who owns it, or set another output_dir."
+        ) from None
+
+
+def _own_password(path: Path, user: int) -> str:
+    """The password in a file of the user; '' when there is none, or the file is another user's."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            found = os.fstat(file.fileno())
+            return file.read().strip() if found.st_uid == user and not found.st_mode & 0o077 else ""
+    except OSError:  # missing, or a link
+        return ""
 
 
 def _spawn(data_dir: Path, host: str, port: int, password: str) -> "subprocess.Popen[bytes]":

@@ -110,6 +110,26 @@ def test_every_server_has_its_own_password(tmp_path: Path) -> None:
     assert (tmp_path / "one" / "password").read_text() != (tmp_path / "two" / "password").read_text()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_a_password_that_another_user_may_know_is_not_used(tmp_path: Path) -> None:
+    for name, mode in (("given", 0o600), ("read", 0o644), ("link", 0o600)):
+        (data := tmp_path / name).mkdir()
+        real = data / ("real" if name == "link" else "password")
+        real.write_text("theirs")
+        real.chmod(mode)
+        if name == "link":
+            (data / "password").symlink_to(real)
+        os.chown(real, 12_345 if name == "given" else 0, -1)
+        EmbeddedServer.start(data).stop()
+        assert len((data / "password").read_text()) == 64 and not (data / "password").is_symlink()
+        assert {path.name for path in data.iterdir()} >= {"password"} and not list(data.glob(".password-*"))
+    (theirs := tmp_path / "theirs").mkdir()
+    os.chown(theirs, 12_345, -1)
+    with pytest.raises(StoreError, match="of this user"):
+        EmbeddedServer.start(theirs)
+    assert not list(theirs.iterdir())
+
+
 def test_the_last_words_of_a_server(tmp_path: Path) -> None:
     with EmbeddedServer.start(tmp_path) as server:
         assert server.last_words() == ""

@@ -214,7 +214,7 @@ async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_the_de
 
     async with scripted_replica(run, "a", endless, version=3), gateway(run, seconds=1.0) as http:
         _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port, limit=1)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}")
         await until(ended)
         await until(lambda: shows(http, IDLE))
         writer.transport.abort()
@@ -223,7 +223,7 @@ async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_the_de
 async def test_a_body_that_does_not_end_takes_a_place_until_the_deadline(run: Run) -> None:
     async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run, seconds=1.0) as http:
         reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
-        writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{"prompt')
+        writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"prompt')
         assert b" 504 " in await asyncio.wait_for(reader.readline(), 300)
         assert b'"code": "timeout"' in await asyncio.wait_for(reader.readuntil(b"}}"), 300)
         await until(lambda: shows(http, IDLE))

@@ -126,7 +126,7 @@ async def test_clients_that_do_not_read_hold_neither_probes_nor_metrics(run: Run
     config = await run.config()
     await asyncio.to_thread(record_run, config.run_dir, 40, 1)
     async with export(run, config, "127.0.0.1", 0) as port, httpx.AsyncClient(trust_env=False, timeout=300) as client:
-        question = f"GET /ui/api/runs/{config.run_dir.name}/samples?limit=500 HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+        question = f"GET /ui/api/runs/{config.run_dir.name}/samples?limit=500 HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
         slow = [await asyncio.open_connection("127.0.0.1", port, limit=1) for _ in range(2 * WAITING)]
         try:
             for _, writer in slow:

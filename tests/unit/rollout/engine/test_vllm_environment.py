@@ -1,5 +1,7 @@
 """Foreign variables do not reach the engine; what the user names does."""
 
+from pathlib import Path
+
 import pytest
 
 from polyreme_rollout.engine.vllm_environment import PASSED, engine_environment, foreign
@@ -22,7 +24,7 @@ USUAL = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "POLYREME_TOKEN": "x", "NC
 
 
 @pytest.mark.parametrize("foreigners", [LINKS, OUTER_JOB, {"VLLM_WHATEVER_COMES_NEXT": "1"}, {"VLLM_HOST_IP": "10.0.0.7"}])
-def test_what_others_set_is_not_passed(tmp_path, foreigners: dict[str, str]) -> None:
+def test_what_others_set_is_not_passed(tmp_path: Path, foreigners: dict[str, str]) -> None:
     environ = {**USUAL, **foreigners}
     found = engine_environment(run_config(tmp_path), environ, "127.0.0.1", "lo")
     assert foreign(environ) == sorted(foreigners)
@@ -30,7 +32,7 @@ def test_what_others_set_is_not_passed(tmp_path, foreigners: dict[str, str]) -> 
     assert {name: found[name] for name in USUAL} == USUAL
 
 
-def test_what_the_user_names_is_passed_and_ours_goes_first(tmp_path) -> None:
+def test_what_the_user_names_is_passed_and_ours_goes_first(tmp_path: Path) -> None:
     environ = {PASSED: "VLLM_ATTENTION_BACKEND, VLLM_LOGGING_LEVEL,VLLM_NO_USAGE_STATS", "VLLM_ATTENTION_BACKEND": "FLASHINFER",
                "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "0"}  # fmt: skip
     found = engine_environment(run_config(tmp_path), environ, "::1", "lo0")
