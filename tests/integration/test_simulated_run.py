@@ -41,6 +41,29 @@ async def test_it_trains_every_planned_group_once_and_in_order(redis_url: str, r
         assert len(bytes.fromhex((await started.records("iteration"))[-1]["weights"])) == LAYOUT.nbytes
 
 
+async def test_checkpoints_follow_by_time_and_a_resumed_learner_says_where_it_continues(
+    redis_url: str, run_id: str, tmp_path: Path
+) -> None:
+    by_time = {"save_minutes": 1e-9, "keep_checkpoints": 2}
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=40, trainer=by_time, train_seconds=0.2) as started:
+
+        async def has_saved() -> bool:
+            return any(record["iteration"] > 0 for record in await started.records("saved"))
+
+        await until(has_saved, 300)
+        [learner] = [
+            process
+            for process in psutil.Process(started.children["train"].pid).children(recursive=True)
+            if "polyreme_trainer.testing.simulated_learner" in command_line(process)
+        ]
+        learner.kill()
+        assert await started.ended(300) == ("done", ""), started.logs()
+        saved = [record["iteration"] for record in await started.records("saved")]
+        assert saved[0] == 0 and saved[-1] == 40 and len(saved) > 2
+        [resumed] = await started.records("resumed")
+        assert 0 < resumed["iteration"] < 40
+
+
 async def test_a_fork_trains_on_from_the_checkpoint_on_the_groups_behind_it(redis_url: str, run_id: str, tmp_path: Path) -> None:
     async with simulated_run(redis_url, run_id, tmp_path, iterations=2) as started:
         assert await started.ended(300) == ("done", ""), started.logs()

@@ -289,7 +289,7 @@ algorithm:
 
 trainer:
   optimizer: {{lr: {lr}}}
-  save_minutes: 10                # a run that is killed repeats at most the iterations of these minutes
+  save_minutes: 10                # a run that is killed repeats about these minutes of training
 {sft}"""
 
 _REWARD = '''\
