@@ -118,6 +118,7 @@ async def test_a_killed_worker_takes_its_files_along(tmp_path: Path) -> None:
     async with scoring({"name": "code", "options": {"timeout": 60}}, item_timeout=1.0) as scorer:
         (answer,) = await scorer.score([program("while True: pass", ECHO_SUM)])
         assert answer.status.name == "TIMEOUT"
+        assert "while True: pass" in answer.message  # it names the item
     children, folders = leftovers()
     assert (children - before[0], folders - before[1]) == (set(), set())
 

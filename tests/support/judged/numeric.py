@@ -133,4 +133,16 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     ("(5)", "5", 1.0, "brackets change nothing"),
     ("-7 \u00b0C", "-7", 1.0, "a temperature"),
     ("-7", "-7 \u00b0C", 1.0, "the unit is left out"),
+    # Equations
+    ("n = 12 and m = 13", "13", 1.0, "the last value"),
+    ("5x = 35, so x = 7", "7", 1.0, "solved"),
+    ("Total cost = $42", "42", 1.0, "a name in words"),
+    ("f(3) = 9", "9", 1.0, "a function's value"),
+    ("x - 2y = 5", "5", 0.0, "a relation of two variables"),
+    (r"\boxed{x^2+y^2=25}", "25", 0.0, "a circle is not a number"),
+    ("5", "x^2+y^2=25", ERROR, "a circle, which math compares"),
+    ("0", "x-2y+3=0", ERROR, "a line, which math compares"),
+    ("2 + 3", "3", 0.0, "a part of a sum"),
+    (r"\dfrac12", "12", 0.0, "a half"),
+    (r"1.5\times10^{3}", "1000", 0.0, "not the power alone"),
 ]

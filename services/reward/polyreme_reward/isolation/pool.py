@@ -39,7 +39,7 @@ class _Job:
     @property
     def shown(self) -> str:
         """What identifies the item in a message."""
-        item = Item(*self.fields)
+        item = Item._make(self.fields)
         return f"the item has the label {item.label[:100]!r} and a response of {len(item.response)} characters that ends {item.response[-100:]!r}"
 
 

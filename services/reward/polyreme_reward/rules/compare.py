@@ -12,7 +12,7 @@ import mpmath  # type: ignore[import-untyped]
 import sympy  # type: ignore[import-untyped]
 
 from polyreme_reward.rules import quantity
-from polyreme_reward.rules.evaluate import NoValue, Point, Value, decimal, inexact
+from polyreme_reward.rules.evaluate import NoValue, Valuation, Value, decimal, inexact
 
 _DIGITS = 50
 _MORE_DIGITS = 220
@@ -69,7 +69,7 @@ def equals_decimal(expr: Any, value: Fraction, places: int | None) -> bool:
         return False
     try:
         with mpmath.workdps(_DIGITS):
-            difference = inexact(Point(0).value(expr)) - inexact(value)
+            difference = inexact(Valuation(0).value(expr)) - inexact(value)
             return bool(abs(difference) <= inexact(allowed))
     except NoValue:
         return False
@@ -114,7 +114,7 @@ def _pairs(left: Any, right: Any) -> list[tuple[_Twice, _Twice]]:
 @lru_cache(maxsize=1024)
 def _at(expr: Any, number: int) -> tuple[_Twice, bool] | None:
     """The value at a point, and whether it stays real. None when it has none."""
-    point, precise = Point(number), Point(number)
+    point, precise = Valuation(number), Valuation(number)
     try:
         with mpmath.workdps(_DIGITS):
             short = point.value(expr)

@@ -30,8 +30,11 @@ class NoValue(ArithmeticError):
     """The expression has no value at this point, or one that is too large to compute."""
 
 
-class Point:
-    """Values of the variables.
+class Valuation:
+    """The values of expressions at one point, which gives a value to every variable.
+
+    Args:
+        number: number of the point.
 
     Attributes:
         real: whether no logarithm or root of a negative number has occurred.
@@ -69,7 +72,7 @@ class Point:
         return function(*(inexact(self.value(arg)) for arg in expr.args))
 
     def variable(self, expr: Any) -> Value:
-        """An arbitrary value of a variable, or of a function that is not known. Points 0 to 3 have positive values only."""
+        """An arbitrary value of a variable, or of a function that is not known. Valuations 0 to 3 have positive values only."""
         name = f"{expr.func}({[str(self.value(arg)) for arg in expr.args]})" if isinstance(expr, AppliedUndef) else str(expr)
         if name == "i":
             return mpmath.mpc(0, 1)
@@ -276,46 +279,46 @@ def _grows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return compute
 
 
-def _remainder(point: Point, expr: Any) -> Value:
+def _remainder(point: Valuation, expr: Any) -> Value:
     left, right = map(point.value, expr.args)
     if not isinstance(left, Fraction) or not isinstance(right, Fraction) or not right:
         raise NoValue("a remainder of numbers that are not rational")
     return left % right
 
 
-def _absolute(point: Point, expr: Any) -> Value:
+def _absolute(point: Valuation, expr: Any) -> Value:
     return abs(point.value(expr.args[0]))
 
 
-_BY_KIND: Mapping[Any, Callable[[Point, Any], Value]] = {
+_BY_KIND: Mapping[Any, Callable[[Valuation, Any], Value]] = {
     sympy.Rational: lambda point, expr: Fraction(int(expr.p), int(expr.q)),
     sympy.Float: lambda point, expr: decimal(expr),
-    sympy.Symbol: Point.variable,
-    sympy.Add: Point.sum,
-    sympy.Mul: Point.product,
+    sympy.Symbol: Valuation.variable,
+    sympy.Add: Valuation.sum,
+    sympy.Mul: Valuation.product,
     sympy.exp: lambda point, expr: _exp(inexact(point.value(expr.args[0]))),
-    sympy.Pow: Point.power,
+    sympy.Pow: Valuation.power,
     sympy.UnevaluatedExpr: lambda point, expr: point.value(expr.args[0]),
     type(sympy.pi): lambda point, expr: +mpmath.pi,
     type(sympy.E): lambda point, expr: +mpmath.e,
     type(sympy.I): lambda point, expr: mpmath.mpc(0, 1),
     type(sympy.oo): lambda point, expr: mpmath.inf,
     type(-sympy.oo): lambda point, expr: -mpmath.inf,
-    sympy.log: Point.log,
+    sympy.log: Valuation.log,
     sympy.Abs: _absolute,
-    sympy.floor: Point.rounded,
-    sympy.ceiling: Point.rounded,
-    sympy.Max: Point.extreme,
-    sympy.Min: Point.extreme,
+    sympy.floor: Valuation.rounded,
+    sympy.ceiling: Valuation.rounded,
+    sympy.Max: Valuation.extreme,
+    sympy.Min: Valuation.extreme,
     sympy.Mod: _remainder,
-    sympy.factorial: Point.factorial,
-    sympy.binomial: Point.binomial,
-    sympy.Sum: Point.series,
-    sympy.Product: Point.series,
-    sympy.Integral: Point.closed,
-    sympy.Limit: Point.closed,
-    sympy.Derivative: Point.closed,
-    AppliedUndef: Point.variable,
+    sympy.factorial: Valuation.factorial,
+    sympy.binomial: Valuation.binomial,
+    sympy.Sum: Valuation.series,
+    sympy.Product: Valuation.series,
+    sympy.Integral: Valuation.closed,
+    sympy.Limit: Valuation.closed,
+    sympy.Derivative: Valuation.closed,
+    AppliedUndef: Valuation.variable,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: _periodic(getattr(mpmath, name)) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},

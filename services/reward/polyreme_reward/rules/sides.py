@@ -72,7 +72,7 @@ def states_relation(before: str) -> bool:
         return True
     if not before.endswith("=") or before.endswith(("<=", ">=", "!=")):
         return False
-    sides = re.split(r"[\n,;:$]|[.!?]\s|\\\(|\\\[", before[:-1])[-1].split("=")
+    sides = re.split(r"[\n,;:$]|[.!?]\s|\\\(|\\\[|\b(?:and|or|so|then|thus|hence|but|where|with)\b", before[:-1])[-1].split("=")
     return not all(map(names, sides))
 
 

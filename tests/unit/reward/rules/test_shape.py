@@ -100,6 +100,7 @@ RIGHT = "<answer>(1) Zoey is a knave (2) Oliver is a knight</answer>"
         ("<think>hm</think><answer>Zoey is a knave</answer>", 0.0, -1.0),
         ("<think>Zoey is a knave, Oliver is a knight</think><answer>?</answer>", 0.0, -1.0),
         ("Zoey is a knight. No: Zoey is a knave and Oliver is a knight.", 1.0, -3.0),
+        ("**Zoey** is\u00a0a **knave**, and Oliver\u202fis a knight.", 1.0, -3.0),
         ("", 0.0, -3.0),
     ],
 )

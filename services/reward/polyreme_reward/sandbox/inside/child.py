@@ -79,10 +79,14 @@ def _add_builtins() -> None:
 
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    notices = {
+        "copyright": sys.copyright,
+        "credits": "See https://www.python.org.",
+        "license": "See https://www.python.org/psf/license/",
+    }
+    for name, text in notices.items():
+        setattr(builtins, name, _Notice(text))
     builtins.help = _sitebuiltins._Helper()
-    builtins.copyright = _Notice(sys.copyright)
-    builtins.credits = _Notice("See https://www.python.org for more information.")
-    builtins.license = _Notice("See https://www.python.org/psf/license/")
 
 
 def _make_importable(folder: str) -> None:
