@@ -170,16 +170,12 @@ def _of_model(model_dir: Path) -> ChatTarget:
 
 def _as_trained(title: str, config: RunConfig | StageConfig, url: str = "", model_dir: Path | None = None) -> ChatTarget:
     """A model asked as it was trained: its template, its system message, and for a run the length of its answers and its security."""
-    is_run = isinstance(config, RunConfig)
-    return ChatTarget(
-        title,
-        url,
-        model_dir,
-        security=config.security if is_run else None,
-        system=config.data.system or _system_of_rows(config),
-        is_chat=config.data.template == "chat",
-        max_tokens=config.rollout.max_new_tokens if is_run else ChatTarget.max_tokens,
+    found = ChatTarget(
+        title, url, model_dir, system=config.data.system or _system_of_rows(config), is_chat=config.data.template == "chat"
     )
+    if isinstance(config, StageConfig):
+        return found
+    return replace(found, security=config.security, max_tokens=config.rollout.max_new_tokens)
 
 
 def _system_of_rows(config: RunConfig | StageConfig) -> str | None:
