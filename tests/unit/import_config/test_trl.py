@@ -60,7 +60,7 @@ def test_mathematics_of_grpo_with_its_defaults() -> None:
 
 def test_mathematics_of_several_steps_and_passes() -> None:
     """2 x 4 x 8 completions are 64: 16 prompts of 4. A step has 2 x 4 x 2 = 16 completions, so 4 steps, twice: 8 steps an iteration."""
-    options = {
+    options: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 8,
