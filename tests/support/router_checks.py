@@ -81,7 +81,7 @@ def balance_agrees(model: str, device: Device) -> None:
     balancing, squares, counts = router_losses(reference, arch, whole)
     biases = dict[str, Tensor]()
     if arch.family.scores == "softmax":
-        theirs = [load_balancing_loss_func((layer,), arch.experts, arch.top_k) for layer in whole]
+        theirs = [torch.as_tensor(load_balancing_loss_func((layer,), arch.experts, arch.top_k)) for layer in whole]
         assert_close(balancing, torch.stack(theirs).mean())
     else:
         for router, count in zip(routers_of(reference, arch), counts, strict=True):

@@ -16,7 +16,7 @@ _U64 = (1 << 64) - 1
 
 
 @dataclass(eq=False)
-class Row:
+class CohortRow:
     """A sequence in progress.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
 class Cohort:
     """Rows with one cache of keys and values, padded on the left to one length."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[CohortRow]) -> None:
         self.rows = rows
         self._cache: Any = None
         self._mask = torch.empty(0)

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from polyreme.config.run import RunConfig
 from polyreme.weights.arena import ArenaError
 from polyreme_rollout.arena_cache import ArenaCache
-from polyreme_rollout.engine.cohort import Cohort, Row
+from polyreme_rollout.engine.cohort import Cohort, CohortRow
 from polyreme_rollout.engine.named_tensors import named_tensors
 from polyreme_rollout.engine.plain_openai import TokenizerCodec, make_openai_app
 from polyreme_rollout.engine.protocol import (
@@ -77,7 +77,7 @@ class TransformersEngine:
         self.weight_names: frozenset[str] = frozenset()
         self._model, self._model_dir, self._device, self._day = model, model_dir, device, day
         self._room = asyncio.Semaphore(max_num_seqs)
-        self._arriving: list[Row] = []
+        self._arriving: list[CohortRow] = []
         self._cohorts: list[Cohort] = []
         self._running, self._work, self._stepped = asyncio.Event(), asyncio.Event(), asyncio.Condition()
         self._running.set()
@@ -97,7 +97,7 @@ class TransformersEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
         async with self._room:
-            row, start, delivered = Row(request, list(request.prompt_ids)), len(request.prompt_ids), 0
+            row, start, delivered = CohortRow(request, list(request.prompt_ids)), len(request.prompt_ids), 0
             self._arriving.append(row)
             self._work.set()
             finish: str | None = None
@@ -109,7 +109,7 @@ class TransformersEngine:
             finally:
                 row.closed = True
 
-    async def _state(self, row: Row, tokens: int) -> tuple[int, str | None]:
+    async def _state(self, row: CohortRow, tokens: int) -> tuple[int, str | None]:
         """The state of a row that has this many tokens or has ended. Raises EngineDeadError."""
         async with self._stepped:
             await self._stepped.wait_for(lambda: self.dead or row.state[1] is not None or row.state[0] >= tokens)
