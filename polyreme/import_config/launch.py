@@ -20,6 +20,8 @@ _TRAINS = re.compile(
 )
 _LAUNCHER = re.compile(r".*\.(distributed|commands)\.(run|launch)|accelerate\.commands.*|deepspeed.*")
 _CONFIGURATION = re.compile(r"[^-=\s][^=\s]*\.(ya?ml|json)")
+_ALGORITHM = re.compile(r"ppo|grpo|rloo|dapo|gspo")
+_AROUND = re.compile(r"eval|convert|merge|prepare|preprocess|serve|generate")
 _STAGES = {
     r"sft|continue_pretrain": "polyreme sft",
     r"train_rm|train_prm|reward_trainer|trl reward|reward_modeling": "polyreme reward-model",
@@ -60,7 +62,7 @@ def find(calls: Iterable[Call], where: str) -> Launch | None:
     every = list(calls)
     stray = [call.words for call in every if call.words and _is_option(call.words[0])]
     found = [(call, launch) for call in every if (launch := _launch(call.words)) is not None]
-    training = [each for each in found if _TRAINS.search(each[1].program) and not _OTHER.search(each[1].program)]
+    training = [each for each in found if _is_training(each[1].program)]
     if not training:
         _refuse_stages([launch.program for _, launch in found], where)
         training = [max(found, key=lambda each: len(each[1].values))] if found else []
@@ -83,6 +85,14 @@ def find(calls: Iterable[Call], where: str) -> Launch | None:
     if not call.certain:
         chosen.notes.append((chosen.program, "a condition that the script leaves open decides whether this command runs"))
     return chosen
+
+
+def _is_training(program: str) -> bool:
+    """Whether the name of a program is that of reinforcement learning."""
+    last = re.split(r"[/.]", program.removesuffix(".py"))[-1]
+    if _ALGORITHM.search(last) and not _AROUND.match(last):
+        return True
+    return _TRAINS.search(program) is not None and _OTHER.search(program) is None
 
 
 def _is_option(word: str) -> bool:

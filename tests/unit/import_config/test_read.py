@@ -189,6 +189,16 @@ def test_the_training_command_is_chosen_among_several(tmp_path: Path) -> None:
     assert found.values == {"a.b": 1} and "2 training commands" in found.notes[0][1]
 
 
+@pytest.mark.parametrize(
+    "program", ["src/grpo_after_sft.py", "train_grpo_vllm.py", "scripts/rloo_reward.py", "verl.trainer.main_ppo"]
+)
+def test_a_program_named_after_an_algorithm_is_training(program: str, tmp_path: Path) -> None:
+    start = program if program.endswith(".py") else f"-m {program}"
+    script = f"python eval_grpo.py --a 1 --b 2\npython prepare.py --a 1 --b 2\npython {start} --beta 0.1\n"
+    found = read(script, tmp_path)
+    assert found.values == {"beta": 0.1} and not found.notes
+
+
 def test_what_is_said_about_a_script(tmp_path: Path) -> None:
     assert read(f"{COMMAND}1 $EXTRA", tmp_path).notes[0][0] == "$EXTRA"
     assert "a condition" in read(f'if [ "$X" = a ]; then {COMMAND}1; fi', tmp_path).notes[0][1]
