@@ -25,7 +25,7 @@ from polyreme.cli.reader import samples
 from polyreme.cli.reader.downsample import Series, downsample
 from polyreme.cli.reader.index import Index, read_meta
 from polyreme.cli.reader.samples import Sample, SampleQuery
-from polyreme.cli.run_directory import read_run_file, read_settings, unused
+from polyreme.cli.run_directory import changed_settings, read_run_file, read_settings, unused
 from polyreme.cli.run_records import read_summary
 from polyreme.errors import ConfigError
 
@@ -70,6 +70,7 @@ class RunReader:
         self.run_dir, self.name = run_dir, run_dir.resolve().name
         self.run_id = self._read_run_id()
         self._config: tuple[int, dict[str, Any]] | None = None  # cached with the file's time, since parsing is slow
+        self._changed: tuple[dict[str, Any], list[str] | None] | None = None  # cached with the settings
         self._index = Index(run_dir, _index_path(run_dir))
         self._contents: tuple[object, Contents] | None = None  # cached with `Index.updated`, since pages poll often
 
@@ -100,6 +101,13 @@ class RunReader:
                 self._config = written, read_settings(self.run_dir)
             return self._config[1]
         return {}
+
+    def changed_settings(self) -> list[str] | None:
+        """The dotted keys of `config` whose values are not the defaults, sorted; None for a configuration that this release cannot read."""
+        settings = self.config()
+        if self._changed is None or self._changed[0] is not settings:
+            self._changed = settings, changed_settings(self.run_dir)
+        return self._changed[1]
 
     def summary(self) -> dict[str, Any]:
         """The fields of summary.json with the current `state`: `interrupted` if the run did not end and no process owns it."""

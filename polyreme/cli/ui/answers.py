@@ -134,9 +134,11 @@ def timeline(reader: RunReader, first: int, last: int) -> Answer:
 
 
 def servers(reader: RunReader) -> list[Answer]:
-    """The rollout replicas from the records: address, version, swaps and restarts, the registered ones first."""
+    """The rollout replicas from the records, the registered ones first: address, version, swaps, and `state`: "registered", "gone", or
+    "ended" where the run has ended while it was registered."""
     known: dict[str, Answer] = {}
     registered: Mapping[str, str] = {}
+    present = "registered" if reader.summary().get("state") in _LIVE else "ended"
 
     def of(name: str) -> Answer:
         return known.setdefault(name, {"name": name, "address": "", "version": None, "swaps": 0, "stall_seconds": [], "path": ""})
@@ -156,8 +158,8 @@ def servers(reader: RunReader) -> list[Answer]:
             "stall_seconds": stalls,
         }
     for replica in known.values():
-        replica["registered"] = replica["name"] in registered
-    return sorted(known.values(), key=lambda replica: (not replica["registered"], replica["name"]))
+        replica["state"] = present if replica["name"] in registered else "gone"
+    return sorted(known.values(), key=lambda replica: (replica["state"] == "gone", replica["name"]))
 
 
 def events(reader: RunReader) -> list[Answer]:
@@ -190,6 +192,7 @@ def details(reader: RunReader) -> Answer:
     return {
         "summary": reader.summary(),
         "config": reader.config(),
+        "changed": reader.changed_settings(),
         "events": events(reader),
         "servers": servers(reader),
         "alarms": holding_alarms(reader),

@@ -1,6 +1,7 @@
 // The pipeline over time: the activity of the learner, each replica and the rewards in some iterations.
 
 import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {choose} from "./address.js";
 import {Empty, Failure, clock, number, seconds, useAnswer} from "./parts.js";
 import {offline, source} from "./source.js";
 
@@ -77,17 +78,16 @@ function Shares({iterations}) {
   return html`<p class="shares">The learner ${parts.map(([kind, text, share], place) => html`${place ? ", " : ""}<span class=${`swatch bar-${kind}`}></span>${text} <b>${(100 * share).toFixed(0)} %</b>`)} of ${seconds(total)}.</p>`;
 }
 
-export function Timeline({run, stamp}) {
-  const [count, setCount] = useState(12);
-  const [last, setLast] = useState(null);
+export function Timeline({run, stamp, at}) {
+  const count = Number(at.query.count ?? 12), last = at.query.last ? Number(at.query.last) : null;
   const [place, width] = useWidth();
   const until = last ?? run.iteration, first = Math.max(1, until - count + 1);
   const {value, error} = useAnswer(() => source.timeline(run.name, first, until).then(named), [run.name, first, until, last === null ? stamp : ""]);
-  const move = (by) => setLast(Math.min(run.iteration, Math.max(count, until + by)));
+  const move = (by) => choose({last: Math.min(run.iteration, Math.max(count, until + by))});
   return html`<div class="toolbar">
       ${offline ? null : html`<button onClick=${() => move(-count)} disabled=${first <= 1}>Earlier</button><button onClick=${() => move(count)} disabled=${until >= run.iteration}>Later</button>
-      <button onClick=${() => setLast(null)} disabled=${last === null}>Newest</button>
-      <label>Iterations <select value=${count} onChange=${(event) => setCount(Number(event.target.value))}>${[3, 6, 12, 25, 50].map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}
+      <button onClick=${() => choose({last: ""})} disabled=${last === null}>Newest</button>
+      <label>Iterations <select value=${count} onChange=${(event) => choose({count: event.target.value})}>${[3, 6, 12, 25, 50].map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}
       <span class="soft">${value?.iterations.length ? `iterations ${value.iterations[0].number} to ${value.iterations.at(-1).number}, until ${clock(value.iterations.at(-1).end)}` : ""}</span></div>
     <${Failure} error=${error} />
     <div class="card timeline" ref=${place}>${value?.iterations.length ? html`<${Drawing} answer=${value} width=${width - 2} />`

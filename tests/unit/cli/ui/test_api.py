@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from polyreme.cli.reader import RunReader
+from polyreme.cli.run_directory import owned
 from polyreme.cli.ui import answers
 from polyreme.cli.ui.api import application, is_open
 from polyreme.cli.ui.runs import Runs
@@ -89,6 +90,28 @@ def test_details_have_servers_events_and_configuration(client: TestClient) -> No
     assert [server["version"] for server in found["servers"]] == [4, 4]
     assert {"alarm", "eval", "saved"} <= {event["kind"] for event in found["events"]}
     assert client.get("/ui/api/runs/third").status_code == 404
+
+
+def test_details_name_the_settings_that_are_not_defaults(client: TestClient, tmp_path: Path) -> None:
+    found = get(client, "runs/first")
+    assert {"name", "group_size", "trainer.optimizer.lr", "reward.rewards.0.name"} <= set(found["changed"])
+    assert not {"seed", "reward.rewards.0.weight", "trainer.optimizer"} & set(found["changed"])
+    record_run(tmp_path / "later", iterations=1, seed=1)
+    (tmp_path / "later" / "config.yaml").write_text("name: later\nof_a_later_release: 1\n")
+    details = answers.details(RunReader(tmp_path / "later"))
+    assert details["changed"] is None and details["config"]["of_a_later_release"] == 1
+
+
+def test_replicas_of_an_ended_run_are_not_registered(client: TestClient, tmp_path: Path) -> None:
+    assert {server["state"] for server in get(client, "runs/first")["servers"]} == {"ended"}
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "letters-1", "redis": "embedded"}))
+    (tmp_path / "summary.json").write_text(json.dumps({"run": "letters-1", "state": "running"}))
+    for names in (["a", "b"], ["b"]):
+        add_records(tmp_path, {"kind": "replicas", "replicas": dict.fromkeys(names, "http://127.0.0.1:1/v1"), "time": 1.0})
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    with owned(tmp_path):
+        assert {server["name"]: server["state"] for server in answers.servers(reader)} == {"b": "registered", "a": "gone"}
 
 
 def test_a_live_run_says_what_it_loads(tmp_path: Path) -> None:
