@@ -129,8 +129,11 @@ def timeline(reader: RunReader, first: int, last: int) -> Answer:
         return {"iterations": [], "groups": [], "events": []}
     groups = reader.group_spans(first, last)
     begin = min([iterations[0]["end"] - iterations[0]["seconds"], *(group["began"] for group in groups)])
-    kinds = ["commit", "eval", "saved", "restart", "alarm", "start"]
-    return {"iterations": iterations, "groups": groups, "events": reader.events(kinds, begin, iterations[-1]["end"] + 1.0)}
+    end = iterations[-1]["end"]
+    end += 1.0 if last < reader.contents().iterations else max(1.0, iterations[-1]["seconds"])
+    evaluations = [each for each in reader.events(["eval"], begin) if each["time"] - each.get("seconds", 0.0) <= end]
+    others = reader.events(["commit", "saved", "restart", "alarm", "start"], begin, end)
+    return {"iterations": iterations, "groups": groups, "events": sorted(evaluations + others, key=lambda event: event["time"])}
 
 
 def servers(reader: RunReader) -> list[Answer]:

@@ -84,6 +84,17 @@ def test_the_timeline_has_the_learner_the_groups_and_the_swaps(client: TestClien
     assert found["groups"] and {event["kind"] for event in found["events"]} >= {"commit"}
 
 
+def test_an_evaluation_that_ends_after_its_iterations_is_in_the_timeline(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "letters-1", "redis": "embedded"}))
+    iterations = ({"kind": "iteration", "iteration": each, "time": 10.0 * each, "time/iteration": 10.0} for each in (1, 2, 3))
+    evaluations = ({"kind": "eval", "version": each, "score": 1.0, "seconds": 6.0, "time": 10.0 * each + 6.5} for each in (1, 2))
+    add_records(tmp_path, *iterations, *evaluations)
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    events = answers.timeline(reader, 1, 1)["events"]
+    assert [event["version"] for event in events if event["kind"] == "eval"] == [1]
+
+
 def test_details_have_servers_events_and_configuration(client: TestClient) -> None:
     found = get(client, "runs/first")
     assert found["summary"]["state"] == "done" and found["config"]["name"]
