@@ -47,6 +47,8 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
         "iteration": contents.iterations,
         "iterations": config.get("iterations") or (config.get("trainer") or {}).get("steps"),
         "metrics": contents.metrics,
+        "zeros": contents.zeros,
+        "origin": reader.origin and {"run": reader.origin.run_id, "iteration": reader.origin.iteration},
         "indexed": indexed,
         "is_stage": is_stage,
         "samples": contents.samples,

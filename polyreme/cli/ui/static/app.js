@@ -123,7 +123,9 @@ function App() {
   if (runs === null) return html`<main class="login"><h1>Polyreme</h1><p>${error ? `The server does not answer: ${error.message}` : ""}</p></main>`;
   const focus = at.query.run ? runs.find((run) => run.name === at.query.run) : runs[0];
   const names = at.query.runs?.split("/") ?? (offline ? runs.map((run) => run.name) : focus ? [focus.name] : []); // no name contains a /
-  const shown = runs.map((run, place) => ({...run, place})).filter((run) => names.includes(run.name));
+  const placed = runs.map((run, place) => ({...run, place}));
+  for (const run of placed) run.parent = run.origin && placed.find((each) => each.run === run.origin.run);
+  const shown = placed.filter((run) => names.includes(run.name));
   const setChosen = (chosen) => choose({runs: chosen.join("/") || "/"});
   const select = (name) => {
     const chosen = {run: name, runs: names.includes(name) ? at.query.runs : [...names, name].join("/")};
