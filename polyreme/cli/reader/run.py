@@ -32,6 +32,7 @@ INDEX = "index.sqlite"
 VOCABULARY = "vocabulary.json"
 LAST_STEP = 2**62
 _METRICS = "SELECT name, NOT EXISTS (SELECT 1 FROM point WHERE metric = id AND value <> 0) AS zero FROM metric ORDER BY name"
+_NEWEST = "SELECT name, value FROM metric JOIN point ON metric = id AND step = (SELECT max(step) FROM point WHERE metric = id) ORDER BY name"
 _ENDED = ("done", "stopped", "failed")
 
 
@@ -74,6 +75,7 @@ class RunReader:
         self._config: tuple[int, dict[str, Any]] | None = None  # cached with the file's time, since parsing is slow
         self._changed: tuple[dict[str, Any], list[str] | None] | None = None  # cached with the settings
         self._index = Index(run_dir, _index_path(run_dir))
+        self._newest: tuple[object, dict[str, float]] | None = None  # as are these
         self._contents: tuple[object, Contents] | None = None  # cached with `Index.updated`, since pages poll often
 
     def _read_run_id(self) -> str:
@@ -135,6 +137,15 @@ class RunReader:
         return self._contents[1]
 
     # -- metrics
+
+    def newest_values(self) -> dict[str, float]:
+        """The newest value of each metric, as of the last `refresh`."""
+        updated = self._index.updated
+        if self._newest is None or updated is None or self._newest[0] != updated:
+            with self._index.read() as connection:
+                rows = connection.execute(_NEWEST).fetchall() if read_meta(connection) else []
+            self._newest = updated, {row["name"]: row["value"] for row in rows}
+        return self._newest[1]
 
     def series(self, name: str, first: int = 0, last: int = LAST_STEP) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """A metric's steps from `first` to `last`, int64 [n], ascending, and its values, float64 [n]. Empty for a metric that the run lacks."""

@@ -9,9 +9,11 @@ from typing import Any
 
 from polyreme.cli.progress import Progress
 from polyreme.cli.reader import RunReader, Sample, SampleQuery
+from polyreme.cli.reader.axes import SECONDS
 from polyreme.cli.reader.downsample import Series
 from polyreme.cli.reader.index_rows import WALL_TIME
 from polyreme.cli.report import engine_starting, loading_progress
+from polyreme.cli.run_directory import flat_settings
 
 Answer = dict[str, Any]
 
@@ -55,6 +57,18 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
     }
 
 
+def final_values(reader: RunReader) -> Answer:
+    """A run's row in the table of runs: the newest value of each metric, the settings that are not defaults, and its duration in seconds."""
+    changed, settings = reader.changed_settings(), flat_settings(reader.config())
+    spent = reader.curve(SECONDS, 1).mean
+    return {
+        "metrics": {name: value for name, value in reader.newest_values().items() if name != WALL_TIME},
+        "settings": {key: value for key, value in settings.items() if changed is None or key in changed},
+        "ended": reader.newest_values().get(WALL_TIME),
+        "seconds": float(spent[-1]) if len(spent) else None,
+    }
+
+
 def activities(reader: RunReader, now: float) -> list[str]:
     """What a live run loads or starts, and about how long it still takes. `now`: Unix time."""
     progress = Progress(samples_per_iteration=1)
@@ -79,14 +93,12 @@ def _curve(series: Series) -> Answer:
     return short if series.low is series.mean else {**short, "low": _rounded(series.low), "high": _rounded(series.high)}
 
 
-def sample_list(reader: RunReader, wanted: SampleQuery, offset: int, limit: int) -> Answer:
-    """A page of samples, and the number of matching ones."""
+def sample_list(reader: RunReader, wanted: SampleQuery, offset: int, limit: int, whole: bool = False) -> Answer:
+    """A page of samples, and the number of matching ones. Without `whole`, texts are cut to what a list shows."""
     total, found = reader.find_samples(wanted, offset, limit)
-    return {
-        "total": total,
-        "offset": offset,
-        "samples": [{**each, "response": each["response"][:400], "prompt": each["prompt"][-400:]} for each in found],
-    }
+    if not whole:
+        found = [{**each, "response": each["response"][:400], "prompt": each["prompt"][-400:]} for each in found]
+    return {"total": total, "offset": offset, "samples": found}
 
 
 def life(reader: RunReader, sample_id: str) -> Answer | None:

@@ -55,6 +55,7 @@ def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
     """The data of the page: the responses of the server."""
     return {
         "runs": [answers.overview(name, reader, True) for name, reader in readers.items()],
+        "finals": {name: answers.final_values(reader) for name, reader in readers.items()},
         "curves": {
             name: answers.curves(reader, dict.fromkeys((*reader.contents().metrics, *AXES), -1), CURVE_POINTS)
             for name, reader in readers.items()

@@ -23,11 +23,12 @@ const PAGES = {
   timeline: later("Timeline", () => import("./timeline.js")),
   servers: later("Servers", () => import("./servers.js")),
   events: later("Events", () => import("./events.js")),
+  runs: later("RunTable", () => import("./run_table.js")),
   setup: later("Setup", () => import("./setup.js")),
 };
 const POLL_SECONDS = 2;
-const VIEWS = [["curves", "Curves"], ["samples", "Samples"], ["timeline", "Timeline"], ["servers", "Servers"], ["events", "Events"], ["setup", "Configuration"]];
-const KEYS = [["1 – 6", "change the view"], ["/", "search"], ["j, k", "next, previous sample"], ["Enter", "open a sample"], ["x", "select a sample to compare"],
+const VIEWS = [["curves", "Curves"], ["samples", "Samples"], ["timeline", "Timeline"], ["servers", "Servers"], ["events", "Events"], ["setup", "Configuration"], ["runs", "Runs"]];
+const KEYS = [["1 – 7", "change the view"], ["/", "search"], ["j, k", "next, previous sample"], ["Enter", "open a sample"], ["x", "select a sample to compare"],
   ["c", "compare the two selected samples"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
 
 function useTheme() {
@@ -132,7 +133,7 @@ function App() {
     if (["life", "compare"].includes(at.view)) go("samples", [], chosen); else choose(chosen);
   };
   const stamp = runs.map((run) => `${run.iteration}:${run.samples}:${run.metrics.length}:${run.state}`).join();
-  const props = {run: focus, runs: shown, stamp, theme, at};
+  const props = {run: focus, runs: shown, all: placed, stamp, theme, at};
   const View = PAGES[at.view] ?? Curves;
   const current = {life: "samples", compare: "samples"}[at.view] ?? at.view;
   return html`

@@ -8,7 +8,7 @@ import {Empty, Failure, Fold, number, useAnswer} from "./parts.js";
 import {AXES, axisMetric, chartRows} from "./plot_data.js";
 import {source} from "./source.js";
 
-const WATCHED = ["reward/mean", "accuracy", "score", "response_length/mean", "entropy", "actor/ppo_kl", "mismatch_kl", "grad_norm", "critic/explained_variance", "critic/vf_loss", "critic/grad_norm",
+export const WATCHED = ["reward/mean", "accuracy", "score", "response_length/mean", "entropy", "actor/ppo_kl", "mismatch_kl", "grad_norm", "critic/explained_variance", "critic/vf_loss", "critic/grad_norm",
   "time/iteration", "tokens_per_second", "staleness/mean", "stop/length_fraction", "train/loss", "eval/loss", "train/accuracy", "eval/accuracy",
   "train/grad_norm", "train/lr", "train/tokens_per_second"];
 

@@ -2,6 +2,7 @@
 
 import {html} from "./vendor/preact.js";
 import {choose} from "./address.js";
+import {CsvButton} from "./files.js";
 import {Empty, clock, number, seconds, useAnswer} from "./parts.js";
 import {source} from "./source.js";
 
@@ -35,7 +36,8 @@ export function Events({run, stamp, at}) {
   return html`${value.alarms.length ? html`<section class="card alarms"><header><h3>Alarms of the newest iteration</h3></header><ul>${value.alarms.map((each) => html`<li>${each}</li>`)}</ul></section>`
       : html`<p class="calm">No alarm in the newest iteration.</p>`}
     <div class="toolbar" role="group" aria-label="Kinds of events"><button aria-pressed=${kind === ""} onClick=${() => choose({kind: ""})}>all</button>
-      ${kinds.map((each) => html`<button aria-pressed=${kind === each} onClick=${() => choose({kind: each})}>${each}</button>`)}</div>
+      ${kinds.map((each) => html`<button aria-pressed=${kind === each} onClick=${() => choose({kind: each})}>${each}</button>`)}
+      <${CsvButton} of="the events" file=${`${run.name}-events`} rows=${() => [["time", "kind", "severity", "text"], ...shown.map((event) => [new Date(event.time * 1000).toISOString(), event.kind, severity(event), text(event)])]} /></div>
     ${shown.length ? html`<ul class="events">${shown.map((event) => html`<li class=${severity(event)}><time>${clock(event.time)}</time><span class="tag">${event.kind}</span><span>${text(event)}</span></li>`)}</ul>`
       : html`<${Empty} title="No event yet">Evaluations, checkpoints, notices and alarms appear here.<//>`}`;
 }

@@ -2,10 +2,11 @@
 
 import {html, useEffect, useLayoutEffect, useState} from "./vendor/preact.js";
 import {choose, go, link, own} from "./address.js";
+import {CsvButton} from "./files.js";
 import {Empty, Failure, number, useAnswer} from "./parts.js";
 import {source} from "./source.js";
 
-const LIMIT = 50;
+const LIMIT = 50, LARGEST_PAGE = 500, MOST_SAMPLES = 50000;
 const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["-score", "highest score"], ["score", "lowest score"], ["-tokens", "longest"],
   ["tokens", "shortest"], ["-advantage", "highest advantage"], ["advantage", "lowest advantage"], ["logprob", "least likely"]];
 
@@ -26,6 +27,20 @@ function useSettled(value, milliseconds) {
     return () => clearTimeout(timer);
   }, [value]);
   return settled;
+}
+
+// All samples that match a filter, with their whole texts, as rows.
+async function everySample(run, {offset: _, ...filter}) {
+  const found = [];
+  for (let total = 1; found.length < total;) {
+    const page = await source.samples(run.name, {...filter, offset: found.length, limit: LARGEST_PAGE, whole: 1});
+    if (page.total > MOST_SAMPLES) throw new Error(`${page.total} samples match; a file has at most ${MOST_SAMPLES}. Narrow the filter.`);
+    if (!page.samples.length) break;
+    found.push(...page.samples);
+    total = page.total;
+  }
+  const names = ["id", "kind", "step", "score", "tokens", "finish", "advantage", "logprob", "prompt", "label", "response"];
+  return [names, ...found.map((sample) => names.map((name) => sample[name]))];
 }
 
 function Row({sample, run, marked, chosen, toggle, scores}) {
@@ -89,6 +104,7 @@ export function Samples({run, at}) {
       <span>${value ? `${number(value.total)} sample${value.total === 1 ? "" : "s"}` : "…"}</span>
       ${filter.prompt ? html`<button class="tag" onClick=${() => change("prompt", "")}>one prompt ×</button>` : null}
       <span class="grow"></span>
+      <${CsvButton} of="the samples" file=${`${run.name}-samples`} rows=${() => everySample(run, filter)} />
       <button onClick=${compare} disabled=${chosen.length !== 2}>Compare${chosen.length ? ` (${chosen.join(", ")})` : ""}</button>
       <button disabled=${offset === 0} onClick=${() => choose({offset: Math.max(0, offset - LIMIT) || ""})}>Previous</button>
       <button disabled=${!value || offset + LIMIT >= value.total} onClick=${() => choose({offset: offset + LIMIT})}>Next</button>

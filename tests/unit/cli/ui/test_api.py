@@ -84,6 +84,37 @@ def test_the_timeline_has_the_learner_the_groups_and_the_swaps(client: TestClien
     assert found["groups"] and {event["kind"] for event in found["events"]} >= {"commit"}
 
 
+def test_a_list_of_samples_cuts_texts_unless_they_are_wanted_whole(tmp_path: Path) -> None:
+    record_run(tmp_path / "long", iterations=1, seed=1)
+    [path] = (tmp_path / "long" / "samples").glob("iteration_*.jsonl")
+    lines = [{**json.loads(line), "response": "x" * 500} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = Runs([tmp_path])
+    runs.refresh()
+    page = TestClient(application(runs))
+    lengths = [
+        {len(each["response"]) for each in get(page, f"runs/long/samples?kind=train{more}")["samples"]}
+        for more in ("", "&whole=1")
+    ]
+    assert lengths == [{400}, {500}]
+
+
+def test_the_table_of_runs_has_newest_metrics_and_own_settings(client: TestClient) -> None:
+    found = get(client, "finals")
+    assert found.keys() == {"first", "second"}
+    last = curves(client, {"first": {"entropy": 3}})["first"]["entropy"]["mean"][-1]
+    assert found["first"]["metrics"]["entropy"] == pytest.approx(last, rel=1e-5)
+    assert found["first"]["seconds"] == pytest.approx(32.0) and found["first"]["ended"] > 1e9
+    assert found["first"]["settings"]["trainer.optimizer.lr"] == 0.001 and "seed" not in found["first"]["settings"]
+
+
+def test_a_fork_names_its_parent(tmp_path: Path) -> None:
+    record_run(tmp_path / "fork", iterations=1, seed=1)
+    origin = {"run_id": "parent-1", "run_dir": "/gone", "iteration": 7, "group": 28}
+    (tmp_path / "fork" / "run.json").write_text(json.dumps({"run_id": "fork-1", "redis": "embedded", "forked_from": origin}))
+    assert answers.overview("fork", RunReader(tmp_path / "fork"), True)["origin"] == {"run": "parent-1", "iteration": 7}
+
+
 def test_an_evaluation_that_ends_after_its_iterations_is_in_the_timeline(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"run_id": "letters-1", "redis": "embedded"}))
     iterations = ({"kind": "iteration", "iteration": each, "time": 10.0 * each, "time/iteration": 10.0} for each in (1, 2, 3))
