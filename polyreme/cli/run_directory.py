@@ -331,6 +331,15 @@ def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
+def changed_settings(run_dir: Path) -> list[str] | None:
+    """The dotted keys of the directory's config.yaml whose values are not the defaults, sorted; None if this release cannot read the file."""
+    try:
+        config = load_any(run_dir / "config.yaml")
+    except ConfigError:
+        return None
+    return sorted(flat_settings(config.model_dump(mode="json", exclude_defaults=True)))
+
+
 def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a configuration by dotted key. Sections in a list have numbers: reward.rewards.0.weight. Another list is one value."""
     return _flat(dict(tree))

@@ -3,7 +3,8 @@
 Invariant: a reader changes no file of the run. Its own data is in `index.sqlite` in the same directory, which may be deleted at any time.
 """
 
-from polyreme.cli.reader.run import RunReader, run_directories
+from polyreme.cli.reader.directories import run_directories
+from polyreme.cli.reader.run import RunReader
 from polyreme.cli.reader.samples import EVERYTHING, Range, Sample, SampleQuery, parse_range, sample_query
 
 __all__ = ["EVERYTHING", "Range", "RunReader", "Sample", "SampleQuery", "parse_range", "run_directories", "sample_query"]

@@ -29,11 +29,24 @@ def downsample(steps: NDArray[np.int64], values: NDArray[np.float64], points: in
     """At most `points` points of a series [n], in buckets of nearly equal numbers of values."""
     if len(steps) <= points:
         return Series(steps, values, values, values)
-    starts = np.linspace(0, len(steps), points, endpoint=False).astype(np.int64)
-    counts = np.diff(np.append(starts, len(steps)))
+    starts, counts = _buckets(len(steps), points)
     return Series(
         steps=steps[starts + counts - 1],
         mean=np.add.reduceat(values, starts) / counts,
         low=np.minimum.reduceat(values, starts),
         high=np.maximum.reduceat(values, starts),
     )
+
+
+def last_of_each(steps: NDArray[np.int64], values: NDArray[np.float64], points: int) -> Series:
+    """As `downsample`, with the last value of each bucket, for a series that grows."""
+    if len(steps) > points:
+        starts, counts = _buckets(len(steps), points)
+        steps, values = steps[starts + counts - 1], values[starts + counts - 1]
+    return Series(steps, values, values, values)
+
+
+def _buckets(count: int, points: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first value of each bucket, and each bucket's number of values."""
+    starts = np.linspace(0, count, points, endpoint=False).astype(np.int64)
+    return starts, np.diff(np.append(starts, count))

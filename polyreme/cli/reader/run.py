@@ -6,10 +6,9 @@ refreshes are consistent.
 
 import itertools
 import json
-import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,19 +20,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from polyreme.cli.progress_bar import bar
-from polyreme.cli.reader import samples
-from polyreme.cli.reader.downsample import Series, downsample
+from polyreme.cli.reader import axes, samples
+from polyreme.cli.reader.downsample import Series, downsample, last_of_each
 from polyreme.cli.reader.index import Index, read_meta
 from polyreme.cli.reader.samples import Sample, SampleQuery
-from polyreme.cli.run_directory import no_run, read_run_file, read_settings, unused
+from polyreme.cli.run_directory import Origin, changed_settings, no_run, read_run_file, read_settings, unused
 from polyreme.cli.run_records import read_summary
 from polyreme.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 INDEX = "index.sqlite"
 VOCABULARY = "vocabulary.json"
 LAST_STEP = 2**62
+_METRICS = "SELECT name, NOT EXISTS (SELECT 1 FROM point WHERE metric = id AND value <> 0) AS zero FROM metric ORDER BY name"
+_NEWEST = "SELECT name, value FROM metric JOIN point ON metric = id AND step = (SELECT max(step) FROM point WHERE metric = id) ORDER BY name"
 _ENDED = ("done", "stopped", "failed")
 
 
@@ -45,11 +44,13 @@ class Contents:
         iterations: the newest recorded iteration, or step of a stage; 0 before the first.
         samples: the number of samples and of answers in evaluations.
         metrics: the names of the metrics, sorted.
+        zeros: those whose values are all 0.
     """
 
     iterations: int
     samples: int
     metrics: tuple[str, ...]
+    zeros: tuple[str, ...]
 
 
 class RunReader:
@@ -61,6 +62,7 @@ class RunReader:
     Attributes:
         run_dir: its path. `name` is the last part.
         run_id: id of the directory's run.
+        origin: where it comes from if it is a fork.
 
     Raises:
         ConfigError: there is no run in the directory.
@@ -68,15 +70,19 @@ class RunReader:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.name = run_dir, run_dir.resolve().name
+        self.origin: Origin | None = None
         self.run_id = self._read_run_id()
         self._config: tuple[int, dict[str, Any]] | None = None  # cached with the file's time, since parsing is slow
+        self._changed: tuple[dict[str, Any], list[str] | None] | None = None  # cached with the settings
         self._index = Index(run_dir, _index_path(run_dir))
+        self._newest: tuple[object, dict[str, float]] | None = None  # as are these
         self._contents: tuple[object, Contents] | None = None  # cached with `Index.updated`, since pages poll often
 
     def _read_run_id(self) -> str:
         found = read_run_file(self.run_dir)
         if found is None:
             raise no_run(self.run_dir)
+        self.origin = found.forked_from
         return found.run_id
 
     def refresh(self) -> bool:
@@ -101,6 +107,13 @@ class RunReader:
             return self._config[1]
         return {}
 
+    def changed_settings(self) -> list[str] | None:
+        """The dotted keys of `config` whose values are not the defaults, sorted; None for a configuration that this release cannot read."""
+        settings = self.config()
+        if self._changed is None or self._changed[0] is not settings:
+            self._changed = settings, changed_settings(self.run_dir)
+        return self._changed[1]
+
     def summary(self) -> dict[str, Any]:
         """The fields of summary.json with the current `state`: `interrupted` if the run did not end and no process owns it."""
         fields = read_summary(self.run_dir)
@@ -117,12 +130,22 @@ class RunReader:
         if self._contents is None or updated is None or self._contents[0] != updated:
             with self._index.read() as connection:
                 meta = read_meta(connection)
-                names = connection.execute("SELECT name FROM metric ORDER BY name").fetchall() if meta else []
-            found = Contents(int(meta.get("iteration", 0)), int(meta.get("samples", 0)), tuple(row["name"] for row in names))
+                rows = connection.execute(_METRICS).fetchall() if meta else []
+            names, zeros = tuple(row["name"] for row in rows), tuple(row["name"] for row in rows if row["zero"])
+            found = Contents(int(meta.get("iteration", 0)), int(meta.get("samples", 0)), names, zeros)
             self._contents = updated, found
         return self._contents[1]
 
     # -- metrics
+
+    def newest_values(self) -> dict[str, float]:
+        """The newest value of each metric, as of the last `refresh`."""
+        updated = self._index.updated
+        if self._newest is None or updated is None or self._newest[0] != updated:
+            with self._index.read() as connection:
+                rows = connection.execute(_NEWEST).fetchall() if read_meta(connection) else []
+            self._newest = updated, {row["name"]: row["value"] for row in rows}
+        return self._newest[1]
 
     def series(self, name: str, first: int = 0, last: int = LAST_STEP) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """A metric's steps from `first` to `last`, int64 [n], ascending, and its values, float64 [n]. Empty for a metric that the run lacks."""
@@ -136,7 +159,10 @@ class RunReader:
         return table[:, 0].astype(np.int64), table[:, 1]
 
     def curve(self, name: str, points: int, first: int = 0) -> Series:
-        """A metric from the step `first` on, in at most `points` points."""
+        """A metric, or one of `axes.AXES`, from the step `first` on, in at most `points` points."""
+        if name in axes.AXES:
+            steps, values = axes.positions(name, self.series)
+            return last_of_each(steps[steps >= first], values[steps >= first], points)
         return downsample(*self.series(name, first), points)
 
     def events(
@@ -240,43 +266,6 @@ class RunReader:
 
 def _event(row: sqlite3.Row) -> dict[str, Any]:
     return {"kind": row["kind"], "time": row["time"], **json.loads(row["data"])}
-
-
-def _warn(folder: Path, error: OSError) -> None:
-    logger.warning("cannot read %s: %s", folder, error)
-
-
-def run_directories(path: Path, warn: Callable[[Path, OSError], None] = _warn) -> list[Path]:
-    """The run directories at `path`: `path` itself, or those directly below it, the newest start first.
-
-    Args:
-        warn: called with a directory that cannot be read, which is skipped.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if _start_time(path, warn) is not None:
-        return [path]
-    try:
-        folders = list(path.iterdir()) if path.is_dir() else []
-    except OSError as error:
-        warn(path, error)
-        folders = []
-    found = {folder: start for folder in folders if (start := _start_time(folder, warn)) is not None}
-    if not found:
-        raise no_run(path, "a run directory, or directories of runs, at")
-    return sorted(found, key=lambda folder: -found[folder])
-
-
-def _start_time(folder: Path, warn: Callable[[Path, OSError], None]) -> float | None:
-    """The Unix time of the newest start of the folder's run; None without a run."""
-    try:
-        return (folder / "run.json").stat().st_mtime
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        warn(folder, error)
-        return None
 
 
 def _index_path(run_dir: Path) -> Path:

@@ -9,9 +9,11 @@ from typing import Any
 
 from polyreme.cli.progress import Progress
 from polyreme.cli.reader import RunReader, Sample, SampleQuery
+from polyreme.cli.reader.axes import SECONDS
 from polyreme.cli.reader.downsample import Series
 from polyreme.cli.reader.index_rows import WALL_TIME
 from polyreme.cli.report import engine_starting, loading_progress, replay
+from polyreme.cli.run_directory import flat_settings
 
 Answer = dict[str, Any]
 
@@ -49,6 +51,8 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
         "iteration": contents.iterations,
         "iterations": config.get("iterations") or (config.get("trainer") or {}).get("steps"),
         "metrics": contents.metrics,
+        "zeros": contents.zeros,
+        "origin": reader.origin and {"run": reader.origin.run_id, "iteration": reader.origin.iteration},
         "indexed": indexed,
         "is_stage": is_stage,
         "samples": contents.samples,
@@ -59,6 +63,18 @@ def replays(summary: Mapping[str, Any]) -> list[str]:
     """How far a resumed run or stage repeats iterations or steps that are in its curves already; empty when it does not."""
     newest = summary.get("iteration", summary.get("step"))
     return [] if summary.get("replayed") is None else [replay(summary["replayed"], newest)]
+
+
+def final_values(reader: RunReader) -> Answer:
+    """A run's row in the table of runs: the newest value of each metric, the settings that are not defaults, and its duration in seconds."""
+    changed, settings = reader.changed_settings(), flat_settings(reader.config())
+    spent = reader.curve(SECONDS, 1).mean
+    return {
+        "metrics": {name: value for name, value in reader.newest_values().items() if name != WALL_TIME},
+        "settings": {key: value for key, value in settings.items() if changed is None or key in changed},
+        "ended": reader.newest_values().get(WALL_TIME),
+        "seconds": float(spent[-1]) if len(spent) else None,
+    }
 
 
 def activities(reader: RunReader, now: float) -> list[str]:
@@ -85,14 +101,12 @@ def _curve(series: Series) -> Answer:
     return short if series.low is series.mean else {**short, "low": _rounded(series.low), "high": _rounded(series.high)}
 
 
-def sample_list(reader: RunReader, wanted: SampleQuery, offset: int, limit: int) -> Answer:
-    """A page of samples, and the number of matching ones."""
+def sample_list(reader: RunReader, wanted: SampleQuery, offset: int, limit: int, whole: bool = False) -> Answer:
+    """A page of samples, and the number of matching ones. Without `whole`, texts are cut to what a list shows."""
     total, found = reader.find_samples(wanted, offset, limit)
-    return {
-        "total": total,
-        "offset": offset,
-        "samples": [{**each, "response": each["response"][:400], "prompt": each["prompt"][-400:]} for each in found],
-    }
+    if not whole:
+        found = [{**each, "response": each["response"][:400], "prompt": each["prompt"][-400:]} for each in found]
+    return {"total": total, "offset": offset, "samples": found}
 
 
 def life(reader: RunReader, sample_id: str) -> Answer | None:
@@ -137,14 +151,19 @@ def timeline(reader: RunReader, first: int, last: int) -> Answer:
         return {"iterations": [], "groups": [], "events": []}
     groups = reader.group_spans(first, last)
     begin = min([iterations[0]["end"] - iterations[0]["seconds"], *(group["began"] for group in groups)])
-    kinds = ["commit", "eval", "saved", "restart", "alarm", "start"]
-    return {"iterations": iterations, "groups": groups, "events": reader.events(kinds, begin, iterations[-1]["end"] + 1.0)}
+    end = iterations[-1]["end"]
+    end += 1.0 if last < reader.contents().iterations else max(1.0, iterations[-1]["seconds"])
+    evaluations = [each for each in reader.events(["eval"], begin) if each["time"] - each.get("seconds", 0.0) <= end]
+    others = reader.events(["commit", "saved", "restart", "alarm", "start"], begin, end)
+    return {"iterations": iterations, "groups": groups, "events": sorted(evaluations + others, key=lambda event: event["time"])}
 
 
 def servers(reader: RunReader) -> list[Answer]:
-    """The rollout replicas from the records: address, version, swaps and restarts, the registered ones first."""
+    """The rollout replicas from the records, the registered ones first: address, version, swaps, and `state`: "registered", "gone", or
+    "ended" where the run has ended while it was registered."""
     known: dict[str, Answer] = {}
     registered: Mapping[str, str] = {}
+    present = "registered" if reader.summary().get("state") in _LIVE else "ended"
 
     def of(name: str) -> Answer:
         return known.setdefault(name, {"name": name, "address": "", "version": None, "swaps": 0, "stall_seconds": [], "path": ""})
@@ -164,8 +183,8 @@ def servers(reader: RunReader) -> list[Answer]:
             "stall_seconds": stalls,
         }
     for replica in known.values():
-        replica["registered"] = replica["name"] in registered
-    return sorted(known.values(), key=lambda replica: (not replica["registered"], replica["name"]))
+        replica["state"] = present if replica["name"] in registered else "gone"
+    return sorted(known.values(), key=lambda replica: (replica["state"] == "gone", replica["name"]))
 
 
 def events(reader: RunReader) -> list[Answer]:
@@ -198,6 +217,7 @@ def details(reader: RunReader) -> Answer:
     return {
         "summary": reader.summary(),
         "config": reader.config(),
+        "changed": reader.changed_settings(),
         "events": events(reader),
         "servers": servers(reader),
         "alarms": holding_alarms(reader),

@@ -78,6 +78,7 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
 
     routes = [
         get("runs", lambda _: [answers.overview(name, each, name in runs.indexed) for name, each in runs.readers.items()]),
+        get("finals", lambda _: {name: answers.final_values(each) for name, each in runs.readers.items()}),
         Route(f"{PATH}/api/curves", curves, methods=["POST"]),
         get("runs/{run}/samples", of_run(_samples)),
         get("runs/{run}/samples/{sample}", of_run(lambda reader, request: answers.life(reader, request.path_params["sample"]))),
@@ -110,7 +111,8 @@ def _curves(runs: Runs, body: bytes) -> Any:
 def _samples(reader: Any, request: Request) -> Any:
     given = dict(request.query_params)
     offset, limit = max(0, int(given.pop("offset", 0))), min(_LARGEST_PAGE, int(given.pop("limit", 50)))
-    return answers.sample_list(reader, sample_filter(given), offset, limit)
+    whole = given.pop("whole", "") == "1"
+    return answers.sample_list(reader, sample_filter(given), offset, limit, whole)
 
 
 def sample_filter(given: Mapping[str, str]) -> SampleQuery:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from polyreme.cli.reader import RunReader, SampleQuery, run_directories
+from polyreme.cli.reader.axes import AXES
 from polyreme.cli.run_records import write_atomically
 from polyreme.cli.ui import answers
 from polyreme.cli.ui.assets import STATIC
@@ -54,8 +55,9 @@ def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
     """The data of the page: the responses of the server."""
     return {
         "runs": [answers.overview(name, reader, True) for name, reader in readers.items()],
+        "finals": {name: answers.final_values(reader) for name, reader in readers.items()},
         "curves": {
-            name: answers.curves(reader, dict.fromkeys(reader.contents().metrics, -1), CURVE_POINTS)
+            name: answers.curves(reader, dict.fromkeys((*reader.contents().metrics, *AXES), -1), CURVE_POINTS)
             for name, reader in readers.items()
         },
         "details": {name: answers.details(reader) for name, reader in readers.items()},

@@ -101,6 +101,7 @@ def describe(lease: Lease, security: SecurityConfig | None) -> dict[str, Any]:
         "address": lease.address,
         "http": lease.http_address,
         "answers": bool(numbers),
+        "asked": time.time(),
         **numbers,
     }
 

@@ -1,6 +1,7 @@
 // The page: the list of runs, the views, keyboard, theme and address. The address (after #) selects the view.
 
-import {html, render, useEffect, useLayoutEffect, useState} from "./vendor/preact.js";
+import {html, render, useEffect, useLayoutEffect, useRef, useState} from "./vendor/preact.js";
+import {choose, go, link, tab, useAddress} from "./address.js";
 import {Curves} from "./curves.js";
 import {COLOURS, Empty, Failure, State, number, useAnswer} from "./parts.js";
 import {Unauthorized, offline, setToken, source} from "./source.js";
@@ -22,25 +23,13 @@ const PAGES = {
   timeline: later("Timeline", () => import("./timeline.js")),
   servers: later("Servers", () => import("./servers.js")),
   events: later("Events", () => import("./events.js")),
+  runs: later("RunTable", () => import("./run_table.js")),
   setup: later("Setup", () => import("./setup.js")),
 };
 const POLL_SECONDS = 2;
-const VIEWS = [["curves", "Curves"], ["samples", "Samples"], ["timeline", "Timeline"], ["servers", "Servers"], ["events", "Events"], ["setup", "Configuration"]];
-const KEYS = [["1 – 6", "change the view"], ["/", "search"], ["j, k", "next, previous sample"], ["Enter", "open a sample"], ["x", "select a sample to compare"],
+const VIEWS = [["curves", "Curves"], ["samples", "Samples"], ["timeline", "Timeline"], ["servers", "Servers"], ["events", "Events"], ["setup", "Configuration"], ["runs", "Runs"]];
+const KEYS = [["1 – 7", "change the view"], ["/", "search"], ["j, k", "next, previous sample"], ["Enter", "open a sample"], ["x", "select a sample to compare"],
   ["c", "compare the two selected samples"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
-
-// "#/samples?text=x" -> {view: "samples", words: [], query: {text: "x"}}
-function address() {
-  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [view, ...words] = path.split("/").map(decodeURIComponent);
-  return {view: view || "curves", words, query: Object.fromEntries(new URLSearchParams(query ?? ""))};
-}
-
-export function go(view, words = [], query = {}) {
-  const filled = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null);
-  const tail = new URLSearchParams(filled).toString();
-  location.hash = `/${[view, ...words].map(encodeURIComponent).join("/")}${tail ? "?" + tail : ""}`;
-}
 
 function useTheme() {
   const [theme, setTheme] = useState(localStorage.getItem("polyreme-theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
@@ -73,6 +62,16 @@ function useRuns() {
   return state;
 }
 
+// The views' tabs. The current one is in sight.
+function Tabs({current}) {
+  const list = useRef(null);
+  useEffect(() => {
+    const chosen = list.current.querySelector("[aria-current]");
+    if (chosen) list.current.scrollLeft = chosen.offsetLeft - list.current.offsetLeft - (list.current.clientWidth - chosen.clientWidth) / 2;
+  }, [current]);
+  return html`<nav class="tabs" aria-label="Views" ref=${list}>${VIEWS.map(([view, title]) => html`<a href=${tab(view)} aria-current=${current === view ? "page" : undefined}>${title}</a>`)}</nav>`;
+}
+
 function RunList({runs, chosen, setChosen, focus, setFocus}) {
   const toggle = (name) => setChosen(chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name]);
   return html`<ul class="runs">${runs.map((run, place) => html`<li key=${run.name} class=${run.name === focus ? "focus" : ""}>
@@ -103,39 +102,43 @@ function Help({close}) {
 
 function App() {
   const {runs, error} = useRuns();
-  const [at, setAt] = useState(address());
-  const [chosen, setChosen] = useState(null);
-  const [focused, setFocus] = useState(null);
+  const at = useAddress();
   const [help, setHelp] = useState(false);
   const [theme, changeTheme] = useTheme();
   useEffect(() => {
-    const moved = () => setAt(address());
     const pressed = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "Escape") { document.activeElement?.blur(); setHelp(false); return; }
       if (/^(input|select|textarea)$/i.test(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range") return;
-      if (VIEWS[Number(event.key) - 1]) go(VIEWS[Number(event.key) - 1][0]);
+      if (VIEWS[Number(event.key) - 1]) location.hash = tab(VIEWS[Number(event.key) - 1][0]);
       else if (event.key === "/") { event.preventDefault(); document.getElementById("search")?.focus(); }
       else if (event.key === "d") changeTheme();
       else if (event.key === "?") setHelp((shown) => !shown);
     };
-    addEventListener("hashchange", moved);
     addEventListener("keydown", pressed);
-    return () => { removeEventListener("hashchange", moved); removeEventListener("keydown", pressed); };
+    return () => removeEventListener("keydown", pressed);
   }, []);
+  const first = runs?.[0]?.name;
+  useEffect(() => { if (first && !at.query.run) choose({run: first}); }, [first, at]); // so that a copied address means this run
   if (error instanceof Unauthorized) return html`<${Login} />`;
   if (runs === null) return html`<main class="login"><h1>Polyreme</h1><p>${error ? `The server does not answer: ${error.message}` : ""}</p></main>`;
-  const focus = runs.find((run) => run.name === (at.query.run ?? (["life", "compare"].includes(at.view) ? at.words[0] : focused))) ?? runs[0];
-  const names = chosen ?? (offline ? runs.map((run) => run.name) : focus ? [focus.name] : []);
-  const shown = runs.map((run, place) => ({...run, place})).filter((run) => names.includes(run.name));
-  const select = (name) => { setFocus(name); if (!names.includes(name)) setChosen([...names, name]); if (at.query.run || ["life", "compare"].includes(at.view)) go(at.view === "life" || at.view === "compare" ? "samples" : at.view); };
+  const focus = at.query.run ? runs.find((run) => run.name === at.query.run) : runs[0];
+  const names = at.query.runs?.split("/") ?? (offline ? runs.map((run) => run.name) : focus ? [focus.name] : []); // no name contains a /
+  const placed = runs.map((run, place) => ({...run, place}));
+  for (const run of placed) run.parent = run.origin && placed.find((each) => each.run === run.origin.run);
+  const shown = placed.filter((run) => names.includes(run.name));
+  const setChosen = (chosen) => choose({runs: chosen.join("/") || "/"});
+  const select = (name) => {
+    const chosen = {run: name, runs: names.includes(name) ? at.query.runs : [...names, name].join("/")};
+    if (["life", "compare"].includes(at.view)) go("samples", [], chosen); else choose(chosen);
+  };
   const stamp = runs.map((run) => `${run.iteration}:${run.samples}:${run.metrics.length}:${run.state}`).join();
-  const props = {run: focus, runs: shown, stamp, theme, at, go};
+  const props = {run: focus, runs: shown, all: placed, stamp, theme, at};
   const View = PAGES[at.view] ?? Curves;
   const current = {life: "samples", compare: "samples"}[at.view] ?? at.view;
   return html`
     <header class="top">
-      <a class="brand" href="#/curves">Polyreme</a>
+      <a class="brand" href=${link("curves")}>Polyreme</a>
       ${focus && html`<div class="title"><h1>${focus.name}</h1><${State} run=${focus} />
         <span class="iteration">iteration ${number(focus.iteration)}${focus.iterations ? ` of ${number(focus.iterations)}` : ""}</span></div>`}
       <button class="quiet" onClick=${changeTheme} aria-label=${`Change to ${theme === "dark" ? "light" : "dark"} colours`} title="Dark or light (d)">${theme === "dark" ? "☀" : "☾"}</button>
@@ -145,11 +148,11 @@ function App() {
     <aside aria-label="Runs"><details class="fold" open=${matchMedia("(min-width: 56rem)").matches}><summary>Runs <span class="count">${runs.length}</span></summary>
       <${RunList} runs=${runs} chosen=${names} setChosen=${setChosen} focus=${focus?.name} setFocus=${select} /></details></aside>
     <main>
-      <nav class="tabs" aria-label="Views">${VIEWS.map(([view, title]) => html`<a href=${`#/${view}`} aria-current=${current === view ? "page" : undefined}>${title}</a>`)}</nav>
+      <${Tabs} current=${current} />
       ${error && html`<p class="failure" role="status">The server does not answer; the page shows the last values.</p>`}
       ${focus?.reason && focus.state !== "done" ? html`<p class=${`notice ${focus.state}`}>${focus.reason}</p>` : null}
       ${(focus?.activities ?? []).map((text) => html`<p class="notice activity" role="status">${text}</p>`)}
-      ${runs.length ? html`<${View} ...${props} />` : html`<${Empty} title="No run">There is no run in this directory.<//>`}
+      ${focus ? html`<${View} ...${props} />` : html`<${Empty} title=${at.query.run ? `No run ${at.query.run}` : "No run"}>There is no such run in this directory.<//>`}
     </main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
 }

@@ -1,6 +1,7 @@
 // Two samples side by side, with marked differences.
 
 import {html} from "./vendor/preact.js";
+import {link} from "./address.js";
 import {Empty, Failure, number, useAnswer} from "./parts.js";
 import {source} from "./source.js";
 
@@ -17,7 +18,7 @@ function differ() {
 }
 
 function Side({run, sample, changes, keep}) {
-  return html`<section class="card"><header><h3><a href=${`#/life/${encodeURIComponent(run.name)}/${encodeURIComponent(sample.id)}`}>Sample ${sample.id}</a></h3>
+  return html`<section class="card"><header><h3><a href=${link("life", [run.name, sample.id])}>Sample ${sample.id}</a></h3>
       <span class="soft">${sample.kind === "eval" ? "version" : "iteration"} ${sample.step}</span><span class="last">${number(sample.score)}</span></header>
     <p class="soft">${number(sample.tokens)} tokens${sample.advantage === null || sample.advantage === undefined ? "" : `, advantage ${number(sample.advantage)}`}</p>
     <pre class="diff">${changes.filter((change) => !change[keep === "added" ? "removed" : "added"])

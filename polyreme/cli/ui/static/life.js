@@ -1,6 +1,7 @@
 // The life of one sample: prompt, generation, scoring, advantage, the step that trained it, its tokens, and the same prompt at other times.
 
 import {html} from "./vendor/preact.js";
+import {link} from "./address.js";
 import {Empty, Failure, clock, number, seconds, useAnswer} from "./parts.js";
 import {Tokens} from "./tokens.js";
 import {offline, source} from "./source.js";
@@ -35,11 +36,11 @@ function Calls({calls}) {
 function Peers({run, sample}) {
   if (!sample.peers || sample.peers.length < 2) return null;
   return html`<section class="card"><header><h3>The same prompt ${sample.kind === "eval" ? "in other evaluations" : "in other samples"}</h3><span class="soft">${number(sample.peers_total)}</span>
-    ${offline ? null : html`<a href=${`#/samples?run=${encodeURIComponent(run.name)}&prompt=${sample.prompt_number}&order=oldest`}>in the list</a>`}</header>
+    ${offline ? null : html`<a href=${link("samples", [], {prompt: sample.prompt_number, order: "oldest"})}>in the list</a>`}</header>
     <div class="scroll" tabindex="0" role="region" aria-label="Samples of the same prompt"><table class="samples small"><tbody>${sample.peers.slice(0, 40).map((peer) => html`<tr class=${peer.id === sample.id ? "marked" : ""}>
-      <td class="id"><a href=${`#/life/${encodeURIComponent(run.name)}/${encodeURIComponent(peer.id)}`}>${peer.id}</a></td><td class="right" data-label="iteration">${peer.step}</td>
+      <td class="id"><a href=${link("life", [run.name, peer.id])}>${peer.id}</a></td><td class="right" data-label="iteration">${peer.step}</td>
       <td class="right" data-label="score">${number(peer.score, 3)}</td><td class="text">${peer.response}</td>
-      <td>${peer.id === sample.id ? null : html`<a href=${`#/compare/${encodeURIComponent(run.name)}/${encodeURIComponent(peer.id)}/${encodeURIComponent(sample.id)}`}>compare</a>`}</td></tr>`)}</tbody></table></div></section>`;
+      <td>${peer.id === sample.id ? null : html`<a href=${link("compare", [run.name, peer.id, sample.id])}>compare</a>`}</td></tr>`)}</tbody></table></div></section>`;
 }
 
 export function Life({run, at}) {

@@ -1,6 +1,8 @@
 // Small parts that several views share: numbers and times as text, colours of runs, hooks, empty states.
 
 import {html, useEffect, useState} from "./vendor/preact.js";
+import {choose} from "./address.js";
+import {CsvButton} from "./files.js";
 
 export const COLOURS = 8;
 
@@ -34,6 +36,24 @@ export function Empty({title, children}) {
 
 export function State({run}) {
   return html`<span class="state state-${run.state}" title=${run.reason || run.state}>${run.state}</span>`;
+}
+
+// A section that folds. The sections whose state is not `open` are in the address.
+export function Fold({title, count, open, at, className = "", children}) {
+  const changed = (at.query.fold ?? "").split(",").filter(Boolean);
+  const toggle = (event) => {
+    event.preventDefault();
+    choose({fold: (changed.includes(title) ? changed.filter((each) => each !== title) : [...changed, title]).join()});
+  };
+  return html`<details class=${`group ${className}`} open=${Boolean(open) !== changed.includes(title)}><summary onClick=${toggle}><h2>${title}</h2><span class="count">${count}</span></summary>${children}</details>`;
+}
+
+// A table that stacks its cells in a narrow window. `right`: the columns of numbers. `raw`: the rows for its CSV, if they are not the shown ones.
+export function Table({name, file, head, rows, raw, right = [], className = ""}) {
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${name}><table class=${`plain stacked ${className}`}>
+    <thead><tr>${head.map((title, place) => html`<th class=${right.includes(place) ? "right" : ""}>${title}</th>`)}</tr></thead>
+    <tbody>${rows.map((row) => html`<tr>${row.map((cell, place) => html`<td class=${right.includes(place) ? "right" : ""} data-label=${head[place]}>${cell}</td>`)}</tr>`)}</tbody></table>
+    ${file && html`<${CsvButton} file=${file} of=${name} rows=${() => [head, ...(raw ?? rows)]} />`}</div>`;
 }
 
 // The response to a request, which is repeated when `keys` change. Keeps the old response until then.

@@ -1,10 +1,12 @@
 // The samples browser: filters, a list with keyboard navigation, and two selected samples to compare.
 
 import {html, useEffect, useLayoutEffect, useState} from "./vendor/preact.js";
+import {choose, go, link, own} from "./address.js";
+import {CsvButton} from "./files.js";
 import {Empty, Failure, number, useAnswer} from "./parts.js";
 import {source} from "./source.js";
 
-const LIMIT = 50;
+const LIMIT = 50, LARGEST_PAGE = 500, MOST_SAMPLES = 50000;
 const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["-score", "highest score"], ["score", "lowest score"], ["-tokens", "longest"],
   ["tokens", "shortest"], ["-advantage", "highest advantage"], ["advantage", "lowest advantage"], ["logprob", "least likely"]];
 
@@ -27,12 +29,25 @@ function useSettled(value, milliseconds) {
   return settled;
 }
 
+// All samples that match a filter, with their whole texts, as rows.
+async function everySample(run, {offset: _, ...filter}) {
+  const found = [];
+  for (let total = 1; found.length < total;) {
+    const page = await source.samples(run.name, {...filter, offset: found.length, limit: LARGEST_PAGE, whole: 1});
+    if (page.total > MOST_SAMPLES) throw new Error(`${page.total} samples match; a file has at most ${MOST_SAMPLES}. Narrow the filter.`);
+    if (!page.samples.length) break;
+    found.push(...page.samples);
+    total = page.total;
+  }
+  const names = ["id", "kind", "step", "score", "tokens", "finish", "advantage", "logprob", "prompt", "label", "response"];
+  return [names, ...found.map((sample) => names.map((name) => sample[name]))];
+}
+
 function Row({sample, run, marked, chosen, toggle, scores}) {
   const width = scores.high > scores.low ? (sample.score - scores.low) / (scores.high - scores.low) : sample.score > 0 ? 1 : 0;
-  const href = `#/life/${encodeURIComponent(run.name)}/${encodeURIComponent(sample.id)}`;
   return html`<tr class=${marked ? "marked" : ""} data-id=${sample.id}>
     <td class="choose"><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Choose sample ${sample.id} to compare`} /></td>
-    <td class="id"><a href=${href}>${sample.id}</a></td>
+    <td class="id"><a href=${link("life", [run.name, sample.id])}>${sample.id}</a></td>
     <td class="right" data-label="iteration">${sample.step}</td>
     <td class="score" data-label="score"><span style=${`--share: ${width}`}>${number(sample.score, 3)}</span></td>
     <td class="right" data-label="tokens">${number(sample.tokens)}</td>
@@ -42,21 +57,17 @@ function Row({sample, run, marked, chosen, toggle, scores}) {
   </tr>`;
 }
 
-export function Samples({run, at, go, stamp}) {
-  const [filter, setFilter] = useState(at.query);
+export function Samples({run, at}) {
+  const filter = own(at);
   const settled = useSettled(JSON.stringify(filter), 150);
   const [marked, setMarked] = useState(0);
   const [chosen, setChosen] = useState([]);
   const offset = Number(filter.offset ?? 0);
-  const {value, error} = useAnswer(() => {
-    const {run: _, ...wanted} = JSON.parse(settled);
-    return source.samples(run.name, {...wanted, limit: LIMIT});
-  }, [settled, run.name, run.samples]);
-  const change = (name, text) => { setMarked(0); setFilter({...filter, [name]: text, offset: ""}); };
+  const {value, error} = useAnswer(() => source.samples(run.name, {...JSON.parse(settled), limit: LIMIT}), [settled, run.name, run.samples]);
+  const change = (name, text) => { setMarked(0); choose({[name]: text, offset: ""}); };
   const found = value?.samples ?? [];
   const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id].slice(-2));
   const compare = () => chosen.length === 2 && go("compare", [run.name, ...chosen]);
-  useEffect(() => { history.replaceState(null, "", `#/samples?${new URLSearchParams(Object.entries({...filter, run: run.name}).filter(([, text]) => text !== ""))}`); }, [settled, run.name]);
   useLayoutEffect(() => { // before the list is shown, so that no key applies to the previous list
     const pressed = (event) => {
       if (/^(input|select)$/i.test(event.target.tagName) && event.target.type !== "checkbox") return;
@@ -93,9 +104,10 @@ export function Samples({run, at, go, stamp}) {
       <span>${value ? `${number(value.total)} sample${value.total === 1 ? "" : "s"}` : "…"}</span>
       ${filter.prompt ? html`<button class="tag" onClick=${() => change("prompt", "")}>one prompt ×</button>` : null}
       <span class="grow"></span>
+      <${CsvButton} of="the samples" file=${`${run.name}-samples`} rows=${() => everySample(run, filter)} />
       <button onClick=${compare} disabled=${chosen.length !== 2}>Compare${chosen.length ? ` (${chosen.join(", ")})` : ""}</button>
-      <button disabled=${offset === 0} onClick=${() => setFilter({...filter, offset: String(Math.max(0, offset - LIMIT))})}>Previous</button>
-      <button disabled=${!value || offset + LIMIT >= value.total} onClick=${() => setFilter({...filter, offset: String(offset + LIMIT)})}>Next</button>
+      <button disabled=${offset === 0} onClick=${() => choose({offset: Math.max(0, offset - LIMIT) || ""})}>Previous</button>
+      <button disabled=${!value || offset + LIMIT >= value.total} onClick=${() => choose({offset: offset + LIMIT})}>Next</button>
     </div>
     <${Failure} error=${error} />
     ${value && !value.total ? html`<${Empty} title=${run.samples ? "Nothing matches" : "No sample yet"}>

@@ -43,6 +43,7 @@ async function listed() {
 
 const server = {
   runs: listed,
+  finals: () => get("finals"),
   curves: store.curves,
   details: (name) => get(`runs/${run(name)}`),
   samples: (name, filter) => get(`runs/${run(name)}/samples`, Object.entries(filter)),
@@ -59,6 +60,7 @@ function report(data) {
     details: async (name) => data.details[name] ?? null,
     samples: async (name, filter) => filtered(data.samples[name] ?? [], filter),
     sample: async (name, id) => (data.samples[name] ?? []).find((each) => each.id === id) ?? null,
+    finals: async () => data.finals,
     timeline: async (name) => data.timelines[name],
     servers: async () => [],
   };

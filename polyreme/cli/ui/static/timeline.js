@@ -1,11 +1,13 @@
 // The pipeline over time: the activity of the learner, each replica and the rewards in some iterations.
 
 import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {choose} from "./address.js";
 import {Empty, Failure, clock, number, seconds, useAnswer} from "./parts.js";
+import {severity} from "./events.js";
 import {offline, source} from "./source.js";
 
-const LANE = 34, HEAD = 26, LABEL = 132;
-const KINDS = [["wait", "waits for samples"], ["train", "trains"], ["write", "writes the version"], ["generate", "generates"], ["score", "scores"], ["swap", "swaps weights"], ["mark", "evaluation, checkpoint, alarm"]];
+const LANE = 34, HEAD = 26, LABEL = 132, FOOT = 24;
+const KINDS = [["wait", "waits for samples"], ["train", "trains"], ["write", "writes the version"], ["generate", "generates"], ["score", "scores"], ["evaluate", "answers an evaluation"], ["swap", "swaps weights"], ["mark", "evaluation, checkpoint"], ["warning", "restart"], ["error", "alarm"]];
 
 // The lanes: [label, bars], where a bar is {kind, begin, end, title}.
 export function lanes({iterations, groups, events}) {
@@ -26,14 +28,17 @@ export function lanes({iterations, groups, events}) {
     }
     scoring.push({kind: "score", begin: end, end: end + group.score, title: `group ${group.group}: scores ${seconds(group.score)}`});
   }
+  for (const event of events) if (event.kind === "commit") lane(event.replica);
   const marks = [];
   for (const event of events) {
     if (event.kind === "commit") {
       lane(event.replica).push({kind: "swap", begin: event.time - event.stall_seconds, end: event.time, title: `takes version ${event.version}: generation pauses ${seconds(event.stall_seconds)}`});
     } else if (event.kind === "eval" && event.seconds) {
+      const bar = {kind: "evaluate", begin: event.time - event.seconds, end: event.time, title: `answers the evaluation of version ${event.version} in ${seconds(event.seconds)}`};
+      for (const each of replicas.values()) each.unshift(bar); // all replicas answer an evaluation; below their other bars
       marks.push({kind: "mark", begin: event.time - event.seconds, end: event.time, title: `evaluation of version ${event.version}: ${number(event.result?.value ?? event.accuracy ?? event.score)}`});
     } else {
-      marks.push({kind: "mark", begin: event.time - (event.kind === "saved" ? event.seconds ?? 0 : 0), end: event.time, title: event.kind === "saved" ? `checkpoint ${event.iteration}` : `${event.kind}${event.text ? ": " + event.text : ""}`});
+      marks.push({kind: severity(event) || "mark", begin: event.time - (event.kind === "saved" ? event.seconds ?? 0 : 0), end: event.time, title: event.kind === "saved" ? `checkpoint ${event.iteration}` : `${event.kind}${event.text ? ": " + event.text : ""}`});
     }
   }
   return [["learner", learner], ...[...replicas].sort(), ...(scoring.length ? [["rewards", scoring]] : []), ...(marks.length ? [["events", marks]] : [])];
@@ -53,16 +58,28 @@ function useWidth() {
   return [place, width];
 }
 
+// A round number of seconds that is at least `least`.
+function step(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * [1, 2, 5, 10].find((each) => power * each >= least);
+}
+
 function Drawing({answer, width}) {
   const rows = lanes(answer);
   const times = rows.flatMap(([, bars]) => bars.flatMap((bar) => [bar.begin, bar.end]));
   const begin = Math.min(...times), end = Math.max(...times, begin + 1e-3);
   const label = width < 600 ? 84 : LABEL;
+  const beat = step((end - begin) / Math.max(2, (width - label) / 90));
+  const beats = Array.from({length: Math.floor((end - begin) / beat) + 1}, (_, place) => place * beat);
+  const bottom = HEAD + rows.length * LANE;
   const x = (time) => label + ((time - begin) / (end - begin)) * (width - label - 8);
   const ticks = answer.iterations.map((each) => [x(each.end), each.number]);
   const apart = ticks.filter(([at], place) => place === 0 || at - ticks[place - 1][0] > 26 || place % Math.ceil(30 / Math.max(1, at - ticks[place - 1][0])) === 0);
-  return html`<svg width=${width} height=${HEAD + rows.length * LANE + 6} role="img" aria-label=${`Timeline of ${answer.iterations.length} iterations, ${seconds(end - begin)} in all`}>
-    ${apart.map(([at, each]) => html`<g><line class="tick" x1=${at} x2=${at} y1=${HEAD - 6} y2=${HEAD + rows.length * LANE} /><text class="tick-label" x=${at} y="13" text-anchor="middle">${each}</text></g>`)}
+  return html`<svg width=${width} height=${bottom + FOOT} role="img" aria-label=${`Timeline of ${answer.iterations.length} iterations, ${seconds(end - begin)} in all`}>
+    <text class="tick-label" x="0" y="13">iteration</text><text class="tick-label" x="0" y=${bottom + 17}>seconds</text>
+    <line class="base" x1=${label} x2=${width - 8} y1=${bottom + 2} y2=${bottom + 2} />
+    ${beats.map((each) => html`<g><line class="base" x1=${x(begin + each)} x2=${x(begin + each)} y1=${bottom + 2} y2=${bottom + 6} /><text class="tick-label" x=${Math.min(x(begin + each), width - 16)} y=${bottom + 17} text-anchor="middle">${number(each)}</text></g>`)}
+    ${apart.map(([at, each]) => html`<g><line class="tick" x1=${at} x2=${at} y1=${HEAD - 6} y2=${bottom} /><text class="tick-label" x=${at} y="13" text-anchor="middle">${each}</text></g>`)}
     ${rows.map(([name, bars], row) => html`<g transform=${`translate(0 ${HEAD + row * LANE})`}>
       <text class="lane" x="0" y=${LANE / 2 + 4}>${name.length > (label / 7) ? name.slice(0, label / 7 - 1) + "…" : name}<title>${name}</title></text>
       <line class="base" x1=${label} x2=${width - 8} y1=${LANE - 4} y2=${LANE - 4} />
@@ -77,17 +94,16 @@ function Shares({iterations}) {
   return html`<p class="shares">The learner ${parts.map(([kind, text, share], place) => html`${place ? ", " : ""}<span class=${`swatch bar-${kind}`}></span>${text} <b>${(100 * share).toFixed(0)} %</b>`)} of ${seconds(total)}.</p>`;
 }
 
-export function Timeline({run, stamp}) {
-  const [count, setCount] = useState(12);
-  const [last, setLast] = useState(null);
+export function Timeline({run, stamp, at}) {
+  const count = Number(at.query.count ?? 12), last = at.query.last ? Number(at.query.last) : null;
   const [place, width] = useWidth();
   const until = last ?? run.iteration, first = Math.max(1, until - count + 1);
   const {value, error} = useAnswer(() => source.timeline(run.name, first, until).then(named), [run.name, first, until, last === null ? stamp : ""]);
-  const move = (by) => setLast(Math.min(run.iteration, Math.max(count, until + by)));
+  const move = (by) => choose({last: Math.min(run.iteration, Math.max(count, until + by))});
   return html`<div class="toolbar">
       ${offline ? null : html`<button onClick=${() => move(-count)} disabled=${first <= 1}>Earlier</button><button onClick=${() => move(count)} disabled=${until >= run.iteration}>Later</button>
-      <button onClick=${() => setLast(null)} disabled=${last === null}>Newest</button>
-      <label>Iterations <select value=${count} onChange=${(event) => setCount(Number(event.target.value))}>${[3, 6, 12, 25, 50].map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}
+      <button onClick=${() => choose({last: ""})} disabled=${last === null}>Newest</button>
+      <label>Iterations <select value=${count} onChange=${(event) => choose({count: event.target.value})}>${[3, 6, 12, 25, 50].map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}
       <span class="soft">${value?.iterations.length ? `iterations ${value.iterations[0].number} to ${value.iterations.at(-1).number}, until ${clock(value.iterations.at(-1).end)}` : ""}</span></div>
     <${Failure} error=${error} />
     <div class="card timeline" ref=${place}>${value?.iterations.length ? html`<${Drawing} answer=${value} width=${width - 2} />`

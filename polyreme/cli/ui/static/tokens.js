@@ -1,6 +1,7 @@
 // A response's tokens, coloured by a number or by the version that sampled them.
 
-import {html, useState} from "./vendor/preact.js";
+import {html} from "./vendor/preact.js";
+import {choose, useAddress} from "./address.js";
 import {number} from "./parts.js";
 
 // The numbers per token of a sample, by kind; null if the run did not record them.
@@ -35,12 +36,12 @@ function background(kind, value, values) {
 export function Tokens({sample}) {
   const available = columns(sample);
   const kinds = Object.keys(available).filter((kind) => available[kind]);
-  const [chosen, setKind] = useState(kinds[0]);
+  const chosen = useAddress().query.colour;
   const kind = kinds.includes(chosen) ? chosen : kinds[0];
   const values = available[kind] ?? [];
   const text = (place) => sample.token_texts[place] ?? `#${sample.token_ids[place]}`;
   const title = (place) => [`token ${place}: id ${sample.token_ids[place]}`, ...kinds.map((each) => `${each} ${number(available[each][place])}`)].join("\n");
-  return html`<div class="tokens-head"><span>Colour</span>${kinds.map((each) => html`<label><input type="radio" name="colour" checked=${each === kind} onChange=${() => setKind(each)} /> ${each}</label>`)}</div>
+  return html`<div class="tokens-head"><span>Colour</span>${kinds.map((each) => html`<label><input type="radio" name="colour" checked=${each === kind} onChange=${() => choose({colour: each})} /> ${each}</label>`)}</div>
     <p class="tokens">${sample.token_ids.map((_, place) => html`<span style=${background(kind, values[place], values)} title=${title(place)}>${visible(text(place))}</span>`)}</p>
     <p class="legend">${legend(kind, values)}</p>`;
 }

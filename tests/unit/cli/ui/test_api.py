@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from polyreme.cli.reader import RunReader
+from polyreme.cli.run_directory import owned
 from polyreme.cli.ui import answers
 from polyreme.cli.ui.api import application, is_open
 from polyreme.cli.ui.runs import Runs
@@ -83,12 +84,76 @@ def test_the_timeline_has_the_learner_the_groups_and_the_swaps(client: TestClien
     assert found["groups"] and {event["kind"] for event in found["events"]} >= {"commit"}
 
 
+def test_a_list_of_samples_cuts_texts_unless_they_are_wanted_whole(tmp_path: Path) -> None:
+    record_run(tmp_path / "long", iterations=1, seed=1)
+    [path] = (tmp_path / "long" / "samples").glob("iteration_*.jsonl")
+    lines = [{**json.loads(line), "response": "x" * 500} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = Runs([tmp_path])
+    runs.refresh()
+    page = TestClient(application(runs))
+    lengths = [
+        {len(each["response"]) for each in get(page, f"runs/long/samples?kind=train{more}")["samples"]}
+        for more in ("", "&whole=1")
+    ]
+    assert lengths == [{400}, {500}]
+
+
+def test_the_table_of_runs_has_newest_metrics_and_own_settings(client: TestClient) -> None:
+    found = get(client, "finals")
+    assert found.keys() == {"first", "second"}
+    last = curves(client, {"first": {"entropy": 3}})["first"]["entropy"]["mean"][-1]
+    assert found["first"]["metrics"]["entropy"] == pytest.approx(last, rel=1e-5)
+    assert found["first"]["seconds"] == pytest.approx(32.0) and found["first"]["ended"] > 1e9
+    assert found["first"]["settings"]["trainer.optimizer.lr"] == 0.001 and "seed" not in found["first"]["settings"]
+
+
+def test_a_fork_names_its_parent(tmp_path: Path) -> None:
+    record_run(tmp_path / "fork", iterations=1, seed=1)
+    origin = {"run_id": "parent-1", "run_dir": "/gone", "iteration": 7, "group": 28}
+    (tmp_path / "fork" / "run.json").write_text(json.dumps({"run_id": "fork-1", "redis": "embedded", "forked_from": origin}))
+    assert answers.overview("fork", RunReader(tmp_path / "fork"), True)["origin"] == {"run": "parent-1", "iteration": 7}
+
+
+def test_an_evaluation_that_ends_after_its_iterations_is_in_the_timeline(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "letters-1", "redis": "embedded"}))
+    iterations = ({"kind": "iteration", "iteration": each, "time": 10.0 * each, "time/iteration": 10.0} for each in (1, 2, 3))
+    evaluations = ({"kind": "eval", "version": each, "score": 1.0, "seconds": 6.0, "time": 10.0 * each + 6.5} for each in (1, 2))
+    add_records(tmp_path, *iterations, *evaluations)
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    events = answers.timeline(reader, 1, 1)["events"]
+    assert [event["version"] for event in events if event["kind"] == "eval"] == [1]
+
+
 def test_details_have_servers_events_and_configuration(client: TestClient) -> None:
     found = get(client, "runs/first")
     assert found["summary"]["state"] == "done" and found["config"]["name"]
     assert [server["version"] for server in found["servers"]] == [4, 4]
     assert {"alarm", "eval", "saved"} <= {event["kind"] for event in found["events"]}
     assert client.get("/ui/api/runs/third").status_code == 404
+
+
+def test_details_name_the_settings_that_are_not_defaults(client: TestClient, tmp_path: Path) -> None:
+    found = get(client, "runs/first")
+    assert {"name", "group_size", "trainer.optimizer.lr", "reward.rewards.0.name"} <= set(found["changed"])
+    assert not {"seed", "reward.rewards.0.weight", "trainer.optimizer"} & set(found["changed"])
+    record_run(tmp_path / "later", iterations=1, seed=1)
+    (tmp_path / "later" / "config.yaml").write_text("name: later\nof_a_later_release: 1\n")
+    details = answers.details(RunReader(tmp_path / "later"))
+    assert details["changed"] is None and details["config"]["of_a_later_release"] == 1
+
+
+def test_replicas_of_an_ended_run_are_not_registered(client: TestClient, tmp_path: Path) -> None:
+    assert {server["state"] for server in get(client, "runs/first")["servers"]} == {"ended"}
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "letters-1", "redis": "embedded"}))
+    (tmp_path / "summary.json").write_text(json.dumps({"run": "letters-1", "state": "running"}))
+    for names in (["a", "b"], ["b"]):
+        add_records(tmp_path, {"kind": "replicas", "replicas": dict.fromkeys(names, "http://127.0.0.1:1/v1"), "time": 1.0})
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    with owned(tmp_path):
+        assert {server["name"]: server["state"] for server in answers.servers(reader)} == {"b": "registered", "a": "gone"}
 
 
 def test_a_live_run_says_what_it_loads(tmp_path: Path) -> None:
