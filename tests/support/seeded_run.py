@@ -116,7 +116,7 @@ def made_run(iterations: int, seed: int, started: float, group_count: int = GROU
             "response_length/mean": 9 - 4 * iteration / iterations + float(random.normal(0, 0.3)), "entropy": 0.6 * (1.2 - share),
             "mismatch_kl": 1e-4 * float(random.lognormal(0, 0.3)), "grad_norm": float(random.lognormal(-1, 0.3)), "actor/lr": 1e-5,
             "actor/pg_loss": float(random.normal(0, 0.02)), "staleness/mean": 0.2 * float(random.random()), "stop/length_fraction": 0.02 * float(random.random()),
-            "tokens_per_second": 2400 + 200 * float(random.normal()), "samples_per_second": len(groups) * SAMPLES / SECONDS, "actor/ppo_kl": 0.0, "samples_per_second": len(groups) * SAMPLES / SECONDS, "rollout/dropped_groups": 0.0, "time/iteration": SECONDS, "time/learner_wait": wait, "time/train": train, "time/write": 0.4,
+            "tokens_per_second": 2400 + 200 * float(random.normal()), "samples_per_second": len(groups) * SAMPLES / SECONDS, "actor/ppo_kl": 0.0, "time/iteration": SECONDS, "time/learner_wait": wait, "time/train": train, "time/write": 0.4,
             "alarms": ["responses get shorter"] if iteration == iterations else [],
         }  # fmt: skip
         yield record, groups, used(groups) if groups else None
@@ -149,6 +149,7 @@ def made_run(iterations: int, seed: int, started: float, group_count: int = GROU
         None,
     )
     yield {"kind": "alarm", "text": "responses get shorter", "time": end}, [], None
+    yield {"kind": "notice", "service": "orchestrator", "text": "took over 2 groups in flight", "time": end}, [], None
     yield {"kind": "restart", "process": "rollout-1", "text": "exit status 137", "time": end}, [], None
 
 
