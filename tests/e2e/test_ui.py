@@ -188,10 +188,11 @@ def test_what_is_chosen_survives_a_reload(address: str, open_page: Any) -> None:
     page.get_by_label("x axis").select_option("seconds")
     page.get_by_label("Larger: entropy").first.click()
     page.locator("summary", has_text="checkpoint").click()
+    ready(page)
     over = page.locator("section.chart.large .u-over").first
     page.wait_for_function("document.querySelector('section.chart.large .u-over')?.clientWidth > 800")
     over.scroll_into_view_if_needed()
-    box = over.bounding_box()
+    box = page.evaluate("document.querySelector('section.chart.large .u-over').getBoundingClientRect().toJSON()")
     page.mouse.move(box["x"] + 60, box["y"] + 60)
     page.mouse.down()
     page.mouse.move(box["x"] + 300, box["y"] + 60, steps=4)
@@ -246,6 +247,19 @@ def test_the_table_of_runs_is_sorted_and_filtered(address: str, open_page: Any) 
     page.keyboard.press("/")
     page.keyboard.type("iteration>24 done")
     expect(names).to_have_text(["first"])
+
+
+def test_tags_and_notes_are_kept(address: str, open_page: Any, runs: Path) -> None:
+    page = open_page(f"{address}#/runs?find=first")
+    page.get_by_label("tags of first").fill("paper, base")
+    page.get_by_label("note of first").fill("the best so far")
+    page.keyboard.press("Tab")
+    for _ in range(2):
+        ready(page)
+        expect(page.get_by_label("note of first")).to_have_value("the best so far")
+        expect(page.get_by_label("tags of first")).to_have_value("paper, base")
+        page.reload()
+    assert json.loads((runs / "first" / "notes.json").read_text()) == {"tags": ["paper", "base"], "note": "the best so far"}
 
 
 def test_the_configuration_shows_what_is_not_a_default(address: str, open_page: Any) -> None:

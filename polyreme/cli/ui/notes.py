@@ -5,6 +5,7 @@ server's. A reader sees the old content or the new one.
 """
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,31 +18,41 @@ from polyreme.errors import UnavailableError
 NOTES = "notes.json"
 TAGS, TAG_LENGTH, NOTE_LENGTH = 20, 40, 4000
 """The largest number of tags, and lengths in characters."""
+_writing = threading.Lock()  # the page has several threads
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def read_notes(run_dir: Path) -> dict[str, Any]:
     """The run's `tags`, a list of texts, and its `note`. Empty where the file is missing or not what `write_notes` wrote."""
     try:
-        return checked(json.loads((run_dir / NOTES).read_text()))
+        return _stored(run_dir)
     except (OSError, ValueError):
         return {"tags": [], "note": ""}
 
 
+def _stored(run_dir: Path) -> dict[str, Any]:
+    """As `read_notes`. Raises ValueError for another content, which a change must not replace."""
+    try:
+        return checked(json.loads((run_dir / NOTES).read_text()))
+    except FileNotFoundError:
+        return {"tags": [], "note": ""}
+
+
 def write_notes(run_dir: Path, body: bytes) -> dict[str, Any]:
-    """Replaces the run's tags and note by those of a JSON body, and returns them.
+    """Replaces the run's tags, its note or both by those of a JSON body, and returns both.
 
     Raises:
-        ValueError: the body is not {"tags": [...], "note": "..."} within the limits.
+        ValueError: the body is not {"tags": [...], "note": "..."} within the limits, or one of the two, or the present file is damaged.
         UnavailableError: the file cannot be written.
     """
-    notes = checked(json.loads(body))
-    try:
-        write_atomically(run_dir / NOTES, json.dumps(notes) + "\n")
-    except OSError as error:
-        raise UnavailableError(
-            f"a {NOTES} that can be written in {run_dir}", str(error), "Make the directory writable."
-        ) from None
+    given = json.loads(body)
+    with _writing:
+        try:
+            notes = checked({**_stored(run_dir), **given} if isinstance(given, dict) else given)
+            write_atomically(run_dir / NOTES, json.dumps(notes) + "\n")
+        except OSError as error:
+            wanted = f"a {NOTES} that can be written in {run_dir}"
+            raise UnavailableError(wanted, str(error), "Make the directory writable.") from None
     return notes
 
 

@@ -46,21 +46,35 @@ function Head({column, sort, remove}) {
     ${remove && html`<button onClick=${remove} aria-label=${`Remove the column ${column}`} title="Remove the column">×</button>`}</th>`;
 }
 
-// A run's tags or note, as a field on the server's own machine.
+// A run's tags or note, as a field on the server's own machine. What is being typed stays while the page moves on.
 function Note({row, name, saved}) {
-  const [problem, setProblem] = useState(null);
+  const [draft, setDraft] = useState(null);
+  const [problem, setProblem] = useState("");
   if (!row.writable) return row[name];
-  const save = (event) => {
-    const now = {tags: row.tags, note: row.note, [name]: event.target.value};
-    setProblem(null);
-    source.annotate(row.name, {tags: now.tags.split(","), note: now.note}).then(saved, setProblem);
+  const save = async () => {
+    if (draft === null) return;
+    try {
+      await source.annotate(row.name, {[name]: name === "tags" ? draft.split(",") : draft});
+      await saved();
+      setDraft(null);
+      setProblem("");
+    } catch (error) {
+      setProblem(error.message);
+    }
   };
-  return html`<span><input class="note" type="text" value=${row[name]} onChange=${save} aria-label=${`${name} of ${row.name}`} aria-invalid=${Boolean(problem)} /><${Failure} error=${problem} /></span>`;
+  return html`<span><input class="note" type="text" value=${draft ?? row[name]} onInput=${(event) => setDraft(event.target.value)} onChange=${save} aria-label=${`${name} of ${row.name}`} aria-invalid=${Boolean(problem)} />
+    ${problem ? html`<small class="bad" role="alert">${problem}</small>` : null}</span>`;
 }
 
 export function RunTable({run, all, stamp, at}) {
-  const [changes, setChanges] = useState(0);
-  const {value, error} = useAnswer(() => source.finals(), [stamp, changes]);
+  const [changed, setChanged] = useState(null); // the values after the newest change of a note
+  const {value: asked, error} = useAnswer(async () => {
+    const found = await source.finals();
+    setChanged(null);
+    return found;
+  }, [stamp]);
+  const value = changed ?? asked;
+  const saved = async () => setChanged(await source.finals());
   if (!value) return html`<${Failure} error=${error} />`;
   const {find = "", sort = ""} = at.query;
   const rows = all.filter(({name}) => value[name]).map((each) => ({...each, ...value[each.name], tags: value[each.name].tags.join(", ")}));
@@ -84,6 +98,6 @@ export function RunTable({run, all, stamp, at}) {
       <thead><tr>${head.map((column, place) => html`<${Head} column=${column} sort=${sort} remove=${place > 5 && (() => choose({columns: columns.filter((each) => each !== column).join()}))} />`)}</tr></thead>
       <tbody>${shown.map((row) => html`<tr key=${row.name} class=${row.name === run.name ? "marked" : ""}>
         <td data-label="name"><a href=${link("curves", [], {run: row.name, runs: [...new Set([...(at.query.runs ?? "").split("/").filter(Boolean), row.name])].join("/")})}>${row.name}</a></td>
-        <td data-label="state"><${State} run=${row} /></td>${["tags", "note"].map((name) => html`<td data-label=${name}><${Note} row=${row} name=${name} saved=${() => setChanges((count) => count + 1)} /></td>`)}${head.slice(4).map((column) => html`<td data-label=${column}>${cell(row, column)}</td>`)}</tr>`)}</tbody></table></div>`
+        <td data-label="state"><${State} run=${row} /></td>${["tags", "note"].map((name) => html`<td data-label=${name}><${Note} row=${row} name=${name} saved=${saved} /></td>`)}${head.slice(4).map((column) => html`<td data-label=${column}>${cell(row, column)}</td>`)}</tr>`)}</tbody></table></div>`
       : html`<${Empty} title="No run matches">Widen the filter.<//>`}`;
 }

@@ -37,6 +37,8 @@ def test_notes_are_stored_beside_the_run(folder: Path) -> None:
     assert json.loads((folder / "first" / NOTES).read_text()) == NOTE
     row = page(folder).get("/ui/api/finals").json()["first"]
     assert {key: row[key] for key in NOTE} == NOTE and row["writable"]
+    assert post(folder, {"note": "second thoughts"}) == 200 and post(folder, {"tags": []}) == 200
+    assert read_notes(folder / "first") == {"tags": [], "note": "second thoughts"}
     assert page(folder).post("/ui/api/runs/none/notes", json=NOTE).status_code == 404
 
 
@@ -62,7 +64,7 @@ def test_only_a_page_of_this_server_on_this_machine_changes_them(
 
 
 @pytest.mark.parametrize(
-    "body", [[], {}, {"tags": "a", "note": ""}, {"tags": [1], "note": ""}, {"tags": ["a" * 41], "note": ""},
+    "body", [[], "note", {"tags": "a", "note": ""}, {"tags": [1], "note": ""}, {"tags": ["a" * 41], "note": ""},
              {"tags": [str(each) for each in range(21)], "note": ""}, {"tags": [], "note": "x" * 4001}, {**NOTE, "more": 1}]
 )  # fmt: skip
 def test_notes_beyond_the_limits_are_refused(folder: Path, body: Any) -> None:
@@ -71,6 +73,9 @@ def test_notes_beyond_the_limits_are_refused(folder: Path, body: Any) -> None:
     assert read_notes(folder / "first") == before
 
 
-def test_a_damaged_file_is_no_note(tmp_path: Path) -> None:
-    (tmp_path / NOTES).write_text('{"tags": "x')
-    assert read_notes(tmp_path) == {"tags": [], "note": ""}
+def test_a_damaged_file_is_no_note_and_is_not_replaced(tmp_path: Path) -> None:
+    record_run(tmp_path / "first", iterations=1, seed=1)
+    (tmp_path / "first" / NOTES).write_text('{"tags": "x')
+    assert read_notes(tmp_path / "first") == {"tags": [], "note": ""}
+    assert post(tmp_path, NOTE) == 400
+    assert (tmp_path / "first" / NOTES).read_text() == '{"tags": "x'
