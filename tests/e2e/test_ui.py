@@ -3,6 +3,8 @@
 POLYREME_SCREENSHOTS=docs/images writes the screenshots of the guide there. By default they go to the test's own directory.
 """
 
+import csv
+import io
 import json
 import os
 import re
@@ -27,7 +29,18 @@ from support.simulated_run import simulated_run
 CHROMIUM = os.environ.get("POLYREME_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 SECONDS = 60
 SERIOUS = ("serious", "critical")
-VIEWS = ("curves", "samples", "life/first/{telling}", "compare/first/1.0/41.1", "timeline", "servers", "events", "setup")
+VIEWS = (
+    "curves",
+    "samples",
+    "life/first/{telling}",
+    "compare/first/1.0/41.1",
+    "timeline",
+    "servers",
+    "events",
+    "setup",
+    "setup?all=1",
+    "runs",
+)
 PICTURES = {"curves": "light", "samples": "light", "life": "dark", "timeline": "light"}
 WIDE, NARROW = {"width": 1600, "height": 950}, {"width": 375, "height": 800}
 expect.set_options(timeout=SECONDS * 1000)
@@ -139,7 +152,11 @@ def test_every_view_fits_and_is_accessible(
         serious = [(each["id"], [node["html"] for node in each["nodes"]]) for each in found if each["impact"] in SERIOUS]
         assert not serious, view
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the window"
-        name = view.partition("/")[0]
+        inside = "(tab) => tab.getBoundingClientRect().left >= 0 && tab.getBoundingClientRect().right <= innerWidth"
+        assert page.locator("nav [aria-current]").evaluate(inside), f"the tab of {view} is out of sight"
+        cut = "(tables) => tables.filter((table) => table.scrollWidth > table.parentElement.clientWidth + 1).length"
+        assert page.locator("table.stacked").evaluate_all(cut) == 0, f"a table of {view} is cut"
+        name = re.split("[/?]", view)[0]
         if size == WIDE and PICTURES.get(name) == theme:
             page.screenshot(path=pictures / f"ui-{name}.png")
         if (size, theme) == (NARROW, "dark") and view == "curves":
@@ -161,6 +178,147 @@ def test_curves_of_several_runs_are_smoothed_searched_and_enlarged(address: str,
     expect(page.locator("section.chart")).to_have_count(1)
     page.get_by_label("Larger: grad_norm").click()
     expect(page.locator("section.chart.large")).to_be_visible()
+
+
+def test_what_is_chosen_survives_a_reload(address: str, open_page: Any) -> None:
+    page = open_page(address)
+    ready(page)
+    page.get_by_label("Show the curves of second").check()
+    page.locator("input[type=range]").fill("0.6")
+    page.get_by_label("x axis").select_option("seconds")
+    page.get_by_label("Larger: entropy").first.click()
+    page.locator("summary", has_text="checkpoint").click()
+    ready(page)
+    over = page.locator("section.chart.large .u-over").first
+    page.wait_for_function("document.querySelector('section.chart.large .u-over')?.clientWidth > 800")
+    over.scroll_into_view_if_needed()
+    box = page.evaluate("document.querySelector('section.chart.large .u-over').getBoundingClientRect().toJSON()")
+    page.mouse.move(box["x"] + 60, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 60, steps=4)
+    page.mouse.up()
+    expect(page.get_by_role("button", name="Whole axis")).to_be_visible()
+    page.keyboard.press("5")
+    page.get_by_role("button", name="saved").click()
+    page.keyboard.press("1")
+    page.reload()
+    expect(page.get_by_label("Show the curves of second")).to_be_checked()
+    expect(page.locator("output")).to_have_text("0.60")
+    expect(page.get_by_label("x axis")).to_have_value("seconds")
+    expect(page.locator("section.chart.large", has_text="entropy").first).to_be_visible()
+    expect(page.locator("details.group[open]")).to_have_count(2)
+    expect(page.get_by_role("button", name="Whole axis")).to_be_visible()
+    other = open_page(page.url)  # a colleague opens the copied address
+    expect(other.get_by_label("Show the curves of second")).to_be_checked()
+    expect(other.get_by_label("x axis")).to_have_value("seconds")
+
+
+def saved_file(page: Page, button: str) -> bytes:
+    """The file that a button saves."""
+    with page.expect_download() as download:
+        page.get_by_role("button", name=button).click()
+    return Path(download.value.path()).read_bytes()
+
+
+def saved_rows(page: Page, button: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(saved_file(page, button).decode(), newline="")))
+
+
+def test_charts_and_tables_are_saved(address: str, open_page: Any) -> None:
+    page = open_page(f"{address}#/curves?run=first&runs=first/second&x=samples")
+    expect(page.get_by_role("img", name="reward/mean").locator("canvas")).to_be_visible()
+    rows = saved_rows(page, "Save reward/mean as CSV")
+    assert {row["run"] for row in rows} == {"first", "second"} and len(rows) == 54
+    assert [float(row["axis/samples"]) for row in rows[:3]] == [16.0, 32.0, 48.0]
+    assert saved_file(page, "Save reward/mean as PNG").startswith(b"\x89PNG")
+    page.goto(f"{address}#/samples?run=first&kind=eval")
+    ready(page)
+    assert len(saved_rows(page, "Save the samples as CSV")) == 20
+
+
+def test_the_table_of_runs_is_sorted_and_filtered(address: str, open_page: Any) -> None:
+    page = open_page(f"{address}#/runs")
+    names = page.locator(".table-runs tbody td:first-child")
+    expect(names).to_have_count(2)
+    page.get_by_role("button", name="accuracy", exact=True).click()
+    expect(names).to_have_text(["first", "second"])
+    page.get_by_role("button", name=re.compile("^accuracy")).first.click()
+    expect(names).to_have_text(["second", "first"])
+    page.keyboard.press("/")
+    page.keyboard.type("iteration>24 done")
+    expect(names).to_have_text(["first"])
+
+
+def test_tags_and_notes_are_kept(address: str, open_page: Any, runs: Path) -> None:
+    page = open_page(f"{address}#/runs?find=first")
+    page.get_by_label("tags of first").fill("paper, base")
+    page.get_by_label("note of first").fill("the best so far")
+    page.keyboard.press("Tab")
+    for _ in range(2):
+        ready(page)
+        expect(page.get_by_label("note of first")).to_have_value("the best so far")
+        expect(page.get_by_label("tags of first")).to_have_value("paper, base")
+        page.reload()
+    assert json.loads((runs / "first" / "notes.json").read_text()) == {"tags": ["paper", "base"], "note": "the best so far"}
+
+
+def test_the_configuration_shows_what_is_not_a_default(address: str, open_page: Any) -> None:
+    page = open_page(f"{address}#/setup?run=first")
+    keys = page.locator(".keys td:first-child")
+    expect(keys.filter(has_text="trainer.optimizer.lr")).to_have_count(1)
+    few = keys.count()
+    assert keys.evaluate_all("(cells) => cells.every((cell) => getComputedStyle(cell).whiteSpace === 'nowrap')")
+    page.locator("summary", has_text="summary").click()
+    expect(page.locator(".keys tr", has_text="updated").locator("td").nth(1)).to_have_text(re.compile(r"\d{4}, "))
+    page.get_by_label("also defaults").check()
+    page.locator("summary", has_text="trainer").click()
+    expect(keys.filter(has_text="trainer.")).not_to_have_count(few)
+    assert keys.count() > few
+
+
+def test_colours_of_events_say_their_severity(address: str, open_page: Any) -> None:
+    page = open_page(f"{address}#/events?run=first")
+    colour = {
+        kind: page.locator(".events li", has=page.locator(".tag", has_text=kind)).first.evaluate(
+            "(e) => getComputedStyle(e).color"
+        )
+        for kind in ("alarm", "restart", "saved", "notice")
+    }
+    assert colour["notice"] == colour["saved"] and len(set(colour.values())) == 3, colour
+
+
+def test_a_replica_that_answers_an_evaluation_is_not_idle(address: str, open_page: Any) -> None:
+    page = open_page(f"{address}#/timeline?run=first&count=6")
+    lanes = page.locator(".timeline svg g", has=page.locator(".lane", has_text="rollout-"))
+    expect(lanes).to_have_count(2)
+    for lane in lanes.all():
+        expect(lane.locator(".bar-evaluate")).to_have_count(3)
+    expect(page.locator(".timeline text", has_text=re.compile("^seconds$"))).to_be_visible()
+    page.goto(f"{address}#/servers?run=first")
+    expect(page.get_by_role("region", name="Replicas")).to_contain_text("ended")
+
+
+POINTS = """async () => {
+  const {lines, columns} = await import(document.querySelector('link[rel=modulepreload][href$="plot_data.js"]').href);
+  const parent = {name: "p", place: 0}, fork = {name: "f", place: 1, parent, origin: {iteration: 2}};
+  const curves = {p: {steps: [1, 2, 3], mean: [5, 6, 7]}, f: {steps: [3, 4], mean: [8, 9]}};
+  const along = {p: {steps: [1, 2, 3], mean: [10, 20, 30]}, f: {steps: [3, 4], mean: [4, 8]}};
+  const plain = ({x, line, before}) => ({x, line, before: before.x});
+  const sparse = {f: {steps: [0, 2, 4], mean: [1, 2, 3]}}, own = {f: {steps: [1, 3, 4], mean: [0.5, 0.25, 0.5]}};
+  const [scattered] = lines([{name: "f", place: 0}], sparse, {smoothing: 0, x: "loss", along: own});
+  return {step: plain(lines([fork], curves, {smoothing: 0, x: ""})[0]), tokens: plain(lines([fork], curves, {smoothing: 0, x: "tokens", along})[0]),
+    between: lines([parent], {p: {steps: [0, 1, 2], mean: [1, 2, 3]}}, {smoothing: 0, x: "tokens", along: {p: {steps: [2, 4], mean: [20, 40]}}})[0].x,
+    scattered: columns([[scattered.x, scattered.line]], "loss"), same: columns([[[2, 1, 2], [7, 8, 9]]], "loss")};
+}"""
+
+
+def test_points_stand_where_they_were_measured(address: str, open_page: Any) -> None:
+    found = open_page(address).evaluate(POINTS)
+    assert found["step"] == {"x": [3, 4], "line": [8, 9], "before": [1, 2]}
+    assert found["tokens"] == {"x": [24, 28], "line": [8, 9], "before": [10, 20]}, "a fork continues what its parent had spent"
+    assert found["between"] == [0, 10, 20], "between two positions in proportion"
+    assert found["scattered"] == [[0.5], [3]], "a step without the other metric has no point"
+    assert found["same"] == [[1, 2, 2], [8, 7, 9]], "points with one x all stay"
 
 
 STORE = """async () => {

@@ -149,6 +149,7 @@ def made_run(iterations: int, seed: int, started: float, group_count: int = GROU
         None,
     )
     yield {"kind": "alarm", "text": "responses get shorter", "time": end}, [], None
+    yield {"kind": "notice", "service": "orchestrator", "text": "took over 2 groups in flight", "time": end}, [], None
     yield {"kind": "restart", "process": "rollout-1", "text": "exit status 137", "time": end}, [], None
 
 

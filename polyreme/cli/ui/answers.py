@@ -14,6 +14,7 @@ from polyreme.cli.reader.downsample import Series
 from polyreme.cli.reader.index_rows import WALL_TIME
 from polyreme.cli.report import engine_starting, loading_progress, replay
 from polyreme.cli.run_directory import flat_settings
+from polyreme.cli.ui.notes import read_notes
 
 Answer = dict[str, Any]
 
@@ -66,10 +67,12 @@ def replays(summary: Mapping[str, Any]) -> list[str]:
 
 
 def final_values(reader: RunReader) -> Answer:
-    """A run's row in the table of runs: the newest value of each metric, the settings that are not defaults, and its duration in seconds."""
+    """A run's row in the table of runs: the newest value of each metric, the settings that are not defaults, its duration in seconds, tags
+    and note."""
     changed, settings = reader.changed_settings(), flat_settings(reader.config())
     spent = reader.curve(SECONDS, 1).mean
     return {
+        **read_notes(reader.run_dir),
         "metrics": {name: value for name, value in reader.newest_values().items() if name != WALL_TIME},
         "settings": {key: value for key, value in settings.items() if changed is None or key in changed},
         "ended": reader.newest_values().get(WALL_TIME),

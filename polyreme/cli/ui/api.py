@@ -1,7 +1,8 @@
 """The page's HTTP interface, below /ui.
 
 Invariant: /ui and its static files contain no data of a run and are served without the token. Everything below /ui/api requires it if
-the service has one (see `net.http_server`). Every response is read from the runs' directories in the page's own threads.
+the service has one (see `net.http_server`). Every response is read from the runs' directories in the page's own threads. Only
+tags and notes are written, for local pages (see `notes`).
 """
 
 import json
@@ -18,6 +19,7 @@ from starlette.routing import Route
 from polyreme.cli.reader import SampleQuery
 from polyreme.cli.ui import PATH, answers
 from polyreme.cli.ui.assets import asset_route, index_page
+from polyreme.cli.ui.notes import is_local, write_notes
 from polyreme.cli.ui.runs import Runs
 from polyreme.cli.ui.server_status import ServerStatus
 from polyreme.cli.ui.threads import TooBusyError
@@ -65,6 +67,18 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
 
         return found
 
+    def final_values(request: Request) -> Any:
+        writable = is_local(request)
+        return {name: {**answers.final_values(each), "writable": writable} for name, each in runs.readers.items()}
+
+    async def annotate(request: Request) -> Response:
+        if not is_local(request) or request.headers.get("content-type") != "application/json":
+            return JSONResponse(
+                {"detail": "tags and notes are changed only by a page on the server's own machine"}, 403, _HEADERS
+            )
+        reader = runs.reader(request.path_params["run"])
+        return await answered(lambda body: None if reader is None else write_notes(reader.run_dir, body), await request.body())
+
     async def live_servers(request: Request) -> Response:
         reader = runs.reader(request.path_params["run"])
         found = await live.of(reader) if live is not None and reader is not None else []
@@ -78,7 +92,8 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
 
     routes = [
         get("runs", lambda _: [answers.overview(name, each, name in runs.indexed) for name, each in runs.readers.items()]),
-        get("finals", lambda _: {name: answers.final_values(each) for name, each in runs.readers.items()}),
+        get("finals", final_values),
+        Route(f"{PATH}/api/runs/{{run}}/notes", annotate, methods=["POST"]),
         Route(f"{PATH}/api/curves", curves, methods=["POST"]),
         get("runs/{run}/samples", of_run(_samples)),
         get("runs/{run}/samples/{sample}", of_run(lambda reader, request: answers.life(reader, request.path_params["sample"]))),

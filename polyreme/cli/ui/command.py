@@ -1,6 +1,6 @@
 """`polyreme ui`: serves the page for run directories.
 
-Invariant: it reads run directories and the Redis of live runs, and changes neither.
+Invariant: it reads run directories and the Redis of live runs, and changes nothing in them but notes.json (see `notes`).
 """
 
 import asyncio

@@ -37,8 +37,8 @@ export function smoothed(steps, values, weight) {
 }
 
 // The x of each step: what was spent by then, between two steps in proportion; or the other metric at the step, and for curves that were
-// reduced to few points, in the points that contain the step. null: unknown.
-export function positions(steps, along, x) {
+// reduced to few points, in the points that contain the step. Nothing was spent at the step `start`. null: unknown.
+export function positions(steps, along, x, start = 0) {
   if (!x) return steps;
   let at = 0;
   return steps.map((step) => {
@@ -46,8 +46,8 @@ export function positions(steps, along, x) {
     while (at < along.steps.length && along.steps[at] < step) at += 1;
     if (at === along.steps.length) return null;
     if (along.steps[at] === step || !grows(x)) return along.steps[at] === step || along.low ? along.mean[at] : null;
-    const [from, start] = at ? [along.steps[at - 1], along.mean[at - 1]] : [Math.min(along.steps[0] - 1, step), 0];
-    return start + (along.mean[at] - start) * (step - from) / (along.steps[at] - from || 1);
+    const [from, spent] = at ? [along.steps[at - 1], along.mean[at - 1]] : [Math.min(start, step), 0];
+    return spent + (along.mean[at] - spent) * (step - from) / (along.steps[at] - from || 1);
   });
 }
 
@@ -55,9 +55,9 @@ export function positions(steps, along, x) {
 function past({parent, origin}, curves, along, x) {
   if (!parent) return {steps: [], mean: [], x: [], spent: 0};
   const older = past(parent, curves, along, x), curve = curves[parent.name] ?? {steps: [], mean: []};
-  const at = positions(curve.steps, along[parent.name], x);
+  const at = positions(curve.steps, along[parent.name], x, parent.origin?.iteration);
   const kept = curve.steps.map((step, place) => place).filter((place) => curve.steps[place] <= origin.iteration && at[place] !== null);
-  const spent = x && grows(x) ? older.spent + (positions([origin.iteration], along[parent.name], x)[0] ?? 0) : 0;
+  const spent = x && grows(x) ? older.spent + (positions([origin.iteration], along[parent.name], x, parent.origin?.iteration)[0] ?? 0) : 0;
   return {spent, steps: [...older.steps, ...kept.map((place) => curve.steps[place])], mean: [...older.mean, ...kept.map((place) => curve.mean[place])],
     x: [...older.x, ...kept.map((place) => at[place] + older.spent)]};
 }
@@ -66,7 +66,7 @@ function past({parent, origin}, curves, along, x) {
 export function lines(runs, curves, {smoothing, x, along = {}}) {
   return runs.filter(({name}) => curves[name]).map((run) => {
     const curve = curves[run.name], before = past(run, curves, along, x);
-    const at = positions(curve.steps, along[run.name], x);
+    const at = positions(curve.steps, along[run.name], x, run.origin?.iteration);
     const kept = curve.steps.map((step, place) => place).filter((place) => at[place] !== null);
     const pick = (values) => values && kept.map((place) => values[place]);
     return {run, before, steps: pick(curve.steps), x: pick(at).map((value) => value + before.spent), line: pick(smoothed(curve.steps, curve.mean, smoothing)),

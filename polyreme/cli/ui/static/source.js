@@ -14,7 +14,7 @@ export const setToken = (token) => sessionStorage.setItem(TOKEN, token);
 async function get(path, parameters = [], options = {}) {
   const query = new URLSearchParams(parameters.filter(([, value]) => value !== "" && value !== undefined && value !== null));
   const token = sessionStorage.getItem(TOKEN);
-  const answer = await fetch(`api/${path}${query.size ? "?" + query : ""}`, {...options, headers: token ? {authorization: `Bearer ${token}`} : {}});
+  const answer = await fetch(`api/${path}${query.size ? "?" + query : ""}`, {...options, headers: {...options.headers, ...(token ? {authorization: `Bearer ${token}`} : {})}});
   if (answer.status === 401) throw new Unauthorized();
   if (answer.status === 404) return null;
   if (!answer.ok) throw new Error((await answer.json()).detail ?? `the server answered ${answer.status}`);
@@ -44,6 +44,7 @@ async function listed() {
 const server = {
   runs: listed,
   finals: () => get("finals"),
+  annotate: (name, notes) => get(`runs/${run(name)}/notes`, [], {method: "POST", body: JSON.stringify(notes), headers: {"content-type": "application/json"}}),
   curves: store.curves,
   details: (name) => get(`runs/${run(name)}`),
   samples: (name, filter) => get(`runs/${run(name)}/samples`, Object.entries(filter)),
