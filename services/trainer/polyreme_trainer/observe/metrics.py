@@ -26,19 +26,21 @@ def iteration_record(
     """The `iteration` record of the run's metrics.
 
     Args:
-        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only.
+        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only. Scores are counted
+            per episode; lengths count sampled tokens.
         trained: metrics of the training itself.
         seconds: wall-clock seconds of this iteration's parts on rank 0: iteration, learner_wait (for a plan), train, write.
         now: Unix time.
         config: the run's configuration, for its rewards and devices.
     """
     samples = [sample for group in groups for sample in group.sampled]
-    scores = np.array([sample.score for sample in samples])
-    lengths = np.array([len(sample.token_ids) for sample in samples])
-    prompts = np.array([len(group.prompt_ids) for group in groups for _ in group.sampled])
-    entropy = float(-np.concatenate([sample.logprobs for sample in samples]).mean())
-    tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
-    read = sum(len(group.prompt_ids) * len(group.samples) for group in groups)
+    scored = [sample for group in groups for sample in group.scored]
+    scores = np.array([sample.score for sample in scored])
+    lengths = np.array([sample.sampled_tokens for sample in samples])
+    prompts = np.array([len(group.prompt_of(sample)) for group in groups for sample in group.sampled])
+    entropy = float(-np.concatenate([sample.logprobs for sample in samples]).sum() / lengths.sum())
+    tokens = sum(sample.sampled_tokens for group in groups for sample in group.samples)
+    trained_on = sum(len(group.prompt_of(sample)) + len(sample) for group in groups for sample in group.samples)
     timing = timings(groups, trained, seconds, config)
     return {
         "kind": "iteration",
@@ -46,7 +48,7 @@ def iteration_record(
         "time": now,
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
-        **part_means(samples),
+        **part_means(scored),
         **statistics("response_length", lengths),
         **statistics("prompt_length", prompts),
         "stop/length_fraction": float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
@@ -57,7 +59,7 @@ def iteration_record(
         **carried(samples),
         **{f"time/{name}": value for name, value in seconds.items()},
         **timing,
-        **throughput(tokens + read, timing, trained.get("timing/update", 0.0), config),
+        **throughput(trained_on, timing, trained.get("timing/update", 0.0), config),
         "tokens/generated": tokens,
         "tokens_per_second": tokens / seconds["iteration"],
         "samples_per_second": sum(len(group.samples) for group in groups) / seconds["iteration"],
@@ -140,7 +142,7 @@ def throughput(tokens: int, timing: Mapping[str, float], update: float, config: 
     """The `_tps` metrics, in tokens per second and device.
 
     Args:
-        tokens: the number of tokens of all prompts (once per sample) and responses.
+        tokens: the number of tokens of all prompts (once per sample) and of what follows them.
         update: seconds of the actor's optimizer steps; 0 when there was none or it was not measured.
     """
     ranks, replicas = config.trainer.parallel.world_size, max(1, config.rollout.replicas) * config.rollout.tensor_parallel
@@ -155,7 +157,7 @@ def throughput(tokens: int, timing: Mapping[str, float], update: float, config: 
 def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], changed_tensors: int) -> Observation:
     """The iteration as the alarms see it."""
     samples = [sample for group in groups for sample in group.sampled]
-    scores = [sample.score for sample in samples]
+    scores = [sample.score for group in groups for sample in group.scored]
     return Observation(
         iteration=iteration,
         reward_min=min(scores),
@@ -163,7 +165,7 @@ def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str,
         trained_samples=trained["trained_samples"],
         learning_rate=trained["actor/lr"],
         changed_tensors=changed_tensors,
-        empty_fraction=float(np.mean([len(sample.token_ids) <= 1 for sample in samples])),
+        empty_fraction=float(np.mean([sample.sampled_tokens <= 1 for sample in samples])),
         repetitive_fraction=float(np.mean([is_repetitive(sample.token_ids.tolist()) for sample in samples])),
         length_stop_fraction=float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
         mismatch_kl=trained.get("mismatch_kl"),

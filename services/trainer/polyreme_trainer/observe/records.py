@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from polyreme.api.v1.experience_pb2 import FinishReason
+from polyreme.api.v1.experience_pb2 import FinishReason, Outcome
 from polyreme.cli.progress import Progress, Record, stream_time
 from polyreme.cli.reader.scalars import scalars
 from polyreme.cli.run_records import read_records, write_atomically, write_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
-from polyreme.experience.records import GroupRecord, decode_group
+from polyreme.experience.record_codec import decode_group
+from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
 
@@ -197,17 +198,30 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
             "label": group.label,
             "score": sample.score,
             "parts": {part.name: {"raw": part.raw, "weighted": part.weighted} for part in sample.parts},
-            "tokens": len(sample.token_ids),
+            "tokens": sample.sampled_tokens,
             "finish_reason": FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower(),
             "spans": [list(span) for span in sample.spans],
             **{name: values.tolist() for name, values in numbers.items() if values is not None},
-            "prompt_tokens": len(group.prompt_ids),
+            "prompt_tokens": len(group.prompt_of(sample)),
             **times,
             "replicas": list(sample.replicas),
             "calls": [call._asdict() for call in sample.calls],
             "token_ids": sample.token_ids.tolist(),
             "logprobs": np.round(sample.logprobs.astype(np.float64), _DIGITS).tolist(),
+            **(episode_fields(group, sample) if group.episodes else {}),
         }
+
+
+def episode_fields(group: GroupRecord, sample: SampleRecord) -> Record:
+    """The fields of a trajectory's line: its episode, why that ended, its turns, and the conversation."""
+    episode = group.episodes[sample.episode]
+    return {
+        "episode": sample.episode,
+        "outcome": Outcome.Name(episode.outcome).removeprefix("OUTCOME_").lower(),
+        "environment_seconds": round(episode.seconds, _DIGITS),
+        "turns": [{**turn._asdict(), "tool_calls": [call._asdict() for call in turn.tool_calls]} for turn in sample.turns],
+        "messages": json.loads(episode.messages) if episode.messages else [],
+    }
 
 
 def cut_torn_line(path: Path) -> None:

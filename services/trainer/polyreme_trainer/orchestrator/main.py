@@ -14,7 +14,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
 from polyreme.experience.device_lease import trains
 from polyreme.experience.ledger import Admission, ExperienceLog, StaleAttemptError, TransitionError, Writer
-from polyreme.experience.records import encode_group
+from polyreme.experience.record_codec import encode_group
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import settle
 from polyreme_trainer.data.prompts import load_prompts

@@ -17,7 +17,8 @@ from polyreme.cli.reader.scalars import scalars
 from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import DataError, StoreError
-from polyreme.experience.records import GroupRecord, RewardCall, RewardPart, SampleRecord, decode_group, encode_group
+from polyreme.experience.record_codec import decode_group, encode_group
+from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme_trainer.observe.records import Recorder, cut_torn_line, sample_lines
@@ -173,6 +174,18 @@ def test_a_sample_has_its_numbers_per_token_where_there_are_some() -> None:
     numbers = np.linspace(0, 1, len(plain.samples[0]), dtype=np.float32)
     (line,) = sample_lines(replace(plain, samples=[replace(plain.samples[0], token_rewards=numbers)]))
     assert line["token_rewards"] == numbers.tolist() and "teacher_logprobs" not in line
+
+
+def test_a_trajectory_has_its_episode_and_its_turns() -> None:
+    plain = decode_group(group(1))
+    turn = Turn(0, len(plain.samples[0]), 0.5, 0.1, (ToolCall("add", "{}", "3"),))
+    messages = [{"role": "user", "content": "a2b3="}]
+    episode = EpisodeRecord(pb.OUTCOME_TURNS, json.dumps(messages), 0.25)
+    (line,) = sample_lines(replace(plain, samples=[replace(plain.samples[0], turns=(turn,))], episodes=[episode]))
+    assert (line["episode"], line["outcome"], line["environment_seconds"]) == (0, "turns", 0.25)
+    call = {"name": "add", "arguments": "{}", "result": "3", "seconds": 0.0, "error": ""}
+    assert line["turns"] == [{"start": 0, "end": turn.end, "reward": 0.5, "seconds": 0.1, "tool_calls": [call]}]
+    assert line["messages"] == messages
 
 
 async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
