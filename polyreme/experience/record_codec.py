@@ -33,9 +33,10 @@ def encode_group(group: GroupRecord) -> bytes:
         generate_seconds=group.generate_seconds,
         score_seconds=group.score_seconds,
         began=group.began,
-        episodes=[pb.Episode(outcome=e.outcome, messages=e.messages, seconds=e.seconds) for e in group.episodes],
         format=FORMAT,
     )
+    for episode in group.episodes:
+        message.episodes.add(outcome=episode.outcome, messages=episode.messages, seconds=episode.seconds)
     for sample in group.samples:
         message.samples.add(
             token_ids=_raw(sample.token_ids, _I4),

@@ -20,6 +20,7 @@ from polyreme.process.lifecycle import settle
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.dynamic_sampling import DynamicSampling
+from polyreme_trainer.orchestrator.environment.single_turn import SingleTurn
 from polyreme_trainer.orchestrator.evaluate import Evaluator, HeldOutSet
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
@@ -27,6 +28,7 @@ from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.prompt_filter import PromptFilter
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.reward_client import RewardClient
+from polyreme_trainer.orchestrator.sampler import Sampler
 from polyreme_trainer.orchestrator.schedule import EvalSchedule
 from polyreme_trainer.orchestrator.score_call import ScoreError
 from polyreme_trainer.orchestrator.scoring import Scoring
@@ -90,12 +92,13 @@ async def _orchestrate(run: Run) -> None:
     partial_log, tokens = PartialRolloutLog(experience), config.rollout.tokens_per_iteration
     bounds = config.groups_per_iteration, config.max_staleness
     budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
-    maker = GroupMaker(run.run_id, config, template, train, pool, scoring, partial_log, budget)
+    environment = SingleTurn(Sampler(run.run_id, config, template, pool), scoring, partial_log, budget)
+    maker = GroupMaker(config, train, environment)
     sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
     evaluator = Evaluator(run, config, template, sets, pool, rewards) if sets and rewards else None
     settle()
     try:
-        await Orchestrator(run, config, experience, pool, scoring, maker, evaluator).work()
+        await Orchestrator(run, config, experience, pool, scoring, maker, evaluator, partial_log, budget).work()
     finally:
         await pool.close()
         await scoring.close()
@@ -123,9 +126,12 @@ class Orchestrator:
         scoring: Scoring,
         maker: GroupMaker,
         evaluator: Evaluator | None,
+        partial_log: PartialRolloutLog,
+        budget: TokenBudget | None,
     ) -> None:
         self._run, self._config, self._experience = run, config, experience
         self._pool, self._scoring, self._maker = pool, scoring, maker
+        self._partial_log, self._budget = partial_log, budget
         self._schedule = EvalSchedule(run, config, experience, pool, evaluator, ended=lambda: self._wake.set())
         self._attempts: dict[int, int] = {}
         self._unassigned: set[Admission] = set()  # in flight without a task at the last rescan
@@ -148,12 +154,12 @@ class Orchestrator:
         async with task_group() as group:
             helpers = [
                 group.create_task(self._watch()),
-                group.create_task(self._maker.partial_log.save_regularly()),
+                group.create_task(self._partial_log.save_regularly()),
                 group.create_task(self._pool.watch_stragglers()),
-                *([] if self._maker.budget is None else [group.create_task(self._maker.budget.follow_pauses())]),
+                *([] if self._budget is None else [group.create_task(self._budget.follow_pauses())]),
             ]
             in_flight = await self._experience.in_flight()
-            await self._maker.partial_log.load(in_flight)
+            await self._partial_log.load(in_flight)
             for admission in in_flight:
                 self._start(group, admission)
             if self._tasks:
@@ -169,8 +175,8 @@ class Orchestrator:
                     await self._pool.take_commits()
                 if not signals or "expire" in signals:
                     await self._assign(group)
-                if self._maker.budget is not None:
-                    await self._maker.budget.update()
+                if self._budget is not None:
+                    await self._budget.update()
                 if not signals or "plan" in signals:
                     await self._report_idle_time()
                 if await self._advance(group):
@@ -201,7 +207,7 @@ class Orchestrator:
         if planned > self._planned:
             seconds = self._pool.idle_time.take(time.monotonic())
             waited = {"kind": "rollout", "iteration": planned, "time/rollout_wait": seconds}
-            paused = {} if self._maker.budget is None else self._maker.budget.take()
+            paused = {} if self._budget is None else self._budget.take()
             await self._run.emit({**waited, **self._sampling.take(), **self._filter.take(), **paused})
             self._planned = planned
 
