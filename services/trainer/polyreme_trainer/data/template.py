@@ -41,6 +41,7 @@ class Template:
         data: the run's `data` section, of which `template` and `system` are used.
 
     Attributes:
+        is_chat: whether prompts go through the chat template.
         stop_ids: ids that end a response, ascending: the tokenizer's end token and those of generation_config.json.
         end_id: the stop token that ends a supervised response.
         unstopped: special tokens, as text, that the chat template writes after an answer but that do not stop a rollout.
@@ -57,10 +58,10 @@ class Template:
         self._tokenizer = load_tokenizer(files)
         self.embeddings = read_embeddings(files)
         self.tokens = 1 + max(self._tokenizer.get_vocab().values())
-        self._chat = data.template == "chat"
+        self.is_chat = data.template == "chat"
         self._system = data.system
         self.stop_ids = find_stop_ids(self._tokenizer, files, self.embeddings)
-        if self._chat:
+        if self.is_chat:
             self._check_chat_template()
         elif data.system is not None:
             raise ConfigError(
@@ -70,7 +71,7 @@ class Template:
             )
         self.end_id, self.unstopped = self._find_end()
         self._end = self.decode([[self.end_id]], special=True)[0]
-        self._lead = np.empty(0, np.int32) if self._chat else self._find_lead()
+        self._lead = np.empty(0, np.int32) if self.is_chat else self._find_lead()
         parts = [files["tokenizer.json"].decode(), data.template, data.system, self._tokenizer.chat_template]
         self.digest = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
@@ -78,7 +79,7 @@ class Template:
         """The text before each response; tokens have their own text. Raises DataError when the template rejects a prompt."""
         if any(isinstance(prompt, TokenIds) for prompt in prompts):
             return [self._text(prompt) if isinstance(prompt, TokenIds) else self.render([prompt])[0] for prompt in prompts]
-        if not self._chat:
+        if not self.is_chat:
             for prompt in prompts:
                 if not isinstance(prompt, str):
                     raise DataError(
@@ -87,7 +88,7 @@ class Template:
                         "Use data.template: chat, or give the prompts as strings.",
                     )
             return [str(prompt) for prompt in prompts]
-        return self._apply([self._messages(prompt) for prompt in prompts], generation_prompt=True)
+        return self.apply([self._messages(prompt) for prompt in prompts], generation_prompt=True)
 
     def converse(self, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Conversation]:
         """Each prompt with its response, as the chat template renders the whole conversation.
@@ -104,11 +105,11 @@ class Template:
                 f"a response without the end token {self._end} inside", "one with it", "Split the row, or remove the token."
             )
         texts = self.render(prompts)
-        if not self._chat:
+        if not self.is_chat:
             return [Conversation(text + response, len(text)) for text, response in zip(texts, responses, strict=True)]
         pairs = list(zip(map(self._messages, prompts), responses, strict=True))
         answered = [[*messages, {"role": "assistant", "content": response}] for messages, response in pairs]
-        wholes = self._apply(answered, generation_prompt=False)
+        wholes = self.apply(answered, generation_prompt=False)
         return [
             Conversation(whole if whole.startswith(text) else text + response + self._turn_parts(messages, text)[1], len(text))
             for (messages, response), text, whole in zip(pairs, texts, wholes, strict=True)
@@ -142,10 +143,10 @@ class Template:
         Raises:
             DataError: there is no chat template, it refuses the messages, or it formats an earlier answer differently from the last.
         """
-        if not self._chat:
+        if not self.is_chat:
             raise DataError("data.template: chat for rows of messages", "none", "Use the chat template, or columns with texts.")
-        messages = [self._with_system([dict(message) for message in each]) for each in conversations]
-        wholes = self._apply(messages, generation_prompt=False)
+        messages = [self.with_system([dict(message) for message in each]) for each in conversations]
+        wholes = self.apply(messages, generation_prompt=False)
         return [self._mark_turns(*each) for each in zip(messages, wholes, self._encodings(wholes), strict=True)]
 
     def encode_whole(self, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[np.ndarray]:
@@ -153,13 +154,13 @@ class Template:
 
         Under `template: none` it ends with the end token. Raises DataError as `converse`.
         """
-        if not self._chat:
+        if not self.is_chat:
             return [ids for ids, _ in self.encode_conversations(self.converse(prompts, responses))]
         messages = [
             [*self._messages(prompt), {"role": "assistant", "content": response.removesuffix(self._end)}]
             for prompt, response in zip(prompts, responses, strict=True)
         ]
-        return self.encode(self._apply(messages, generation_prompt=False))
+        return self.encode(self.apply(messages, generation_prompt=False))
 
     def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids [length] of each rendered prompt.
@@ -212,9 +213,10 @@ class Template:
     def _messages(self, prompt: PromptSource) -> list[dict[str, Any]]:
         if isinstance(prompt, TokenIds):
             raise DataError("a text or messages for a conversation", "token ids", "Use data with texts.")
-        return self._with_system([{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt])
+        return self.with_system([{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt])
 
-    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the run's system message, unless they begin with one."""
         if self._system is not None and messages[0].get("role") != "system":
             return [{"role": "system", "content": self._system}, *messages]
         return messages
@@ -226,8 +228,8 @@ class Template:
         mask, stop = np.zeros(len(ids), dtype=np.uint8), len(ids)
         turns = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
         for place in turns:
-            before = self._apply([messages[:place]], generation_prompt=True)[0]
-            after = self._apply([messages[: place + 1]], generation_prompt=False)[0]
+            before = self.apply([messages[:place]], generation_prompt=True)[0]
+            after = self.apply([messages[: place + 1]], generation_prompt=False)[0]
             if not whole.startswith(before) or not whole.startswith(after):
                 raise DataError(
                     "a chat template that writes an answer in the same way whether it is the last one or not",
@@ -244,11 +246,13 @@ class Template:
             return np.append(ids, np.int32(self.end_id)), np.append(mask, np.uint8(1))
         return ids, mask
 
-    def _apply(self, conversations: list[list[dict[str, Any]]], *, generation_prompt: bool) -> list[str]:
+    def apply(
+        self, conversations: list[list[dict[str, Any]]], *, generation_prompt: bool, tools: list[Any] | None = None
+    ) -> list[str]:
+        """What the chat template writes for these messages, `generation_prompt`: up to the beginning of an answer. Raises DataError."""
+        apply = self._tokenizer.apply_chat_template
         try:
-            return list(
-                self._tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=generation_prompt)
-            )
+            return list(apply(conversations, tools=tools, tokenize=False, add_generation_prompt=generation_prompt))
         except jinja2.TemplateError as error:
             raise DataError(
                 "messages that the chat template accepts",
@@ -264,7 +268,7 @@ class Template:
                 "Add one, or set data.template: none for prompts that are complete texts.",
             )
         question = self._messages("q")
-        opened, bare = (self._apply([question], generation_prompt=flag)[0] for flag in (True, False))
+        opened, bare = (self.apply([question], generation_prompt=flag)[0] for flag in (True, False))
         # Some templates (Mistral's) need no opening: the answer directly follows the user's turn.
         if opened == bare and (gap := self._turn_parts(question, opened)[0].strip()):
             raise ConfigError(
@@ -275,7 +279,7 @@ class Template:
 
     def _turn_parts(self, question: list[dict[str, Any]], prompt: str) -> tuple[str, str]:
         """The text that the template writes before and after an assistant's answer, without the prompt's own text."""
-        answered = self._apply([[*question, {"role": "assistant", "content": _SENTINEL}]], generation_prompt=False)[0]
+        answered = self.apply([[*question, {"role": "assistant", "content": _SENTINEL}]], generation_prompt=False)[0]
         before, _, after = answered.rpartition(_SENTINEL)
         return before.removeprefix(prompt), after
 
@@ -289,7 +293,7 @@ class Template:
         token there, also returns the special tokens that it writes."""
         eos = self._tokenizer.eos_token_id
         default = int(eos) if eos is not None else self.stop_ids[0]
-        if not self._chat:
+        if not self.is_chat:
             return default, ()
         written = [int(i) for i in self.encode([self._turn_parts(self._messages("q"), "")[1]])[0]]
         if stops := [i for i in written if i in self.stop_ids]:

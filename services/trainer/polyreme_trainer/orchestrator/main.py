@@ -20,6 +20,7 @@ from polyreme.process.lifecycle import settle
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.dynamic_sampling import DynamicSampling
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.environment.single_turn import SingleTurn
 from polyreme_trainer.orchestrator.evaluate import Evaluator, HeldOutSet
 from polyreme_trainer.orchestrator.generate import GenerateError
@@ -246,7 +247,7 @@ class Orchestrator:
             else:
                 await self._experience.append(index, number, encode_group(record), record.oldest_version, score, tally)
             return None
-        except (GenerateError, ScoreError, TeacherError, DataError) as error:
+        except (GenerateError, ScoreError, TeacherError, EpisodeError, DataError) as error:
             if isinstance(error, ScoreError):
                 self._check_first_groups(index, error)
             return await self._retry(admission, str(error))

@@ -48,6 +48,7 @@ class Sampler:
         wanted: Generation,
         partial: PartialRollouts | None = None,
         next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
+        prefer: str | None = None,
     ) -> list[PartialRollout]:
         """See `generate`."""
         rollout = self.config.rollout
@@ -58,4 +59,5 @@ class Sampler:
             progress_timeout=rollout.start_timeout,
             partial=partial,
             next_part=next_part,
+            prefer=prefer,
         )

@@ -35,6 +35,10 @@ class Played:
     score_seconds: float = 0.0
 
 
+class EpisodeError(Exception):
+    """An episode failed in its environment, so the attempt at its group has failed. No number replaces its reward."""
+
+
 class Environment(Protocol):
     """Plays the episodes of tasks."""
 
@@ -42,6 +46,6 @@ class Environment(Protocol):
         """All episodes of a task.
 
         Raises:
-            GenerateError, ScoreError, TeacherError: the attempt failed.
+            GenerateError, ScoreError, TeacherError, EpisodeError, DataError: the attempt failed.
             UnavailableError: there is no replica, or no server that the environment needs.
         """
