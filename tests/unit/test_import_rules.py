@@ -182,6 +182,7 @@ CORE_ARROWS = {
     "weights": {"errors", "api"},
     "import_config": {"config", "errors"},
     "dataset": {"config", "errors"},
+    "isolation": {"process", "errors"},
     "config": {"errors"},
     "process": {"errors"},
     "errors": set(),
