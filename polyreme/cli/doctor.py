@@ -37,7 +37,12 @@ from polyreme.process.machine import memory_limit
 from polyreme.weights.arena import SHARED_MEMORY
 
 GROUP = "polyreme.doctor"
-SERVICES = {"polyreme-rollout": "rollout", "polyreme-reward": "reward", "polyreme-trainer": "trainer"}
+SERVICES = {
+    "polyreme-rollout": "rollout",
+    "polyreme-reward": "reward",
+    "polyreme-environment": "environment",
+    "polyreme-trainer": "trainer",
+}
 
 
 def doctor(

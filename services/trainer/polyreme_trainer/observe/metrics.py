@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
+from polyreme.api.v1.experience_pb2 import (
+    FINISH_REASON_LENGTH,
+    OUTCOME_LENGTH,
+    OUTCOME_TIME,
+    OUTCOME_TOKENS,
+    OUTCOME_TURNS,
+)
 from polyreme.config.run import RunConfig
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.observe.alarms import Observation, is_repetitive
@@ -51,6 +57,7 @@ def iteration_record(
         **part_means(scored),
         **statistics("response_length", lengths),
         **statistics("prompt_length", prompts),
+        **episodes(groups),
         "stop/length_fraction": float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
         "actor/entropy": entropy,
         **trained,
@@ -69,6 +76,26 @@ def iteration_record(
 def statistics(name: str, values: NDArray[np.int64]) -> dict[str, float]:
     """Mean, maximum and minimum of a series [n], n > 0."""
     return {f"{name}/mean": float(values.mean()), f"{name}/max": int(values.max()), f"{name}/min": int(values.min())}
+
+
+def episodes(groups: Sequence[GroupRecord]) -> dict[str, float]:
+    """The metrics of episodes, baselines included; none in a run without an environment."""
+    played = [episode for group in groups for episode in group.episodes]
+    if not played:
+        return {}
+    turns = [
+        sum(len(sample.turns) for sample in group.samples if sample.episode == number)
+        for group in groups
+        for number in range(len(group.episodes))
+    ]
+    bounds = {"length": OUTCOME_LENGTH, "turns": OUTCOME_TURNS, "tokens": OUTCOME_TOKENS, "time": OUTCOME_TIME}
+    return {
+        **statistics("episode/turns", np.array(turns)),
+        "episode/environment_seconds": float(np.mean([episode.seconds for episode in played])),
+        **{
+            f"episode/by_{name}": float(np.mean([each.outcome == outcome for each in played])) for name, outcome in bounds.items()
+        },
+    }
 
 
 def part_means(samples: Sequence[SampleRecord]) -> dict[str, float]:

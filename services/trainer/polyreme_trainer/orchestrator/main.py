@@ -20,8 +20,8 @@ from polyreme.process.lifecycle import settle
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.dynamic_sampling import DynamicSampling
-from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
-from polyreme_trainer.orchestrator.environment.single_turn import SingleTurn
+from polyreme_trainer.orchestrator.environment.choose import make_environment
+from polyreme_trainer.orchestrator.environment.protocol import Environment, EpisodeError
 from polyreme_trainer.orchestrator.evaluate import Evaluator, HeldOutSet
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
@@ -79,30 +79,29 @@ async def _orchestrate(run: Run) -> None:
     proven = await experience.planned() > 0
     rewards = None if config.reward is None else RewardClient(run, config.reward, template.token_texts, proven)
     teacher = None if config.teacher is None else TeacherClient(run, config.teacher)
-    scoring = Scoring(rewards, teacher)
+    scoring, partial_log, tokens = Scoring(rewards, teacher), PartialRolloutLog(experience), config.rollout.tokens_per_iteration
+    bounds = config.groups_per_iteration, config.max_staleness
+    budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
+    environment = make_environment(run, Sampler(run.run_id, config, template, pool), scoring, partial_log, budget)
     wanted = (
         config.rollout.replicas if await run.check() is RunState.STARTING else 1
     )  # a running run continues with the replicas that it has
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    waits = [pool.wait_for(wanted)]
+    waits = [pool.wait_for(wanted), environment.wait_ready()]
     waits += [rewards.wait_for(1)] if rewards else []
     waits += [teacher.check(template, longest)] if teacher else []
     await together(waits)
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
-    partial_log, tokens = PartialRolloutLog(experience), config.rollout.tokens_per_iteration
-    bounds = config.groups_per_iteration, config.max_staleness
-    budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
-    environment = SingleTurn(Sampler(run.run_id, config, template, pool), scoring, partial_log, budget)
     maker = GroupMaker(config, train, environment)
     sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
     evaluator = Evaluator(run, config, template, sets, pool, rewards) if sets and rewards else None
     settle()
     try:
-        await Orchestrator(run, config, experience, pool, scoring, maker, evaluator, partial_log, budget).work()
+        await Orchestrator(run, config, experience, pool, scoring, maker, evaluator, environment, partial_log, budget).work()
     finally:
         await pool.close()
-        await scoring.close()
+        await environment.close()
 
 
 async def _started(run: Run) -> RunState | None:
@@ -127,12 +126,13 @@ class Orchestrator:
         scoring: Scoring,
         maker: GroupMaker,
         evaluator: Evaluator | None,
+        environment: Environment,
         partial_log: PartialRolloutLog,
         budget: TokenBudget | None,
     ) -> None:
         self._run, self._config, self._experience = run, config, experience
         self._pool, self._scoring, self._maker = pool, scoring, maker
-        self._partial_log, self._budget = partial_log, budget
+        self._environment, self._partial_log, self._budget = environment, partial_log, budget
         self._schedule = EvalSchedule(run, config, experience, pool, evaluator, ended=lambda: self._wake.set())
         self._attempts: dict[int, int] = {}
         self._unassigned: set[Admission] = set()  # in flight without a task at the last rescan
@@ -171,7 +171,7 @@ class Orchestrator:
                     self._pool.set_asleep(await trains(self._run))
                 if not signals or "lease" in signals:
                     await self._pool.refresh()
-                    await self._scoring.refresh()
+                    await self._environment.refresh()
                 elif "commit" in signals:
                     await self._pool.take_commits()
                 if not signals or "expire" in signals:

@@ -2,39 +2,28 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
-from polyreme.experience.ledger import ExperienceLog, Writer
-from polyreme.experience.record_checks import check_group
-from polyreme.experience.record_codec import decode_group, encode_group
-from polyreme.experience.records import GroupRecord
-from polyreme.experience.run import RunState
 from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths
 from polyreme_rollout.testing.simulated_engine import sample as sampled
-from polyreme_trainer.data.prompts import load_prompts
-from polyreme_trainer.data.tail import Tail
-from polyreme_trainer.data.template import Template
-from polyreme_trainer.orchestrator.environment.episodes import Ending, Episodes, HostLostError
+from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.finished import FinishedEpisodes
-from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
-from polyreme_trainer.orchestrator.environment.session import Bounds, EpisodeOverError
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
+from polyreme_trainer.orchestrator.environment.session import EpisodeOverError
 from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.prompt_order import sequence_seed
-from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.rollout_parts import PartialRolloutError
-from polyreme_trainer.orchestrator.sampler import Sampler
-from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
-from support.tiny_tokenizer import model_files
+from support.episode_world import WIDE, episode_world
+from support.simulated import VOCAB
 from support.waiting import until
 
 SHORT = {"lengths": Lengths(8)}
-WIDE = Bounds(turns=8, tokens=128, seconds=3600.0)
 FULL = Sampling(1.0, 1.0, -1, (1,))
 
 
@@ -57,49 +46,9 @@ class Script:
         return Ending(session.outcome, reward=1.0, parts={"length": 3.0}, seconds=0.25)
 
 
-class World:
-    def __init__(self, run, config, replicas, learner, pool):
-        self.run, self.config, self.replicas, self.learner, self.pool = run, config, replicas, learner, pool
-        self.template = Template(model_files(), config.data)
-        self.sampler = Sampler(run.run_id, config, self.template, pool)
-        self.log = ExperienceLog(run)
-        self.prompts = load_prompts(config.data.train, config.data, self.template).prompts
-
-    async def admit(self):
-        await self.log.take(Writer.ORCHESTRATOR)
-        (admission,) = await self.log.admit(1)
-        return Task(admission, self.prompts[0])
-
-    async def play(self, host, task=None, bounds=WIDE, partial_log=None, tries=2):
-        task = task or await self.admit()
-        episodes = Episodes(self.sampler, Tail(self.template), host, partial_log or PartialRolloutLog(self.log), bounds, tries)
-        played = await episodes.play(task)
-        group = GroupRecord(
-            task.admission.index, task.admission.attempt, task.prompt.ids, played.samples, episodes=played.episodes
-        )
-        check_group(group)
-        return decode_group(encode_group(group))
-
-
 @pytest.fixture
 def world(redis, run_id, tmp_path):
-    @asynccontextmanager
-    async def world(*engines, **sections):
-        config = config_tree(tmp_path, ROWS, **sections)
-        run = await make_run(redis, run_id, config)
-        async with AsyncExitStack() as life:
-            replicas = [
-                await life.enter_async_context(simulated_replica(run, f"r{place}", **engine))
-                for place, engine in enumerate(engines)
-            ]
-            learner = await life.enter_async_context(idle_learner(run, replicas))
-            await run.set_state(RunState.RUNNING)
-            pool = ReplicaPool(run, ExperienceLog(run), start_timeout=600.0, capacity=12)
-            life.push_async_callback(pool.close)
-            await pool.refresh()
-            yield World(run, config, replicas, learner, pool)
-
-    return world
+    return partial(episode_world, redis, run_id, tmp_path)
 
 
 def turns_of(sample):

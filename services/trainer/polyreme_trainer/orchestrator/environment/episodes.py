@@ -48,7 +48,13 @@ class Ending:
 
 
 class Host(Protocol):
-    """Plays episodes."""
+    """Plays episodes. `wait_ready`, `refresh` and `close` are those of `Environment`."""
+
+    async def wait_ready(self) -> None: ...
+
+    async def refresh(self) -> None: ...
+
+    async def close(self) -> None: ...
 
     async def play(self, task: Task, session: EpisodeSession) -> Ending:
         """One episode, within the bounds of its session.
@@ -72,6 +78,15 @@ class Episodes:
     ) -> None:
         self._sampler, self._tail, self._host, self._partial_log = sampler, tail, host, partial_log
         self._bounds, self._tries = bounds, tries
+
+    async def wait_ready(self) -> None:
+        await self._host.wait_ready()
+
+    async def refresh(self) -> None:
+        await self._host.refresh()
+
+    async def close(self) -> None:
+        await self._host.close()
 
     async def play(self, task: Task) -> Played:
         """See `Environment`."""

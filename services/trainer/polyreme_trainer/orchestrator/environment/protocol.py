@@ -42,6 +42,14 @@ class EpisodeError(Exception):
 class Environment(Protocol):
     """Plays the episodes of tasks."""
 
+    async def wait_ready(self) -> None:
+        """Waits for the servers that it needs. Raises UnavailableError when they do not come in time."""
+
+    async def refresh(self) -> None:
+        """Updates its servers from their leases."""
+
+    async def close(self) -> None: ...
+
     async def play(self, task: Task) -> Played:
         """All episodes of a task.
 

@@ -68,7 +68,11 @@ class EpisodeSession:
         self._turns: list[Turn] = []
         self._sampled: list[PartialRollout] = []
         self.messages: list[Message] = []
-        self.deadline = asyncio.get_running_loop().time() + bounds.seconds
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts the episode's clock, when its environment is there."""
+        self.deadline = asyncio.get_running_loop().time() + self._bounds.seconds
 
     @property
     def turns(self) -> int:

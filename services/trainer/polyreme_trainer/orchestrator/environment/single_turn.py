@@ -30,6 +30,15 @@ class SingleTurn:
     ) -> None:
         self._sampler, self._scoring, self._partial_log, self._budget = sampler, scoring, partial_log, budget
 
+    async def wait_ready(self) -> None:
+        """See `Environment`. The rewards are those of evaluations too, so the run waits for them itself."""
+
+    async def refresh(self) -> None:
+        await self._scoring.refresh()
+
+    async def close(self) -> None:
+        await self._scoring.close()
+
     async def play(self, task: Task) -> Played:
         """See `Environment`."""
         wanted = self._sampler.of_group(task.admission, task.prompt.ids)
