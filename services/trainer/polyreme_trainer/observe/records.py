@@ -180,7 +180,19 @@ def of_samples(groups: list[GroupRecord], trained: bytes | None) -> list[Record]
     samples = [sample for group in groups for sample in group.samples]
     if trained is None:
         return [{} for _ in samples]
-    return list(TrainedSamples.decode(trained).fields([len(sample) for sample in samples]))
+    fields = TrainedSamples.decode(trained).fields([sample.sampled_tokens for sample in samples])
+    return [{**used, "advantage": _spread(used["advantage"], sample)} for used, sample in zip(fields, samples, strict=True)]
+
+
+def _spread(advantage: float | list[float], sample: SampleRecord) -> float | list[float]:
+    """A sample's advantages, one for each token if they differ: 0 where the environment wrote."""
+    if not isinstance(advantage, list) or not sample.turns:
+        return advantage
+    sampled, spread = iter(advantage), [0.0] * len(sample)
+    for turn in sample.turns:
+        for place in range(turn.start, turn.end):
+            spread[place] = next(sampled)
+    return spread
 
 
 def sample_lines(group: GroupRecord) -> Iterator[Record]:

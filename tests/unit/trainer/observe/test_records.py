@@ -17,11 +17,12 @@ from polyreme.cli.reader.scalars import scalars
 from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import DataError, StoreError
+from polyreme.experience.record_checks import check_group
 from polyreme.experience.record_codec import decode_group, encode_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
-from polyreme_trainer.observe.records import Recorder, cut_torn_line, sample_lines
+from polyreme_trainer.observe.records import Recorder, cut_torn_line, of_samples, sample_lines
 from support.configs import run_config
 
 Stream = list[tuple[str, dict[str, Any]]]
@@ -157,6 +158,23 @@ async def test_a_sample_has_what_its_iteration_did_with_it(config: RunConfig) ->
     assert first["advantage"] == [0.25, 0.5, 0.75], "advantages that differ within a sample are all there"
     assert second["advantage"] == pytest.approx(-5 / 7, rel=1e-4) and second["weight"] == 0.125
     assert first["optimizer_steps"] == [1, 3]
+
+
+def test_advantages_of_a_trajectory_stand_at_its_sampled_tokens() -> None:
+    """Token 1 of three is the environment's. The learner's result has the sampled tokens alone."""
+    plain = decode_group(group(1))
+    outside = np.array([False, True, False])
+    parts = replace(
+        plain.samples[0],
+        turns=(Turn(0, 1), Turn(2, 3)),
+        loss_mask=np.where(outside, np.uint8(0), np.uint8(1)),
+        logprobs=np.where(outside, np.float32(0), np.float32(-0.5)),
+        spans=[(0, 0, 1), (0, 2, 3)],
+    )
+    played = replace(plain, samples=[parts], episodes=[EpisodeRecord(pb.OUTCOME_STOP)])
+    check_group(played)
+    used = TrainedSamples(np.array([0.5, -1.0], np.float32), np.ones(1, np.float32), np.ones((1, 1), np.int32))
+    assert of_samples([played], used.encode())[0]["advantage"] == [0.5, 0.0, -1.0]
 
 
 def test_what_belongs_to_other_samples_is_refused() -> None:
