@@ -207,6 +207,10 @@ class RunConfig(BaseConfig):
             raise ValueError(f"the section `{both[0]}` does not go with `environment`, which gives the rewards of its episodes")
         if self.rollout.tokens_per_iteration is not None:
             raise ValueError("rollout.tokens_per_iteration does not go with `environment`: its episodes do not pause; use null")
+        if self.trainer.moe.replay_routes:
+            raise ValueError(
+                "trainer.moe.replay_routes does not go with `environment`, whose own tokens have no reported routes; use false"
+            )
         if self.data.template != "chat":
             raise ValueError("`environment` needs data.template: chat, since an episode is a conversation")
 

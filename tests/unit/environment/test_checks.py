@@ -54,6 +54,7 @@ def test_an_environment_that_cannot(tmp_path: Path, code: str | None, section: d
     ("changes", "message"),
     [
         ({"reward": {"rewards": [{"name": "exact"}]}}, "`reward` does not go with `environment`"),
+        ({"trainer": {"moe": {"replay_routes": True}}}, "replay_routes does not go"),
         ({"data": {"template": "none"}}, "needs data.template: chat"),
         ({"data": {"eval": "eval.jsonl"}}, "with `environment`, see reward/mean"),
         ({"rollout": {"tokens_per_iteration": 4}, "max_staleness": 8}, "its episodes do not pause"),
