@@ -11,7 +11,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Scripts that run in another system's environment use types that are not installed here.
 BENCHES := $(filter-out bench/peer_side/trl_%,$(wildcard bench/*.py bench/*/*.py))
 PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
-PACKAGES := . services/rollout services/reward services/trainer
+PACKAGES := . services/rollout services/reward services/environment services/trainer
 PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 
 # The tests start hundreds of processes that import the same files, so compile them once.
@@ -76,7 +76,8 @@ lint: types
 
 ## types: check only the types
 types: $(VENV)/.dev
-	$(BIN)/mypy polyreme services/rollout/polyreme_rollout services/reward/polyreme_reward services/trainer/polyreme_trainer \
+	$(BIN)/mypy polyreme services/rollout/polyreme_rollout services/reward/polyreme_reward services/environment/polyreme_environment \
+		services/trainer/polyreme_trainer \
 		tests/conftest.py tests/support tests/unit $(BENCHES)
 
 ## proto: regenerate the stubs from proto/

@@ -29,7 +29,8 @@ from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.config.run import RunConfig
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.ledger import ExperienceLog, Writer
-from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
+from polyreme.experience.record_codec import decode_group, encode_group
+from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 

@@ -125,7 +125,8 @@ def batch_of(config: Any, iteration: int) -> Any:
     """Returns groups of full-length samples, half of which have the reward 1."""
     import numpy as np
 
-    from polyreme.experience.records import GroupRecord, SampleRecord, encode_group
+    from polyreme.experience.record_codec import encode_group
+    from polyreme.experience.records import GroupRecord, SampleRecord
     from polyreme_trainer.learner.engine import PlannedBatch
 
     generator = np.random.default_rng(iteration)

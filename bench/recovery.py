@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polyreme.experience.ledger import ExperienceLog
-from polyreme.experience.records import decode_group
+from polyreme.experience.record_codec import decode_group
 from polyreme.experience.run import RunState
 from support.driver import Storm
 from support.faults import PHASES, Fault

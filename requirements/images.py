@@ -29,7 +29,7 @@ WITHOUT = {
 """Packages that vLLM also requires. The vllm-ascend image has its own versions of them."""
 PYTHONS = ("3.11.0", "3.11.99")
 """Base images have any release of 3.11, and some packages have further requirements on the first one."""
-OURS = {"polyreme": ".", **{f"polyreme-{name}": f"services/{name}" for name in ("reward", "rollout", "trainer")}}
+OURS = {"polyreme": ".", **{f"polyreme-{name}": f"services/{name}" for name in ("reward", "rollout", "environment", "trainer")}}
 
 
 def lock() -> dict[str, str]:

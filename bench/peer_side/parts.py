@@ -68,7 +68,8 @@ def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: s
 
     from polyreme.api.v1 import experience_pb2
     from polyreme.cli.input_files import read_model_files
-    from polyreme.experience.records import GroupRecord, SampleRecord, encode_group
+    from polyreme.experience.record_codec import encode_group
+    from polyreme.experience.records import GroupRecord, SampleRecord
     from polyreme_trainer.data.prompts import load_prompts
     from polyreme_trainer.data.template import Template
     from polyreme_trainer.learner.engine import PlannedBatch

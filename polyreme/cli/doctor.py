@@ -43,7 +43,12 @@ from polyreme.process.temp_root import REPLICA_ROOM, temp_root
 from polyreme.weights.arena import SHARED_MEMORY
 
 GROUP = "polyreme.doctor"
-SERVICES = {"polyreme-rollout": "rollout", "polyreme-reward": "reward", "polyreme-trainer": "trainer"}
+SERVICES = {
+    "polyreme-rollout": "rollout",
+    "polyreme-reward": "reward",
+    "polyreme-environment": "environment",
+    "polyreme-trainer": "trainer",
+}
 
 
 def doctor(

@@ -62,7 +62,8 @@ class Session:
         def process(name: str, *argv: str, serves: bool = True) -> ProcessSet:
             return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=OWNER_DIED)], log_dir, serves)
 
-        services = [process("reward", "reward", *server)] if config.reward else []
+        scorers = {"reward": config.reward, "environment": config.environment}
+        services = [process(name, name, *server) for name, section in scorers.items() if section]
         services += [
             process(f"rollout-{place}", "rollout", *server, "--host", loopback()) for place in range(config.rollout.replicas)
         ]

@@ -13,7 +13,7 @@ from polyreme.config.data import DataSource
 from polyreme.config.section import Section
 
 RESERVED = frozenset(
-    {"actor", "checkpoint", "critic", "device", "eval", "importance", "moe", "offload", "partial", "prompt_length"}
+    {"actor", "checkpoint", "critic", "device", "episode", "eval", "importance", "moe", "offload", "partial", "prompt_length"}
     | {"reference", "response_length", "reward", "reward_weighted", "rollout", "sft", "staleness", "stop", "time"}
     | {"timing", "tokens", "train", "weights"}
 )

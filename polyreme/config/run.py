@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataConfig, Sources
+from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig
 from polyreme.config.notices import ReceiverConfig
@@ -76,7 +77,11 @@ class RunConfig(BaseConfig):
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig | None = Field(
-        None, description="Rewards of a response, and the reward service. A run that only distils a teacher needs none."
+        None,
+        description="Rewards of a response, and the reward service. A run with an environment, or that only distils a teacher, has none.",
+    )
+    environment: EnvironmentConfig | None = Field(
+        None, description="Environment for episodes of several turns. It gives the rewards. null: a response is one turn."
     )
     teacher: TeacherConfig | None = Field(None, description="The teacher of an on-policy distillation.")
     trainer: TrainerConfig
@@ -89,16 +94,18 @@ class RunConfig(BaseConfig):
         [], description="Webhooks and commands that are notified when the run ends, raises an alarm or has a new best evaluation."
     )
     security: Operational[SecurityConfig | None] = Field(
-        None, description="TLS and tokens of all services. The section `reward.security` replaces it for the reward service."
+        None,
+        description="TLS and tokens of all services. `reward.security` and `environment.security` replace it for their service.",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _secure_rewards_too(cls, tree: Any) -> Any:
-        reward = tree.get("reward") if isinstance(tree, dict) else None
-        if isinstance(reward, dict) and tree.get("security") is not None and reward.get("security") is None:
-            return {**tree, "reward": {**reward, "security": tree["security"]}}
-        return tree
+    def _secure_services_too(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or tree.get("security") is None:
+            return tree
+        sections = {name: tree.get(name) for name in ("reward", "environment")}
+        bare = {name: each for name, each in sections.items() if isinstance(each, dict) and each.get("security") is None}
+        return {**tree, **{name: {**each, "security": tree["security"]} for name, each in bare.items()}}
 
     @field_validator("eval_pattern")
     @classmethod
@@ -184,11 +191,28 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 f"rollout.temperature = {self.rollout.temperature:g} must be 1 with a teacher, whose log-probabilities are those at 1"
             )
-        if self.reward is None and not (isinstance(self.algorithm.advantage, Zero) and self.teacher is not None):
+        learns = not (isinstance(self.algorithm.advantage, Zero) and self.teacher is not None)
+        if self.reward is None and self.environment is None and learns:
             raise ValueError(
                 f"the section `reward` is missing, from which algorithm.advantage: {self.algorithm.advantage.kind} learns"
             )
+        self._check_environment()
         self._check_evaluation()
+
+    def _check_environment(self) -> None:
+        """Raises ValueError for what a run with an environment cannot have."""
+        if self.environment is None:
+            return
+        if both := [name for name in ("reward", "teacher") if getattr(self, name) is not None]:
+            raise ValueError(f"the section `{both[0]}` does not go with `environment`, which gives the rewards of its episodes")
+        if self.rollout.tokens_per_iteration is not None:
+            raise ValueError("rollout.tokens_per_iteration does not go with `environment`: its episodes do not pause; use null")
+        if self.trainer.moe.replay_routes:
+            raise ValueError(
+                "trainer.moe.replay_routes does not go with `environment`, whose own tokens have no reported routes; use false"
+            )
+        if self.data.template != "chat":
+            raise ValueError("`environment` needs data.template: chat, since an episode is a conversation")
 
     def _check_evaluation(self) -> None:
         """Raises ValueError unless the held-out sets are consistent and exist when a setting needs them."""
@@ -196,7 +220,10 @@ class RunConfig(BaseConfig):
             key = "iterations = 0" if self.iterations == 0 else "eval_stop_after"
             raise ValueError(f"{key} needs held-out prompts, data.eval or eval_sets")
         if self.reward is None and self.evaluation_sets:
-            raise ValueError("data.eval and eval_sets need the section `reward`, which scores the answers of an evaluation")
+            raise ValueError(
+                "data.eval and eval_sets need the section `reward`, which scores the answers of an evaluation"
+                + "; with `environment`, see reward/mean" * (self.environment is not None)
+            )
         names = [each.name for each in self.eval_sets]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set needs a different name")

@@ -17,7 +17,7 @@ from polyreme.experience.run import Run
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["rollout", "reward", "learner"]
+Kind = Literal["rollout", "reward", "environment", "learner"]
 _REMOVE_TIMEOUT = 2.0  # to remove the lease at exit; it expires anyway
 
 

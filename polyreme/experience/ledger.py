@@ -131,7 +131,7 @@ class ExperienceLog(LogReader):
 
         Args:
             index, attempt: of its admission.
-            payload: the serialised group (`experience.encode_group`).
+            payload: the serialised group (`record_codec.encode_group`).
             oldest_version: the oldest policy version among its tokens; not below the admission's.
             mean_reward: of its samples; finite.
             tally: counts in the pass rate of its prompt; None: nothing is counted.

@@ -19,7 +19,7 @@ _DIGITS = 5
 
 @dataclass(frozen=True)
 class TrainedSamples:
-    """n samples with t response tokens in total.
+    """n samples with t tokens in total that the policy sampled.
 
     Attributes:
         advantages: float32 [t], 0 where the token was not trained on.
@@ -54,7 +54,7 @@ class TrainedSamples:
         """Yields, for each sample, the fields of its line in the sample files.
 
         Args:
-            lengths: the number of response tokens of each sample.
+            lengths: the number of sampled tokens of each sample.
 
         Raises:
             DataError: the lengths do not match the samples.

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from polyreme.errors import ConfigError
-from polyreme_reward.isolation import processes
+from polyreme.isolation import processes
 from support.processes import command_line, descendants
 from support.rewards import item, scoring, serving, summary
 from support.waiting import until, wait_until
@@ -198,9 +198,7 @@ async def test_a_hang_lasts_until_its_deadline_and_holds_up_no_other(plugin: dic
 
 
 async def worker_pids() -> list[int]:
-    (keeper,) = [
-        p for p in descendants() if "polyreme_reward.isolation.keeper" in command_line(p) and p.ppid() == psutil.Process().pid
-    ]
+    (keeper,) = [p for p in descendants() if "polyreme.isolation.keeper" in command_line(p) and p.ppid() == psutil.Process().pid]
     return [keeper.pid, *(p.pid for p in keeper.children())]
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -62,6 +64,37 @@ async def test_checkpoints_follow_by_time_and_a_resumed_learner_says_where_it_co
         assert saved[0] == 0 and saved[-1] == 40 and len(saved) > 2
         [resumed] = await started.records("resumed")
         assert 0 < resumed["iteration"] < 40
+
+
+COUNT = """
+class Count:
+    def __init__(self): self.seen = 0
+    def reset(self, row): return None
+    def step(self, message):
+        self.seen += 1
+        return "more", 0.25, self.seen == 3
+"""
+
+
+async def test_it_plays_episodes_and_survives_the_death_of_their_server(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    (tmp_path / "count.py").write_text(COUNT)
+    played = {"reward": None, "environment": {"file": str(tmp_path / "count.py"), "start_timeout": 300.0}}
+    played["rollout"] = {"max_new_tokens": 24}  # three turns fit the context
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=6, train_seconds=0.3, **played) as started:
+        log = ExperienceLog(started.run)
+        while await log.version() < 2:  # noqa: ASYNC110 (there is no event for it)
+            await asyncio.sleep(0.05)
+        server = started.children["environment"]
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        await server.wait()
+        started.start("environment")
+        assert await started.ended(300) == ("done", ""), started.logs()
+        assert (await log.audit()).clean
+        records = await started.records("iteration")
+        assert [(record["reward/mean"], record["episode/turns/mean"]) for record in records] == [(0.75, 3.0)] * 6
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples" / "iteration_0006.jsonl").read_text().splitlines()]
+    assert {len(line["turns"]) for line in lines} == {3} and {line["outcome"] for line in lines} <= {"stop", "length"}
 
 
 async def test_a_fork_trains_on_from_the_checkpoint_on_the_groups_behind_it(redis_url: str, run_id: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.pass_rates import Tally
-from polyreme.experience.records import encode_group
+from polyreme.experience.record_codec import encode_group
 from polyreme.experience.run import Run
 from support.learning import made_up_groups
 

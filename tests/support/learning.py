@@ -17,7 +17,8 @@ from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_S
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, SftPhase
-from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
+from polyreme.experience.record_codec import encode_group
+from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import PlannedBatch
 from polyreme_trainer.learner.leader import LeaderError, Ranks

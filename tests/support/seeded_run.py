@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from polyreme.api.v1 import experience_pb2 as pb
-from polyreme.experience.records import GroupRecord, RewardCall, RewardPart, SampleRecord, encode_group
+from polyreme.experience.record_codec import encode_group
+from polyreme.experience.records import GroupRecord, RewardCall, RewardPart, SampleRecord
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme_trainer.observe.records import Recorder

@@ -20,7 +20,8 @@ from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
-from polyreme.experience.records import GroupRecord, decode_group
+from polyreme.experience.record_codec import decode_group
+from polyreme.experience.records import GroupRecord
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena

@@ -81,6 +81,8 @@ async def simulated_run(
     }
     if config.reward is not None:
         commands["reward"] = ("polyreme", "reward")
+    if config.environment is not None:
+        commands["environment"] = ("polyreme", "environment")
     commands["train"] = (
         "polyreme_trainer.testing.simulation", "--log-dir", str(folder), "--train-seconds", str(train_seconds),
         *(() if http_port is None else ("--http-port", str(http_port))),

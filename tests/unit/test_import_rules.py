@@ -15,6 +15,7 @@ PACKAGES = {
     "polyreme": ROOT / "polyreme",
     "polyreme_rollout": ROOT / "services" / "rollout" / "polyreme_rollout",
     "polyreme_reward": ROOT / "services" / "reward" / "polyreme_reward",
+    "polyreme_environment": ROOT / "services" / "environment" / "polyreme_environment",
     "polyreme_trainer": ROOT / "services" / "trainer" / "polyreme_trainer",
 }
 SERVICES = tuple(name for name in PACKAGES if name != "polyreme")
@@ -182,6 +183,7 @@ CORE_ARROWS = {
     "weights": {"errors", "api"},
     "import_config": {"config", "errors"},
     "dataset": {"config", "errors"},
+    "isolation": {"process", "errors"},
     "config": {"errors"},
     "process": {"errors"},
     "errors": set(),

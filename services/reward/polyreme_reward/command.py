@@ -64,7 +64,7 @@ def _test(words: list[str], config: Path | None) -> None:
 async def _serve(
     redis: str | None, run_id: str | None, path: Path | None, endpoint_towards: Callable[[str | None], Endpoint], wait: float
 ) -> None:
-    from polyreme_reward.isolation.privacy import refuse_inspection
+    from polyreme.isolation.privacy import refuse_inspection
     from polyreme_reward.server import serve
 
     refuse_inspection()  # memory and environment contain the run's password and token
@@ -88,12 +88,12 @@ async def _serve(
             elif run_id is not None:
                 raise ConfigError(
                     f"a section `reward` in run {run.run_id}",
-                    "none: it only distils a teacher",
+                    "none: it has an environment, or only distils a teacher",
                     "Start no reward service for it.",
                 )
             else:
                 # A container starts before it knows the run, and would be restarted for ever.
-                logger.info("run %s has no rewards: it only distils a teacher; waiting for its end", run.run_id)
+                logger.info("run %s has no rewards; waiting for its end", run.run_id)
                 async with following:
                     await stop.wait()
     finally:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
-from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
+from polyreme.experience.record_codec import decode_group, encode_group
+from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardPart, SampleRecord, ToolCall, Turn
 
-ARRAYS = ("token_ids", "logprobs", "loss_mask", "token_rewards", "teacher_logprobs", "routes")
+ARRAYS = ("token_ids", "logprobs", "loss_mask", "token_rewards", "teacher_logprobs", "routes", "prompt_ids")
 finite = st.floats(allow_nan=False, allow_infinity=False)
 text = st.text(max_size=20)
 
@@ -48,7 +49,44 @@ def samples(draw: st.DrawFn) -> SampleRecord:
     )
 
 
-groups = st.builds(
+@st.composite
+def trajectories(draw: st.DrawFn, episode: int, score: float) -> SampleRecord:
+    """A sample whose tokens are in part the environment's."""
+    sample = draw(samples())
+    bounds = sorted(draw(st.sets(st.integers(0, len(sample)), max_size=5)) | {0, len(sample)})
+    ranges = list(pairwise(bounds))[::2] if len(bounds) % 2 == 0 else [(0, len(sample))]
+    outside = np.ones(len(sample), bool)
+    for start, end in ranges:
+        outside[start:end] = False
+    calls = st.builds(ToolCall, text, text, text, finite, text)
+    turns = [Turn(*each, draw(finite), draw(finite), tuple(draw(st.lists(calls, max_size=2)))) for each in ranges]
+    return replace(
+        sample,
+        logprobs=np.where(outside, np.float32(0), sample.logprobs),
+        loss_mask=np.where(outside, np.uint8(0), sample.loss_mask),
+        spans=[(draw(st.integers(0, 9)), *each) for each in ranges],
+        score=score,
+        parts=[],
+        turns=tuple(turns),
+        episode=episode,
+        prompt_ids=np.array([4, 5], np.int32) if draw(st.booleans()) else None,
+    )
+
+
+@st.composite
+def groups_of_episodes(draw: st.DrawFn) -> GroupRecord:
+    count = draw(st.integers(1, 3))
+    members = [
+        draw(trajectories(number, score))
+        for number in range(count)
+        for score in [draw(finite)]
+        for _ in range(draw(st.integers(1, 2)))
+    ]
+    episodes = [EpisodeRecord(draw(st.sampled_from(pb.Outcome.values()[1:])), draw(text), draw(finite)) for _ in range(count)]
+    return replace(draw(groups_of_responses), samples=members, episodes=episodes)
+
+
+groups_of_responses = st.builds(
     GroupRecord,
     index=st.integers(0, 2**63),
     attempt=st.integers(1, 2**31),
@@ -59,6 +97,7 @@ groups = st.builds(
     generate_seconds=finite,
     score_seconds=finite,
 )
+groups = groups_of_responses | groups_of_episodes()
 
 
 def assert_same(a: GroupRecord, b: GroupRecord) -> None:
@@ -137,7 +176,80 @@ def test_a_group_needs_a_prompt_and_samples() -> None:
     with pytest.raises(DataError, match="at least one sample"):
         encode_group(GroupRecord(0, 1, np.array([1], np.int32), []))
     with pytest.raises(DataError, match="a prompt"):
-        decode_group(b"")
+        encode_group(GroupRecord(0, 1, np.array([], np.int32), [sample()]))
+
+
+def test_the_log_of_another_release_is_refused_by_name() -> None:
+    message = pb.Group.FromString(encode_group(GroupRecord(7, 1, np.array([1], np.int32), [sample()])))
+    for number, name in ((0, 1), (3, 3)):  # the first layout had no number
+        message.format = number
+        with pytest.raises(DataError, match=f"format 2 of the experience log; found group 7 in format {name}"):
+            decode_group(message.SerializeToString())
+
+
+def trajectory(**changes: Any) -> SampleRecord:
+    """Tokens 0 and 1 are the first turn, 2 and 3 the environment's, 4 the second turn."""
+    bare = SampleRecord(
+        np.arange(5, dtype=np.int32),
+        np.array([-0.5, -1.0, 0.0, 0.0, -2.0], np.float32),
+        np.array([1, 1, 0, 0, 1], np.uint8),
+        pb.FINISH_REASON_STOP,
+        [(3, 0, 2), (4, 4, 5)],
+        1.0,
+        turns=(Turn(0, 2, 0.5), Turn(4, 5)),
+    )
+    return replace(bare, **changes)
+
+
+DONE = EpisodeRecord(pb.OUTCOME_STOP)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"turns": (Turn(0, 2),)}, "up to token 5"),
+        ({"turns": (Turn(1, 2), Turn(4, 5))}, "from token 0"),
+        ({"turns": (Turn(0, 2), Turn(1, 5))}, "follow each other"),
+        ({"turns": (Turn(0, 0), Turn(0, 5))}, "follow each other"),
+        ({"turns": (Turn(0, 2, float("nan")), Turn(4, 5))}, "finite rewards"),
+        ({"spans": [(3, 0, 5)]}, "cover the turns"),
+        ({"spans": [(3, 0, 2)]}, "cover the turns"),
+        ({"spans": [(3, 4, 5), (3, 0, 2)]}, "cover the turns"),
+        ({"loss_mask": np.ones(5, np.uint8)}, "outside of the turns"),
+        ({"logprobs": np.full(5, -0.5, np.float32)}, "outside of the turns"),
+        ({"prompt_ids": np.array([], np.int32)}, "a prompt of its own"),
+        ({"episode": 2}, "in their order in group 7; found samples of the episodes"),
+        ({"episode": 0}, "samples of 2 episodes"),
+    ],
+)
+def test_an_inconsistent_trajectory_is_refused(changes: dict[str, Any], message: str) -> None:
+    group = GroupRecord(
+        7, 1, np.array([1], np.int32), [trajectory(), trajectory(**{"episode": 1, **changes})], episodes=[DONE, DONE]
+    )
+    with pytest.raises(DataError, match=message):
+        encode_group(group)
+
+
+def test_trajectories_need_episodes_and_outcomes() -> None:
+    members = [trajectory(), trajectory(score=0.0)]
+    with pytest.raises(DataError, match="one score in all samples of episode 0 in group 7"):
+        encode_group(GroupRecord(7, 1, np.array([1], np.int32), members, episodes=[DONE]))
+    group = GroupRecord(7, 1, np.array([1], np.int32), [trajectory()])
+    with pytest.raises(DataError, match="expected episodes in group 7"):
+        encode_group(group)
+    with pytest.raises(DataError, match="an outcome"):
+        encode_group(replace(group, episodes=[EpisodeRecord(pb.OUTCOME_UNSPECIFIED)]))
+
+
+def test_an_episode_counts_once_however_many_trajectories_it_has() -> None:
+    own = np.array([8, 9], np.int32)
+    baseline = trajectory(loss_mask=np.zeros(5, np.uint8), score=9.0, episode=2)
+    members = [trajectory(), trajectory(prompt_ids=own), trajectory(score=0.0, episode=1), baseline]
+    group = GroupRecord(7, 1, np.array([1], np.int32), members, episodes=[DONE, DONE, DONE])
+    assert group.mean_reward == 0.5
+    assert ([each.score for each in group.scored], len(group.sampled), group.episode_of) == ([1.0, 0.0], 3, [0, 0, 1, 2])
+    assert [group.prompt_of(each).tolist() for each in members] == [[1], [8, 9], [1], [1]]
+    assert members[0].sampled_tokens == 3
 
 
 def test_oldest_version_and_mean_reward() -> None:

@@ -1,1 +1,1 @@
-"""Processes for untrusted code: `pool` schedules items, `keeper` forks and ends the workers, `worker` runs the code."""
+"""Worker processes for untrusted rewards: `pool` schedules items, `worker` runs the code."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from polyreme_reward.isolation.processes import Gone, Worker, Workers
+from polyreme.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed
 from polyreme_reward.metrics import RewardMetrics
 
@@ -69,7 +69,7 @@ class WorkerPool:
         metrics: RewardMetrics,
     ) -> None:
         setup = {"rewards": list(sources), "memory_mib": memory_mib}
-        self._processes = Workers(setup, preload, start_timeout, environment)
+        self._processes = Workers("polyreme_reward.isolation.worker", "reward", setup, preload, start_timeout, environment)
         self._size, self._item_timeout = size, item_timeout
         self._metrics = metrics
         self._numbers = itertools.count()

@@ -6,50 +6,19 @@ leave the process only in a bounded, validated reply.
 
 import asyncio
 import importlib
-import io
 import os
-import resource
-import signal
 import socket
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from polyreme.errors import ConfigError
-from polyreme_reward.isolation.wire import encode, receive
+from polyreme.isolation.confinement import confine, limit_memory, summary
+from polyreme.isolation.wire import encode, receive
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
 from polyreme_reward.plugins.load import Loaded, load
-
-_OUTPUT_CHARS = 4000
-
-
-class BoundedOutput(io.TextIOBase):
-    """Replaces stdout and stderr. Keeps the first characters that an item prints and drops the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: list[str] = []
-        self._room = _OUTPUT_CHARS
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if self._room > 0:
-            kept = text[: self._room]
-            self._kept.append(kept)
-            self._room -= len(kept)
-        return len(text)
-
-    def take(self) -> str:
-        """Returns the output since the last call, at most _OUTPUT_CHARS characters."""
-        text = "".join(self._kept)
-        self._kept, self._room = [], _OUTPUT_CHARS
-        return text
 
 
 def main(channel: socket.socket) -> int:
@@ -64,10 +33,10 @@ def main(channel: socket.socket) -> int:
     setup = receive(channel)
     if setup is None:
         return 0
-    output = _confine()
+    output = confine()
     if "module" in setup:
         return _run_module(channel, setup)
-    _limit_memory(setup["memory_mib"])
+    limit_memory(setup["memory_mib"])
     pid = os.getpid()
     try:
         plugins = [load(source) for source in setup["rewards"]]
@@ -75,7 +44,7 @@ def main(channel: socket.socket) -> int:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
         return 2
     except BaseException as error:  # noqa: BLE001 plugin code may raise anything
-        channel.sendall(encode({"failed": ["a reward that loads", _summary(error), "Fix the plugin."]}))
+        channel.sendall(encode({"failed": ["a reward that loads", summary(error), "Fix the plugin."]}))
         return 2
     channel.sendall(encode({"ready": [[plugin.version, plugin.description, plugin.reads_tokens] for plugin in plugins]}))
     loop = asyncio.new_event_loop()
@@ -100,30 +69,9 @@ def _run_module(channel: socket.socket, setup: dict[str, Any]) -> int:
     except ConfigError as error:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
         return 2
-    _limit_memory(setup["memory_mib"], beyond=psutil.Process().memory_info().data)
+    limit_memory(setup["memory_mib"], beyond=psutil.Process().memory_info().data)
     channel.sendall(encode({"ready": [[loaded.version, loaded.description, False]]}))
     return int(module.run(channel, loaded, setup))
-
-
-def _limit_memory(mib: int, beyond: int = 0) -> None:
-    """Limits data memory (RLIMIT_DATA) to `mib` MiB plus `beyond` bytes."""
-    limit = (mib << 20) + beyond
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _confine() -> BoundedOutput:
-    """Resets signals and replaces the standard streams."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    if null > 2:
-        os.close(null)
-    output = BoundedOutput()
-    sys.stdout = sys.stderr = output
-    return output
 
 
 def _score(plugin: Loaded, item: Item, loop: asyncio.AbstractEventLoop) -> tuple[Outcome, bool]:
@@ -140,17 +88,7 @@ def _score(plugin: Loaded, item: Item, loop: asyncio.AbstractEventLoop) -> tuple
     except SystemExit as error:
         return failed(Status.ERROR, f"called sys.exit({error.code!r})"), False
     except BaseException as error:  # noqa: BLE001 plugin code may raise anything
-        return failed(Status.ERROR, _summary(error)), False
-
-
-def _summary(error: BaseException) -> str:
-    """The exception and its origin, on one line."""
-    try:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-        return f"{type(error).__name__}: {str(error)[:1000]}{where}"
-    except Exception:  # noqa: BLE001 str() of a plugin's exception may raise
-        return f"{type(error).__name__} (without a printable message)"
+        return failed(Status.ERROR, summary(error)), False
 
 
 def _leftover_test() -> Callable[[], tuple[bool, bool]]:

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import LoadReports, unreported
-from polyreme_reward.isolation.processes import Gone, Worker, Workers
+from polyreme.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed, judge
 from polyreme_reward.metrics import RewardMetrics
 
@@ -120,7 +120,14 @@ class ModelReward:
         self.name, self.weight = name, weight
         self._item_timeout, self._metrics = item_timeout, metrics
         setup = {"module": _WORKER, "model": str(path), "options": asdict(checked_options), "memory_mib": memory_mib}
-        self._processes = Workers(setup, _PRELOAD, start_timeout, begin_loading=lambda: loads(f"reward model {name}"))
+        self._processes = Workers(
+            "polyreme_reward.isolation.worker",
+            "reward",
+            setup,
+            _PRELOAD,
+            start_timeout,
+            begin_loading=lambda: loads(f"reward model {name}"),
+        )
         self._numbers = itertools.count()
         self._queue: deque[_Job] = deque()
         self._inside: dict[int, _Job] = {}  # sent to the process and not yet answered

@@ -13,7 +13,7 @@ from typing import Any
 
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import Loaded
-from polyreme_reward.isolation.wire import encode, receive
+from polyreme.isolation.wire import encode, receive
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
 from polyreme_reward.model.batches import next_batch
 

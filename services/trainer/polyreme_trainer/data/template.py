@@ -39,6 +39,7 @@ class Template:
         data: the run's `data` section, of which `template`, `system` and `date` are used.
 
     Attributes:
+        is_chat: whether prompts go through the chat template.
         stop_ids: ids that end a response, ascending: the tokenizer's end token and those of generation_config.json.
         end_id: the stop token that ends a supervised response.
         unstopped: special tokens, as text, that the chat template writes after an answer but that do not stop a rollout.
@@ -56,11 +57,11 @@ class Template:
         self._tokenizer = load_tokenizer(files)
         self.embeddings = read_embeddings(files)
         self.tokens = 1 + max(self._tokenizer.get_vocab().values())
-        self._chat = data.template == "chat"
+        self.is_chat = data.template == "chat"
         self._system = data.system
         self._day = data.date or datetime.date.today()
         self.stop_ids = find_stop_ids(self._tokenizer, files, self.embeddings)
-        if self._chat:
+        if self.is_chat:
             self._check_chat_template()
         elif data.system is not None:
             raise ConfigError(
@@ -70,7 +71,7 @@ class Template:
             )
         self.end_id, self.unstopped = self._find_end()
         self._end = self.decode([[self.end_id]], special=True)[0]
-        self._lead = np.empty(0, np.int32) if self._chat else self._find_lead()
+        self._lead = np.empty(0, np.int32) if self.is_chat else self._find_lead()
         parts = [files["tokenizer.json"].decode(), data.template, data.system, self._tokenizer.chat_template]
         parts += [self._day.isoformat()] if "strftime_now" in str(self._tokenizer.chat_template) else []
         self.digest = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
@@ -79,7 +80,7 @@ class Template:
         """The text before each response; tokens have their own text. Raises DataError when the template rejects a prompt."""
         if any(isinstance(prompt, TokenIds) for prompt in prompts):
             return [self._text(prompt) if isinstance(prompt, TokenIds) else self.render([prompt])[0] for prompt in prompts]
-        if not self._chat:
+        if not self.is_chat:
             for prompt in prompts:
                 if not isinstance(prompt, str):
                     raise DataError(
@@ -88,7 +89,7 @@ class Template:
                         "Use data.template: chat, or give the prompts as strings.",
                     )
             return [str(prompt) for prompt in prompts]
-        return self._apply([self._fitted(prompt) for prompt in prompts], generation_prompt=True)
+        return self.apply([self.fitted(prompt) for prompt in prompts], generation_prompt=True)
 
     def converse(self, prompts: Sequence[PromptSource], answers: Sequence[Answer]) -> list[Conversation]:
         """Each prompt with its answer, as the chat template renders the whole conversation.
@@ -101,10 +102,10 @@ class Template:
         """
         told = [self._without_end(answer) for answer in answers]
         texts = self.render(prompts)
-        if not self._chat:
+        if not self.is_chat:
             return [Conversation(text + _text_of(answer), len(text)) for text, answer in zip(texts, told, strict=True)]
-        chats = [self._fitted(prompt) for prompt in prompts]
-        wholes = self._apply(list(map(_answered, chats, told)), generation_prompt=False)
+        chats = [self.fitted(prompt) for prompt in prompts]
+        wholes = self.apply(list(map(_answered, chats, told)), generation_prompt=False)
         found = []
         for chat, answer, text, whole in zip(chats, told, texts, wholes, strict=True):
             if not whole.startswith(text):
@@ -140,10 +141,10 @@ class Template:
         Raises:
             DataError: there is no chat template, it refuses the messages, or it formats an earlier answer differently from the last.
         """
-        if not self._chat:
+        if not self.is_chat:
             raise DataError("data.template: chat for rows of messages", "none", "Use the chat template, or columns with texts.")
-        chats = [self._fitted(each) for each in conversations]
-        wholes = self._apply(chats, generation_prompt=False)
+        chats = [self.fitted(each) for each in conversations]
+        wholes = self.apply(chats, generation_prompt=False)
         return [self._mark_turns(*each) for each in zip(chats, wholes, self._encodings(wholes), strict=True)]
 
     def encode_whole(self, prompts: Sequence[PromptSource], answers: Sequence[Answer]) -> list[np.ndarray]:
@@ -151,12 +152,12 @@ class Template:
 
         Under `template: none` it ends with the end token. Raises DataError as `converse`.
         """
-        if not self._chat:
+        if not self.is_chat:
             return [ids for ids, _ in self.encode_conversations(self.converse(prompts, answers))]
         chats = [
-            _answered(self._fitted(prompt), self._without_end(answer)) for prompt, answer in zip(prompts, answers, strict=True)
+            _answered(self.fitted(prompt), self._without_end(answer)) for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        return self.encode(self._apply(chats, generation_prompt=False))
+        return self.encode(self.apply(chats, generation_prompt=False))
 
     def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids [length] of each rendered prompt.
@@ -215,16 +216,19 @@ class Template:
             )
         return text if isinstance(answer, str) else {**answer, "content": text}
 
-    def _fitted(self, prompt: PromptSource) -> Chat:
+    def fitted(self, prompt: PromptSource) -> Chat:
         """The prompt as a conversation with the run's system message, in the form of this template."""
         if isinstance(prompt, TokenIds):
             raise DataError("a text or messages for a conversation", "token ids", "Use data with texts.")
-        chat = Chat(({"role": "user", "content": prompt},)) if isinstance(prompt, str) else prompt
-        tools = None if chat.tools is None else list(chat.tools)
-        chat = for_template(chat, self._tokenizer.get_chat_template(tools=tools))
+        chat = self.in_form(Chat(({"role": "user", "content": prompt},)) if isinstance(prompt, str) else prompt)
         if self._system is not None and chat.messages[0]["role"] != "system":
             return Chat(({"role": "system", "content": self._system}, *chat.messages), chat.tools)
         return chat
+
+    def in_form(self, chat: Chat) -> Chat:
+        """A conversation in the form that this template reads."""
+        tools = None if chat.tools is None else list(chat.tools)
+        return for_template(chat, self._tokenizer.get_chat_template(tools=tools))
 
     def _mark_turns(self, chat: Chat, whole: str, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a conversation, written as `whole`, and its mask. See `encode_turns`."""
@@ -233,8 +237,8 @@ class Template:
         mask, stop = np.zeros(len(ids), dtype=np.uint8), len(ids)
         turns = [place for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
         for place in turns:
-            before = self._apply([Chat(chat.messages[:place], chat.tools)], generation_prompt=True)[0]
-            after = self._apply([Chat(chat.messages[: place + 1], chat.tools)], generation_prompt=False)[0]
+            before = self.apply([Chat(chat.messages[:place], chat.tools)], generation_prompt=True)[0]
+            after = self.apply([Chat(chat.messages[: place + 1], chat.tools)], generation_prompt=False)[0]
             if not whole.startswith(before) or not whole.startswith(after):
                 raise DataError(
                     "a chat template that writes an answer in the same way whether it is the last one or not",
@@ -251,7 +255,12 @@ class Template:
             return np.append(ids, np.int32(self.end_id)), np.append(mask, np.uint8(1))
         return ids, mask
 
-    def _apply(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
+    def apply(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
+        """What the chat template writes for conversations in its form; `generation_prompt`: up to the beginning of an answer.
+
+        Raises:
+            DataError: the template refuses one.
+        """
         return render(self._tokenizer, chats, opened=generation_prompt, day=self._day)
 
     def _check_chat_template(self) -> None:
@@ -261,9 +270,9 @@ class Template:
                 "none",
                 "Add one, or set data.template: none for prompts that are complete texts.",
             )
-        question = self._fitted("q")
+        question = self.fitted("q")
         try:
-            opened, bare = (self._apply([question], generation_prompt=flag)[0] for flag in (True, False))
+            opened, bare = (self.apply([question], generation_prompt=flag)[0] for flag in (True, False))
         except DataError as error:
             asked = "a question" if self._system is None else "a question after data.system"
             raise ConfigError(
@@ -279,7 +288,7 @@ class Template:
 
     def _turn_parts(self, question: Chat, prompt: str) -> tuple[str, str]:
         """The text that the template writes before and after an assistant's answer, without the prompt's own text."""
-        answered = self._apply([_answered(question, _SENTINEL)], generation_prompt=False)[0]
+        answered = self.apply([_answered(question, _SENTINEL)], generation_prompt=False)[0]
         before, _, after = answered.rpartition(_SENTINEL)
         return before.removeprefix(prompt), after
 
@@ -293,9 +302,9 @@ class Template:
         token there, also returns the special tokens that it writes."""
         eos = self._tokenizer.eos_token_id
         default = int(eos) if eos is not None else self.stop_ids[0]
-        if not self._chat:
+        if not self.is_chat:
             return default, ()
-        written = [int(i) for i in self.encode([self._turn_parts(self._fitted("q"), "")[1]])[0]]
+        written = [int(i) for i in self.encode([self._turn_parts(self.fitted("q"), "")[1]])[0]]
         if stops := [i for i in written if i in self.stop_ids]:
             return stops[0], ()
         special = self._tokenizer.added_tokens_decoder

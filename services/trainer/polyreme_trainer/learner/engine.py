@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyreme.config.trainer import SftPhase
-from polyreme.experience.records import GroupRecord, decode_group
+from polyreme.experience.record_codec import decode_group
+from polyreme.experience.records import GroupRecord
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary

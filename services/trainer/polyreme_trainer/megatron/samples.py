@@ -27,8 +27,8 @@ def collect(
         routes: reads a sample's routes; None leaves them out.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
-    ids = [np.concatenate([group.prompt_ids, sample.token_ids]).astype(np.int64) for group, sample in samples]
-    blanks = [np.zeros(len(group.prompt_ids) - 1, dtype=np.float32) for group, _ in samples]
+    ids = [np.concatenate([group.prompt_of(sample), sample.token_ids]).astype(np.int64) for group, sample in samples]
+    blanks = [np.zeros(len(group.prompt_of(sample)) - 1, dtype=np.float32) for group, sample in samples]
     mask = np.concatenate(
         [part for b, (_, s) in zip(blanks, samples, strict=True) for part in (b, s.loss_mask)], dtype=np.float32
     )

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
+from polyreme.api.v1.experience_pb2 import (
+    FINISH_REASON_LENGTH,
+    OUTCOME_LENGTH,
+    OUTCOME_TIME,
+    OUTCOME_TOKENS,
+    OUTCOME_TURNS,
+)
 from polyreme.config.run import RunConfig
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.observe.alarms import Observation, is_repetitive
@@ -26,19 +32,21 @@ def iteration_record(
     """The `iteration` record of the run's metrics.
 
     Args:
-        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only.
+        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only. Scores are counted
+            per episode; lengths count sampled tokens.
         trained: metrics of the training itself.
         seconds: wall-clock seconds of this iteration's parts on rank 0: iteration, learner_wait (for a plan), train, write.
         now: Unix time.
         config: the run's configuration, for its rewards and devices.
     """
     samples = [sample for group in groups for sample in group.sampled]
-    scores = np.array([sample.score for sample in samples])
-    lengths = np.array([len(sample.token_ids) for sample in samples])
-    prompts = np.array([len(group.prompt_ids) for group in groups for _ in group.sampled])
-    entropy = float(-np.concatenate([sample.logprobs for sample in samples]).mean())
-    tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
-    read = sum(len(group.prompt_ids) * len(group.samples) for group in groups)
+    scored = [sample for group in groups for sample in group.scored]
+    scores = np.array([sample.score for sample in scored])
+    lengths = np.array([sample.sampled_tokens for sample in samples])
+    prompts = np.array([len(group.prompt_of(sample)) for group in groups for sample in group.sampled])
+    entropy = float(-np.concatenate([sample.logprobs for sample in samples]).sum() / lengths.sum())
+    tokens = sum(sample.sampled_tokens for group in groups for sample in group.samples)
+    trained_on = sum(len(group.prompt_of(sample)) + len(sample) for group in groups for sample in group.samples)
     timing = timings(groups, trained, seconds, config)
     return {
         "kind": "iteration",
@@ -46,9 +54,10 @@ def iteration_record(
         "time": now,
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
-        **part_means(samples),
+        **part_means(scored),
         **statistics("response_length", lengths),
         **statistics("prompt_length", prompts),
+        **episodes(groups),
         "stop/length_fraction": float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
         "actor/entropy": entropy,
         **trained,
@@ -57,7 +66,7 @@ def iteration_record(
         **carried(samples),
         **{f"time/{name}": value for name, value in seconds.items()},
         **timing,
-        **throughput(tokens + read, timing, trained.get("timing/update", 0.0), config),
+        **throughput(trained_on, timing, trained.get("timing/update", 0.0), config),
         "tokens/generated": tokens,
         "tokens_per_second": tokens / seconds["iteration"],
         "samples_per_second": sum(len(group.samples) for group in groups) / seconds["iteration"],
@@ -67,6 +76,26 @@ def iteration_record(
 def statistics(name: str, values: NDArray[np.int64]) -> dict[str, float]:
     """Mean, maximum and minimum of a series [n], n > 0."""
     return {f"{name}/mean": float(values.mean()), f"{name}/max": int(values.max()), f"{name}/min": int(values.min())}
+
+
+def episodes(groups: Sequence[GroupRecord]) -> dict[str, float]:
+    """The metrics of episodes, baselines included; none in a run without an environment."""
+    played = [episode for group in groups for episode in group.episodes]
+    if not played:
+        return {}
+    turns = [
+        sum(len(sample.turns) for sample in group.samples if sample.episode == number)
+        for group in groups
+        for number in range(len(group.episodes))
+    ]
+    bounds = {"length": OUTCOME_LENGTH, "turns": OUTCOME_TURNS, "tokens": OUTCOME_TOKENS, "time": OUTCOME_TIME}
+    return {
+        **statistics("episode/turns", np.array(turns)),
+        "episode/environment_seconds": float(np.mean([episode.seconds for episode in played])),
+        **{
+            f"episode/by_{name}": float(np.mean([each.outcome == outcome for each in played])) for name, outcome in bounds.items()
+        },
+    }
 
 
 def part_means(samples: Sequence[SampleRecord]) -> dict[str, float]:
@@ -140,7 +169,7 @@ def throughput(tokens: int, timing: Mapping[str, float], update: float, config: 
     """The `_tps` metrics, in tokens per second and device.
 
     Args:
-        tokens: the number of tokens of all prompts (once per sample) and responses.
+        tokens: the number of tokens of all prompts (once per sample) and of what follows them.
         update: seconds of the actor's optimizer steps; 0 when there was none or it was not measured.
     """
     ranks, replicas = config.trainer.parallel.world_size, max(1, config.rollout.replicas) * config.rollout.tensor_parallel
@@ -155,7 +184,7 @@ def throughput(tokens: int, timing: Mapping[str, float], update: float, config: 
 def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], changed_tensors: int) -> Observation:
     """The iteration as the alarms see it."""
     samples = [sample for group in groups for sample in group.sampled]
-    scores = [sample.score for sample in samples]
+    scores = [sample.score for group in groups for sample in group.scored]
     return Observation(
         iteration=iteration,
         reward_min=min(scores),
@@ -163,7 +192,7 @@ def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str,
         trained_samples=trained["trained_samples"],
         learning_rate=trained["actor/lr"],
         changed_tensors=changed_tensors,
-        empty_fraction=float(np.mean([len(sample.token_ids) <= 1 for sample in samples])),
+        empty_fraction=float(np.mean([sample.sampled_tokens <= 1 for sample in samples])),
         repetitive_fraction=float(np.mean([is_repetitive(sample.token_ids.tolist()) for sample in samples])),
         length_stop_fraction=float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
         mismatch_kl=trained.get("mismatch_kl"),

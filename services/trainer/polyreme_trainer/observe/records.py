@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from polyreme.api.v1.experience_pb2 import FinishReason
+from polyreme.api.v1.experience_pb2 import FinishReason, Outcome
 from polyreme.cli.progress import Progress, Record, stream_time
 from polyreme.cli.reader.scalars import scalars
 from polyreme.cli.run_records import read_records, write_atomically, write_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
-from polyreme.experience.records import GroupRecord, decode_group
+from polyreme.experience.record_codec import decode_group
+from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
 
@@ -181,7 +182,19 @@ def of_samples(groups: list[GroupRecord], trained: bytes | None) -> list[Record]
     samples = [sample for group in groups for sample in group.samples]
     if trained is None:
         return [{} for _ in samples]
-    return list(TrainedSamples.decode(trained).fields([len(sample) for sample in samples]))
+    fields = TrainedSamples.decode(trained).fields([sample.sampled_tokens for sample in samples])
+    return [{**used, "advantage": _spread(used["advantage"], sample)} for used, sample in zip(fields, samples, strict=True)]
+
+
+def _spread(advantage: float | list[float], sample: SampleRecord) -> float | list[float]:
+    """A sample's advantages, one for each token if they differ: 0 where the environment wrote."""
+    if not isinstance(advantage, list) or not sample.turns:
+        return advantage
+    sampled, spread = iter(advantage), [0.0] * len(sample)
+    for turn in sample.turns:
+        for place in range(turn.start, turn.end):
+            spread[place] = next(sampled)
+    return spread
 
 
 def sample_lines(group: GroupRecord) -> Iterator[Record]:
@@ -199,17 +212,30 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
             "label": group.label,
             "score": sample.score,
             "parts": {part.name: {"raw": part.raw, "weighted": part.weighted} for part in sample.parts},
-            "tokens": len(sample.token_ids),
+            "tokens": sample.sampled_tokens,
             "finish_reason": FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower(),
             "spans": [list(span) for span in sample.spans],
             **{name: values.tolist() for name, values in numbers.items() if values is not None},
-            "prompt_tokens": len(group.prompt_ids),
+            "prompt_tokens": len(group.prompt_of(sample)),
             **times,
             "replicas": list(sample.replicas),
             "calls": [call._asdict() for call in sample.calls],
             "token_ids": sample.token_ids.tolist(),
             "logprobs": np.round(sample.logprobs.astype(np.float64), _DIGITS).tolist(),
+            **(episode_fields(group, sample) if group.episodes else {}),
         }
+
+
+def episode_fields(group: GroupRecord, sample: SampleRecord) -> Record:
+    """The fields of a trajectory's line: its episode, why that ended, its turns, and the conversation."""
+    episode = group.episodes[sample.episode]
+    return {
+        "episode": sample.episode,
+        "outcome": Outcome.Name(episode.outcome).removeprefix("OUTCOME_").lower(),
+        "environment_seconds": round(episode.seconds, _DIGITS),
+        "turns": [{**turn._asdict(), "tool_calls": [call._asdict() for call in turn.tool_calls]} for turn in sample.turns],
+        "messages": json.loads(episode.messages) if episode.messages else [],
+    }
 
 
 def cut_torn_line(path: Path) -> None:

@@ -58,6 +58,15 @@ LENGTHS = (
     *statistics("prompt_length", "tokens", "number of tokens of a prompt"),
     Metric("stop/length_fraction", "1", "Fraction of responses that reached the maximum length."),
 )
+_PLAYED = "with an environment"
+EPISODES = (
+    *statistics("episode/turns", "turns", "number of turns of an episode", _PLAYED),
+    Metric("episode/environment_seconds", "s", "Mean wall-clock time of an episode in its environment.", _PLAYED),
+    Metric("episode/by_length", "1", "Fraction of episodes whose last turn reached its maximum length.", _PLAYED),
+    Metric("episode/by_turns", "1", "Fraction of episodes that reached `environment.max_turns`.", _PLAYED),
+    Metric("episode/by_tokens", "1", "Fraction of episodes that filled `rollout.max_model_len`.", _PLAYED),
+    Metric("episode/by_time", "1", "Fraction of episodes that reached `environment.max_seconds`.", _PLAYED),
+)
 ACTOR = (
     Metric(
         "actor/pg_loss",
@@ -335,6 +344,7 @@ BESIDE = (
 SECTIONS = {
     "Rewards": REWARDS,
     "Lengths": LENGTHS,
+    "Episodes": EPISODES,
     "Actor": ACTOR,
     "Experts": (*ROUTING, *REPLAY),
     "Critic": VALUES,

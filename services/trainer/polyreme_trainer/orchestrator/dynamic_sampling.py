@@ -30,7 +30,7 @@ class DynamicSampling:
 
     def drops(self, record: GroupRecord) -> bool:
         """Whether to drop a scored group, so that another may take its place. Counts the group."""
-        scores = np.array([sample.score for sample in record.sampled])
+        scores = np.array([sample.score for sample in record.scored])
         useless = len(self._dropped) < self._limit and not informative(scores, np.zeros(len(scores), dtype=np.int64)).any()
         (self._dropped if useless else self._kept).append(record.mean_reward)
         return useless

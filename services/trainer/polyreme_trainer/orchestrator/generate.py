@@ -65,6 +65,7 @@ async def generate(
     progress_timeout: float,
     partial: PartialRollouts | None = None,
     next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
+    prefer: str | None = None,
 ) -> list[PartialRollout]:
     """All samples, finished, in the order of their indices.
 
@@ -73,6 +74,7 @@ async def generate(
         progress_timeout: seconds without a new token, over all calls, after which the attempt fails.
         partial: the samples' existing tokens, updated in place. None: none.
         next_part: returns the tokens that the next call may add; it may wait. None: the call may add all missing tokens.
+        prefer: id of the replica to use if it has room, since its cache has the prompt.
 
     Raises:
         GenerateError: the attempt failed: too many broken calls, no progress, or a request that no replica accepts.
@@ -90,7 +92,7 @@ async def generate(
             last_progress += time.monotonic() - began
             min_version = max(wanted.min_version, part.min_version)
         asked = rollouts.start_call(None if part is None else part.tokens)
-        async with pool.claim(rollouts.missing_tokens(), len(asked), min_version, avoid) as claim:
+        async with pool.claim(rollouts.missing_tokens(), len(asked), min_version, avoid, prefer) as claim:
             try:
                 await _call(claim, rollouts, _request(wanted, asked, min_version), chunk_timeout)
                 last_progress, tokens = time.monotonic(), rollouts.tokens()

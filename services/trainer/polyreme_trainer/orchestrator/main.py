@@ -14,12 +14,14 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
 from polyreme.experience.device_lease import trains
 from polyreme.experience.ledger import Admission, ExperienceLog, StaleAttemptError, TransitionError, Writer
-from polyreme.experience.records import encode_group
+from polyreme.experience.record_codec import encode_group
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import settle
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.dynamic_sampling import DynamicSampling
+from polyreme_trainer.orchestrator.environment.choose import make_environment
+from polyreme_trainer.orchestrator.environment.protocol import Environment, EpisodeError
 from polyreme_trainer.orchestrator.evaluate import Evaluator, HeldOutSet
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
@@ -27,6 +29,7 @@ from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.prompt_filter import PromptFilter
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.reward_client import RewardClient
+from polyreme_trainer.orchestrator.sampler import Sampler
 from polyreme_trainer.orchestrator.schedule import EvalSchedule
 from polyreme_trainer.orchestrator.score_call import ScoreError
 from polyreme_trainer.orchestrator.scoring import Scoring
@@ -80,29 +83,29 @@ async def _orchestrate(run: Run) -> None:
     proven = await experience.planned() > 0
     rewards = None if config.reward is None else RewardClient(run, config.reward, template.token_texts, proven)
     teacher = None if config.teacher is None else TeacherClient(run, config.teacher)
-    scoring = Scoring(rewards, teacher)
+    scoring, partial_log, tokens = Scoring(rewards, teacher), PartialRolloutLog(experience), config.rollout.tokens_per_iteration
+    bounds = config.groups_per_iteration, config.max_staleness
+    budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
+    environment = make_environment(run, Sampler(run.run_id, config, template, pool), scoring, partial_log, budget)
     wanted = (
         config.rollout.replicas if await run.check() is RunState.STARTING else 1
     )  # a running run continues with the replicas that it has
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    waits = [pool.wait_for(wanted)]
+    waits = [pool.wait_for(wanted), environment.wait_ready()]
     waits += [rewards.wait_for(1)] if rewards else []
     waits += [teacher.check(template, longest)] if teacher else []
     await together(waits)
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
-    partial_log, tokens = PartialRolloutLog(experience), config.rollout.tokens_per_iteration
-    bounds = config.groups_per_iteration, config.max_staleness
-    budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
-    maker = GroupMaker(run.run_id, config, template, train, pool, scoring, partial_log, budget)
+    maker = GroupMaker(config, train, environment)
     sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
     evaluator = Evaluator(run, config, template, sets, pool, rewards) if sets and rewards else None
     settle()
     try:
-        await Orchestrator(run, config, experience, pool, scoring, maker, evaluator).work()
+        await Orchestrator(run, config, experience, pool, scoring, maker, evaluator, environment, partial_log, budget).work()
     finally:
         await pool.close()
-        await scoring.close()
+        await environment.close()
 
 
 async def _started(run: Run) -> RunState | None:
@@ -127,9 +130,13 @@ class Orchestrator:
         scoring: Scoring,
         maker: GroupMaker,
         evaluator: Evaluator | None,
+        environment: Environment,
+        partial_log: PartialRolloutLog,
+        budget: TokenBudget | None,
     ) -> None:
         self._run, self._config, self._experience = run, config, experience
         self._pool, self._scoring, self._maker = pool, scoring, maker
+        self._environment, self._partial_log, self._budget = environment, partial_log, budget
         self._schedule = EvalSchedule(run, config, experience, pool, evaluator, ended=lambda: self._wake.set())
         self._attempts: dict[int, int] = {}
         self._unassigned: set[Admission] = set()  # in flight without a task at the last rescan
@@ -152,12 +159,12 @@ class Orchestrator:
         async with task_group() as group:
             helpers = [
                 group.create_task(self._watch()),
-                group.create_task(self._maker.partial_log.save_regularly()),
+                group.create_task(self._partial_log.save_regularly()),
                 group.create_task(self._pool.watch_stragglers()),
-                *([] if self._maker.budget is None else [group.create_task(self._maker.budget.follow_pauses())]),
+                *([] if self._budget is None else [group.create_task(self._budget.follow_pauses())]),
             ]
             in_flight = await self._experience.in_flight()
-            await self._maker.partial_log.load(in_flight)
+            await self._partial_log.load(in_flight)
             for admission in in_flight:
                 self._start(group, admission)
             if self._tasks:
@@ -168,13 +175,13 @@ class Orchestrator:
                     self._pool.set_asleep(await trains(self._run))
                 if not signals or "lease" in signals:
                     await self._pool.refresh()
-                    await self._scoring.refresh()
+                    await self._environment.refresh()
                 elif "commit" in signals:
                     await self._pool.take_commits()
                 if not signals or "expire" in signals:
                     await self._assign(group)
-                if self._maker.budget is not None:
-                    await self._maker.budget.update()
+                if self._budget is not None:
+                    await self._budget.update()
                 if not signals or "plan" in signals:
                     await self._report_idle_time()
                 if await self._advance(group):
@@ -205,7 +212,7 @@ class Orchestrator:
         if planned > self._planned:
             seconds = self._pool.idle_time.take(time.monotonic())
             waited = {"kind": "rollout", "iteration": planned, "time/rollout_wait": seconds}
-            paused = {} if self._maker.budget is None else self._maker.budget.take()
+            paused = {} if self._budget is None else self._budget.take()
             await self._run.emit({**waited, **self._sampling.take(), **self._filter.take(), **paused})
             self._planned = planned
 
@@ -244,7 +251,7 @@ class Orchestrator:
             else:
                 await self._experience.append(index, number, encode_group(record), record.oldest_version, score, tally)
             return None
-        except (GenerateError, ScoreError, TeacherError, DataError) as error:
+        except (GenerateError, ScoreError, TeacherError, EpisodeError, DataError) as error:
             if isinstance(error, ScoreError):
                 self._check_first_groups(index, error)
             return await self._retry(admission, str(error))

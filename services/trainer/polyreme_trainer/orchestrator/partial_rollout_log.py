@@ -1,6 +1,6 @@
-"""Saves the partial rollouts of groups in flight in the experience log, so that an orchestrator's death costs seconds of tokens.
+"""Saves what groups in flight have so far in the experience log, so that an orchestrator's death costs seconds of tokens.
 
-Invariant: the log's parts of an attempt equal its partial rollouts at some earlier moment, so the next part, and a successor, can continue
+Invariant: the log's parts of an attempt equal what it had at some earlier moment, so the next part, and a successor, can continue
 from them. A group that finishes within the interval is never saved.
 """
 
@@ -9,32 +9,50 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Any, Protocol, TypeVar
 
 from polyreme.experience.ledger import Admission, ExperienceLog, PartialRolloutPart
-from polyreme_trainer.orchestrator.partial_rollouts import Mark, PartialRolloutError, PartialRollouts, join_parts, part_since
+from polyreme_trainer.orchestrator.rollout_parts import PartialRolloutError
 
 INTERVAL = 3.0
 """Seconds between two parts of an attempt."""
 _BATCH_BYTES = 1 << 20
 
 
+class Recoverable(Protocol):
+    """What an attempt has so far."""
+
+    @property
+    def cuts(self) -> int:
+        """How often something was taken back. The parts before are then replaced."""
+
+    def mark(self) -> Any:
+        """Its progress at this moment; equal as long as nothing is added or taken back."""
+
+    def part_since(self, mark: Any) -> bytes:
+        """What was added since `mark`; with None, everything."""
+
+    def restore(self, parts: Sequence[bytes]) -> None:
+        """Takes what a predecessor saved. Raises PartialRolloutError, and stays as it is, when it does not fit."""
+
+
+Saved = TypeVar("Saved", bound=Recoverable)
+
+
 @dataclass
 class _Tracked:
-    """The partial rollouts of an attempt, and how much of them the log has."""
+    """An attempt, and how much of it the log has."""
 
     admission: Admission
-    prompt_ids: np.ndarray
-    rollouts: PartialRollouts
-    marks: Sequence[Mark]
+    work: Recoverable
+    mark: Any
     parts: int
     cuts: int = 0
     since: float = field(default_factory=time.monotonic)
 
 
 class PartialRolloutLog:
-    """The partial rollouts of the groups in flight. `interval`: seconds."""
+    """What the groups in flight have. `interval`: seconds."""
 
     def __init__(self, experience: ExperienceLog, interval: float = INTERVAL) -> None:
         self._experience, self._interval = experience, interval
@@ -49,18 +67,17 @@ class PartialRolloutLog:
         self._inherited = {index: (attempts[index], parts) for index, parts in saved.items()}
 
     @contextmanager
-    def track(self, admission: Admission, prompt_ids: np.ndarray, blank: PartialRollouts) -> Iterator[PartialRollouts]:
-        """The attempt's partial rollouts: a predecessor's if they fit, else `blank`. They are saved regularly during the block."""
+    def track(self, admission: Admission, work: Saved) -> Iterator[Saved]:
+        """The attempt's work, with what a predecessor saved if that fits. It is saved regularly during the block."""
         attempt, parts = self._inherited.pop(admission.index, (0, []))
-        rollouts = blank
         if attempt == admission.attempt:
             try:
-                rollouts = join_parts(parts, prompt_ids, blank)
+                work.restore(parts)
             except PartialRolloutError:  # another prompt or length than in this configuration: start again
                 parts = []
-        tracked = self._tracked[admission.index] = _Tracked(admission, prompt_ids, rollouts, rollouts.marks(), len(parts))
+        tracked = self._tracked[admission.index] = _Tracked(admission, work, work.mark(), len(parts))
         try:
-            yield rollouts
+            yield work
         finally:
             if self._tracked.get(admission.index) is tracked:  # a later attempt may have replaced it
                 del self._tracked[admission.index]
@@ -78,24 +95,24 @@ class PartialRolloutLog:
 
     async def _save(self, paused: Container[int]) -> None:
         due = time.monotonic() - self._interval
-        batch: list[tuple[_Tracked, Sequence[Mark], PartialRolloutPart]] = []
+        batch: list[tuple[_Tracked, Any, PartialRolloutPart]] = []
         for tracked in [
             each for each in self._tracked.values() if (each.admission.index in paused if paused else each.since <= due)
         ]:
-            if tracked.cuts != tracked.rollouts.cuts:  # tokens in the log were dropped since: replace its parts from the first on
-                tracked.cuts, tracked.parts, tracked.marks = tracked.rollouts.cuts, 0, [(0, 0)] * len(tracked.marks)
-            marks, index = tracked.rollouts.marks(), tracked.admission.index
-            if marks == tracked.marks or self._tracked.get(index) is not tracked:
+            if tracked.cuts != tracked.work.cuts:  # tokens in the log were dropped since: replace its parts from the first on
+                tracked.cuts, tracked.parts, tracked.mark = tracked.work.cuts, 0, None
+            mark, index = tracked.work.mark(), tracked.admission.index
+            if mark == tracked.mark or self._tracked.get(index) is not tracked:
                 continue
-            payload = part_since(tracked.marks, tracked.rollouts, tracked.prompt_ids)
-            batch.append((tracked, marks, PartialRolloutPart(index, tracked.admission.attempt, tracked.parts, payload)))
+            payload = tracked.work.part_since(tracked.mark)
+            batch.append((tracked, mark, PartialRolloutPart(index, tracked.admission.attempt, tracked.parts, payload)))
             if sum(len(part.payload) for _, _, part in batch) > _BATCH_BYTES:
                 await self._send(batch)
                 batch = []
         if batch:
             await self._send(batch)
 
-    async def _send(self, batch: Sequence[tuple[_Tracked, Sequence[Mark], PartialRolloutPart]]) -> None:
+    async def _send(self, batch: Sequence[tuple[_Tracked, Any, PartialRolloutPart]]) -> None:
         await self._experience.save_partial_rollouts([part for _, _, part in batch])
-        for tracked, marks, part in batch:
-            tracked.marks, tracked.parts = marks, part.number + 1
+        for tracked, mark, part in batch:
+            tracked.mark, tracked.parts = mark, part.number + 1

@@ -15,10 +15,6 @@ Span = tuple[int, int, int]  # version, start, end
 Mark = tuple[int, int]  # tokens and finish reason of a partial rollout at some moment
 
 
-class PartialRolloutError(Exception):
-    """Stored partial rollouts do not fit the current request."""
-
-
 class SteppedBackError(Exception):
     """A replica went back to a version that is too old, because a resumed learner trains up to the newest one again."""
 
@@ -201,7 +197,7 @@ class PartialRollouts:
     def _end(self, end: rollout_pb2.SlotEnd) -> None:
         sample = self._running(end.slot)
         exact = [(span.version, span.start + sample.call_start, span.end + sample.call_start) for span in end.spans]
-        if not _covers(exact, sample.call_start, sample.length):
+        if not covers(exact, sample.call_start, sample.length):
             raise BadStreamError(
                 f"expected spans over tokens {sample.call_start} to {sample.length} of sequence {end.slot}; found {exact}"
             )
@@ -214,60 +210,6 @@ class PartialRollouts:
             sample.paused = True
         else:
             sample.finish_reason = end.finish_reason
-
-
-def part_since(marks: Sequence[Mark], rollouts: PartialRollouts, prompt_ids: np.ndarray) -> bytes:
-    """A serialized Group with what arrived since `marks`: new ids and log-probabilities, and all spans of the samples that changed."""
-    part = experience_pb2.Group(prompt_ids=prompt_ids.astype("<i4").tobytes())
-    for sample, mark in zip(rollouts.samples, marks, strict=True):
-        if mark == (sample.length, sample.finish_reason):
-            part.samples.add()
-            continue
-        part.samples.add(
-            token_ids=bytes(sample.ids[4 * mark[0] :]),
-            logprobs=bytes(sample.logprobs[4 * mark[0] :]),
-            routes=bytes(sample.routes[sample.route_bytes * mark[0] :]),
-            finish_reason=sample.finish_reason,
-            spans=[experience_pb2.VersionSpan(version=version, start=start, end=end) for version, start, end in sample.spans],
-            replicas=sample.replicas,
-        )
-    return part.SerializeToString()
-
-
-def join_parts(parts: Iterable[bytes], prompt_ids: np.ndarray, blank: PartialRollouts) -> PartialRollouts:
-    """The partial rollouts that the parts contain. They replace the samples of `blank`, which bounds their number and length.
-
-    Raises:
-        PartialRolloutError: another prompt, another number of samples, too many tokens, or inconsistent parts.
-    """
-    prompt, samples = prompt_ids.astype("<i4").tobytes(), [PartialRollout(sample.index) for sample in blank.samples]
-    for payload in parts:
-        part = experience_pb2.Group.FromString(payload)
-        if part.prompt_ids != prompt or len(part.samples) != len(samples):
-            raise PartialRolloutError("expected partial rollouts of this prompt's samples; found others")
-        for sample, new in zip(samples, part.samples, strict=True):
-            if new.token_ids or new.finish_reason:
-                sample.ids += new.token_ids
-                sample.logprobs += new.logprobs
-                sample.routes += new.routes
-                sample.spans = [(span.version, span.start, span.end) for span in new.spans]
-                sample.finish_reason = new.finish_reason
-                sample.replicas = list(new.replicas)
-    for sample in samples:
-        if (
-            sample.length > blank.max_new
-            or len(sample.ids) != len(sample.logprobs)
-            or len(sample.routes) != sample.length * sample.route_bytes
-            or not _covers(sample.spans, 0, sample.length)
-        ):
-            raise PartialRolloutError(
-                f"expected at most {blank.max_new} tokens with log-probabilities and spans; found other parts"
-            )
-    blank.samples = samples
-    blank.drop_older()
-    for sample in samples:
-        sample.call_start = sample.length
-    return blank
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -286,7 +228,8 @@ def cut(spans: Iterable[Span], length: int) -> list[Span]:
     return [(version, start, min(end, length)) for version, start, end in spans if start < length]
 
 
-def _covers(spans: Sequence[Span], start: int, end: int) -> bool:
+def covers(spans: Sequence[Span], start: int, end: int) -> bool:
+    """Whether the spans follow each other from `start` to `end`."""
     for _, first, last in spans:
         if first != start or last <= first:
             return False

@@ -46,9 +46,9 @@ class PromptFilter:
         """The number of solved samples of the group; None without a rule."""
         if self._rule is None:
             return None
-        solved = sum(sample.score > self._rule.solved_above for sample in record.sampled)
-        self._samples, self._solved = self._samples + len(record.sampled), self._solved + solved
-        return Tally(prompt_key(self._prompt_of(record.index)), len(record.sampled), solved)
+        count, solved = len(record.scored), sum(sample.score > self._rule.solved_above for sample in record.scored)
+        self._samples, self._solved = self._samples + count, self._solved + solved
+        return Tally(prompt_key(self._prompt_of(record.index)), count, solved)
 
     def take(self) -> dict[str, float]:
         """Metrics since the last call: skipped prompts, and the mean pass rate of those that were sampled. Resets the counts."""

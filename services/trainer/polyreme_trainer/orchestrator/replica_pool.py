@@ -46,6 +46,7 @@ class _Waiter:
     tokens: int
     sequences: int
     avoid: Set[str]
+    prefer: str | None
     claim: asyncio.Future[Claim]
 
 
@@ -139,15 +140,17 @@ class ReplicaPool:
             target.staged = None
 
     @asynccontextmanager
-    async def claim(self, tokens: int, sequences: int, min_version: int, avoid: Set[str] = frozenset()) -> AsyncIterator[Claim]:
+    async def claim(
+        self, tokens: int, sequences: int, min_version: int, avoid: Set[str] = frozenset(), prefer: str | None = None
+    ) -> AsyncIterator[Claim]:
         """Waits for a replica with capacity that serves `min_version` or newer, for `sequences` samples of `tokens` in total.
 
-        Of several, it takes the least loaded one.
+        Of several, it takes `prefer`, else the least loaded one, and one of `avoid` only when there is no other.
 
         Raises:
             UnavailableError: no usable replica was present for `start_timeout`; the message lists the replicas.
         """
-        waiter = _Waiter(tokens, sequences, avoid, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(tokens, sequences, avoid, prefer, asyncio.get_running_loop().create_future())
         queue = self._waiting.setdefault(min_version, deque())
         queue.append(waiter)
         try:
@@ -205,15 +208,18 @@ class ReplicaPool:
             queue = self._waiting[version]
             capacity = min(self._capacity, self._share(version, now))
             while queue:
-                target = self._choose(version, now, capacity, queue[0].avoid)
+                target = self._choose(version, now, capacity, queue[0].avoid, queue[0].prefer)
                 if target is None:
                     return  # then there is none for a newer version either
                 waiter = queue.popleft()
                 waiter.claim.set_result(self._begin(target, waiter, now))
             del self._waiting[version]
 
-    def _choose(self, min_version: int, now: float, capacity: float, avoid: Set[str] = frozenset()) -> Target | None:
-        return choose(self._targets.values(), min_version=min_version, term=self._term, now=now, capacity=capacity, avoid=avoid)
+    def _choose(
+        self, min_version: int, now: float, capacity: float, avoid: Set[str] = frozenset(), prefer: str | None = None
+    ) -> Target | None:
+        usable = self._targets.values()
+        return choose(usable, min_version=min_version, term=self._term, now=now, capacity=capacity, avoid=avoid, prefer=prefer)
 
     def _share(self, version: int, now: float) -> float:
         if now >= self._shared_until:

@@ -56,7 +56,14 @@ class Target:
 
 
 def choose(
-    targets: Iterable[Target], *, min_version: int, term: int, now: float, capacity: float, avoid: Set[str] = frozenset()
+    targets: Iterable[Target],
+    *,
+    min_version: int,
+    term: int,
+    now: float,
+    capacity: float,
+    avoid: Set[str] = frozenset(),
+    prefer: str | None = None,
 ) -> Target | None:
     """The usable target with the fewest outstanding tokens, ties by id; None when none is usable.
 
@@ -66,13 +73,14 @@ def choose(
         now: monotonic seconds.
         capacity: samples that a target decodes at once. A target with this number gets no further ones.
         avoid: ids to use only when no other target is usable.
+        prefer: id to use if it is usable and not to be avoided, since its cache has the prefix.
     """
     usable = [
         target
         for target in targets
         if target.sequences < capacity and target.reaches(min_version, term) and target.available_at() <= now
     ]
-    return min(usable, key=lambda target: (target.id in avoid, target.outstanding, target.id), default=None)
+    return min(usable, key=lambda target: (target.id in avoid, target.id != prefer, target.outstanding, target.id), default=None)
 
 
 def fair_share(targets: Iterable[Target], *, min_version: int, term: int, now: float, waiting: int) -> float:

@@ -1,4 +1,4 @@
-"""Scores a group's samples: by the run's rewards, its teacher, or both at the same time.
+"""Scores a group's samples: by the run's rewards, its teacher, or both at the same time. A run whose environment scores has neither.
 
 Invariant: every sample has a score, and every trained sample its teacher's log-probabilities where the run has a teacher; otherwise the
 attempt at the group has failed.
@@ -36,7 +36,7 @@ class Scoring:
     """The run's rewards, its teacher, or both.
 
     Args:
-        rewards, teacher: their clients; at least one is given.
+        rewards, teacher: their clients, or None.
     """
 
     def __init__(self, rewards: RewardClient | None, teacher: TeacherClient | None) -> None:

@@ -191,7 +191,7 @@ class SimulatedTrainEngine:
 def centred(batch: PlannedBatch) -> TrainedSamples:
     """The trained samples of a run without a model: advantages relative to the group's mean score, and equal weights."""
     samples = [(group, sample) for group in batch.groups for sample in group.samples]
-    parts = [np.full(len(sample), sample.score - group.mean_reward, dtype=np.float32) for group, sample in samples]
+    parts = [np.full(sample.sampled_tokens, sample.score - group.mean_reward, dtype=np.float32) for group, sample in samples]
     count = len(samples)
     return TrainedSamples(np.concatenate(parts), np.full(count, 1 / count, dtype=np.float32), np.ones((count, 1), dtype=np.int32))
 

@@ -15,8 +15,9 @@ from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_rollout.testing.simulated_engine import sample as sampled
 from polyreme_trainer.orchestrator import main
 from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.partial_rollouts import PartialRollouts, SteppedBackError, join_parts
+from polyreme_trainer.orchestrator.partial_rollouts import PartialRollouts, SteppedBackError
 from polyreme_trainer.orchestrator.prompt_order import sequence_seed
+from polyreme_trainer.orchestrator.rollout_parts import RolloutParts, join_parts
 from support.chunks import chunk, rollouts
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 
@@ -31,22 +32,25 @@ async def test_only_what_is_new_of_groups_that_last_is_written(run):
     await learner.begin(0)
     first, second = await log.admit(2)
     partial_log = PartialRolloutLog(log, interval=3600.0)
-    with partial_log.track(first, PROMPT, rollouts()) as growing, partial_log.track(second, PROMPT, rollouts()):
-        growing.add(chunk(0, [9] * 20))
+    with (
+        partial_log.track(first, RolloutParts(PROMPT, rollouts())) as growing,
+        partial_log.track(second, RolloutParts(PROMPT, rollouts())),
+    ):
+        growing.rollouts.add(chunk(0, [9] * 20))
         await partial_log.save()
         assert await log.partial_rollouts([first, second]) == {}  # it is younger than the interval
         partial_log._interval = 0.0
         await partial_log.save()
         await partial_log.save()
         assert [len(parts) for parts in (await log.partial_rollouts([first, second])).values()] == [1]
-        growing.add(chunk(1, [8] * 16))
+        growing.rollouts.add(chunk(1, [8] * 16))
         await partial_log.save()
         one, two = (await log.partial_rollouts([first]))[first.index]
         assert len(two) < len(one)
     successor = PartialRolloutLog(log)
     await successor.load([first, second])
-    with successor.track(first, PROMPT, rollouts()) as restored:
-        assert [sample.ids for sample in restored.samples] == [sample.ids for sample in growing.samples]
+    with successor.track(first, RolloutParts(PROMPT, rollouts())) as restored:
+        assert [sample.ids for sample in restored.rollouts.samples] == [sample.ids for sample in growing.rollouts.samples]
     await log.append(first.index, 1, b"payload", 0, 0.0)
     assert await log.partial_rollouts([first]) == {}
     assert (await log.audit()).clean
@@ -59,13 +63,13 @@ async def test_drafts_that_were_cut_are_kept_as_they_are_now(run):
     await learner.begin(0)
     (admission,) = await log.admit(1)
     partial_log = PartialRolloutLog(log, interval=0.0)
-    with partial_log.track(admission, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)) as growing:
-        growing.add(chunk(0, [9] * 16, version=1))
+    with partial_log.track(admission, RolloutParts(PROMPT, PartialRollouts(1, 64, (1,), min_version=1))) as growing:
+        growing.rollouts.add(chunk(0, [9] * 16, version=1))
         with pytest.raises(SteppedBackError):
-            growing.add(chunk(0, [8] * 16, version=0))
+            growing.rollouts.add(chunk(0, [8] * 16, version=0))
         await partial_log.save()
-        growing.drop_older()
-        growing.add(chunk(0, [7] * 20, version=1))
+        growing.rollouts.drop_older()
+        growing.rollouts.add(chunk(0, [7] * 20, version=1))
         await partial_log.save()
         parts = (await log.partial_rollouts([admission]))[admission.index]
     (sample,) = join_parts(parts, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)).samples
@@ -82,9 +86,9 @@ async def test_drafts_of_another_prompt_are_replaced(run):
     for prompt in (PROMPT, PROMPT + 1):
         partial_log = PartialRolloutLog(log, interval=0.0)
         await partial_log.load([admission])
-        with partial_log.track(admission, prompt, rollouts()) as growing:
-            assert growing.tokens() == 0
-            growing.add(chunk(0, [9] * 20))
+        with partial_log.track(admission, RolloutParts(prompt, rollouts())) as growing:
+            assert growing.rollouts.tokens() == 0
+            growing.rollouts.add(chunk(0, [9] * 20))
             await partial_log.save()
     (part,) = (await log.partial_rollouts([admission]))[admission.index]
     assert join_parts([part], PROMPT + 1, rollouts()).tokens() == 20

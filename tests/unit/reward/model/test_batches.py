@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_reward.isolation.wire import encode, receive
+from polyreme.isolation.wire import encode, receive
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, ok
 from polyreme_reward.model.batches import next_batch
 from polyreme_reward.model.worker import run

@@ -8,7 +8,8 @@ import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
-from polyreme.experience.records import GroupRecord, SampleRecord, decode_group, encode_group
+from polyreme.experience.record_codec import decode_group, encode_group
+from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.megatron.batch import Sequences, pack
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import read_architecture

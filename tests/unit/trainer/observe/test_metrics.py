@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
+from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, OUTCOME_STOP, OUTCOME_TURNS
+from polyreme.experience.record_checks import check_group
+from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardPart, SampleRecord, Turn
 from polyreme_trainer.learner.leader import join, split
 from polyreme_trainer.observe.metrics import iteration_record, observe
+from polyreme_trainer.observe.registry import find
 from support.configs import run_config
 
 TRAINED = {"off_policy_kl": 1e-3, "mismatch_kl": 1e-9, "trained_samples": 2, "actor/lr": 1e-4}
@@ -61,6 +63,31 @@ def test_a_sample_is_as_stale_as_its_oldest_token(tmp_path: Path) -> None:
     assert (record["staleness/samples"], record["staleness/max"], record["staleness/mixed_fraction"]) == ([1, 0, 1], 2, 0.5)
     assert (record["partial/carried_samples"], record["partial/carried_tokens"]) == (1, 3)
     assert (record["partial/parts_mean"], record["partial/parts_max"]) == (1.5, 2)
+
+
+def test_an_episode_is_scored_once_and_the_environments_tokens_are_not_generated(tmp_path: Path) -> None:
+    """The first episode has two trajectories: 4 tokens, of which 1 is the environment's, and 2 tokens after a prompt of its own."""
+    outside = np.array([0, 0, 1, 0], np.float32) == 1
+    first = replace(
+        sample(4, 1.0),
+        logprobs=np.where(outside, np.float32(0), np.float32(-0.5)),
+        loss_mask=np.where(outside, np.uint8(0), np.uint8(1)),
+        spans=[(4, 0, 2), (4, 3, 4)],
+        turns=(Turn(0, 2), Turn(3, 4)),
+    )
+    branch = replace(sample(2, 1.0), turns=(Turn(0, 2),), prompt_ids=np.arange(7, dtype=np.int32))
+    other = replace(sample(2, 0.0), turns=(Turn(0, 2),), episode=1)
+    ends = [EpisodeRecord(OUTCOME_STOP, seconds=1.0), EpisodeRecord(OUTCOME_TURNS)]
+    groups = [replace(GROUPS[0], samples=[first, branch, other], episodes=ends)]
+    check_group(groups[0])
+    record = iteration_record(5, groups, TRAINED, SECONDS, 100.0, run_config(tmp_path))
+    assert (record["reward/mean"], record["reward/exact"]) == (0.5, 0.5)
+    assert (record["response_length/max"], record["tokens/generated"], record["entropy"]) == (3, 7, pytest.approx(0.5))
+    assert (record["prompt_length/max"], record["prompt_length/min"]) == (7, 1)
+    assert (record["episode/turns/mean"], record["episode/turns/max"], record["episode/environment_seconds"]) == (2.0, 3, 0.5)
+    assert [record[f"episode/by_{name}"] for name in ("length", "turns", "tokens", "time")] == [0.0, 0.5, 0.0, 0.0]
+    assert all(find(name) for name in record if name.startswith("episode/"))
+    assert record["vllm_tps"] == pytest.approx((4 + 2 + 2 + 1 + 7 + 1) / 0.7)
 
 
 def test_a_greedy_baseline_counts_as_generated_and_in_nothing_else(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from polyreme.cli.reader.scalars import scalars
 from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import DataError, StoreError
-from polyreme.experience.records import GroupRecord, RewardCall, RewardPart, SampleRecord, decode_group, encode_group
+from polyreme.experience.record_checks import check_group
+from polyreme.experience.record_codec import decode_group, encode_group
+from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
-from polyreme_trainer.observe.records import Recorder, cut_torn_line, sample_lines
+from polyreme_trainer.observe.records import Recorder, cut_torn_line, of_samples, sample_lines
 from support.configs import run_config
 
 Stream = list[tuple[str, dict[str, Any]]]
@@ -158,6 +160,23 @@ async def test_a_sample_has_what_its_iteration_did_with_it(config: RunConfig) ->
     assert first["optimizer_steps"] == [1, 3]
 
 
+def test_advantages_of_a_trajectory_stand_at_its_sampled_tokens() -> None:
+    """Token 1 of three is the environment's. The learner's result has the sampled tokens alone."""
+    plain = decode_group(group(1))
+    outside = np.array([False, True, False])
+    parts = replace(
+        plain.samples[0],
+        turns=(Turn(0, 1), Turn(2, 3)),
+        loss_mask=np.where(outside, np.uint8(0), np.uint8(1)),
+        logprobs=np.where(outside, np.float32(0), np.float32(-0.5)),
+        spans=[(0, 0, 1), (0, 2, 3)],
+    )
+    played = replace(plain, samples=[parts], episodes=[EpisodeRecord(pb.OUTCOME_STOP)])
+    check_group(played)
+    used = TrainedSamples(np.array([0.5, -1.0], np.float32), np.ones(1, np.float32), np.ones((1, 1), np.int32))
+    assert of_samples([played], used.encode())[0]["advantage"] == [0.5, 0.0, -1.0]
+
+
 def test_what_belongs_to_other_samples_is_refused() -> None:
     used = TrainedSamples(np.zeros(3, np.float32), np.ones(1, np.float32), np.ones((1, 1), np.int32))
     assert TrainedSamples.decode(used.encode()).steps.tolist() == [[1]]
@@ -173,6 +192,18 @@ def test_a_sample_has_its_numbers_per_token_where_there_are_some() -> None:
     numbers = np.linspace(0, 1, len(plain.samples[0]), dtype=np.float32)
     (line,) = sample_lines(replace(plain, samples=[replace(plain.samples[0], token_rewards=numbers)]))
     assert line["token_rewards"] == numbers.tolist() and "teacher_logprobs" not in line
+
+
+def test_a_trajectory_has_its_episode_and_its_turns() -> None:
+    plain = decode_group(group(1))
+    turn = Turn(0, len(plain.samples[0]), 0.5, 0.1, (ToolCall("add", "{}", "3"),))
+    messages = [{"role": "user", "content": "a2b3="}]
+    episode = EpisodeRecord(pb.OUTCOME_TURNS, json.dumps(messages), 0.25)
+    (line,) = sample_lines(replace(plain, samples=[replace(plain.samples[0], turns=(turn,))], episodes=[episode]))
+    assert (line["episode"], line["outcome"], line["environment_seconds"]) == (0, "turns", 0.25)
+    call = {"name": "add", "arguments": "{}", "result": "3", "seconds": 0.0, "error": ""}
+    assert line["turns"] == [{"start": 0, "end": turn.end, "reward": 0.5, "seconds": 0.1, "tool_calls": [call]}]
+    assert line["messages"] == messages
 
 
 async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:

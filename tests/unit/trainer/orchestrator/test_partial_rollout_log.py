@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2, rollout_pb2
-from polyreme_trainer.orchestrator.partial_rollouts import PartialRolloutError, join_parts, part_since
+from polyreme_trainer.orchestrator.rollout_parts import PartialRolloutError, join_parts, part_since
 from support.chunks import chunk, rollouts
 
 PROMPT = np.array([5, 6, 7], np.int32)

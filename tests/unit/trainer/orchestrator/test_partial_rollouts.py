@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2, rollout_pb2
-from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, PartialRollouts, join_parts, merged, part_since
+from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, PartialRollouts, merged
+from polyreme_trainer.orchestrator.rollout_parts import join_parts, part_since
 
 STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_LENGTH
 

@@ -101,3 +101,14 @@ def test_shares_hold_all_samples(there: list[Target], min_version: int, term: in
 def test_rests_grow_to_a_bound(failures: int, jitter: float) -> None:
     assert 0.25 <= FAILURE_BACKOFF.delay(failures, jitter) <= 12.0
     assert FAILURE_BACKOFF.delay(failures, jitter) <= FAILURE_BACKOFF.delay(failures + 1, jitter)
+
+
+def test_the_preferred_replica_is_taken_while_it_has_room() -> None:
+    there = [Target("a", version=1), Target("b", version=1, outstanding=40, sequences=2)]
+
+    def chosen(prefer: str | None, capacity: float = math.inf, avoid: frozenset[str] = frozenset()) -> str:
+        target = choose(there, min_version=1, term=0, now=0.0, capacity=capacity, avoid=avoid, prefer=prefer)
+        return target.id if target else ""
+
+    assert (chosen(None), chosen("b"), chosen("b", capacity=2), chosen("gone")) == ("a", "b", "a", "a")
+    assert chosen("b", avoid=frozenset("b")) == "a"

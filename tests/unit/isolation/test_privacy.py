@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from polyreme_reward.isolation.privacy import scrubbed
+from polyreme.isolation.privacy import scrubbed
 
 
 def test_only_usual_and_named_variables_are_kept() -> None:
@@ -23,7 +23,7 @@ def test_only_usual_and_named_variables_are_kept() -> None:
 def test_inspection_is_refused_by_a_process_and_its_forks() -> None:
     script = """
 import ctypes, os
-from polyreme_reward.isolation.privacy import refuse_inspection
+from polyreme.isolation.privacy import refuse_inspection
 dumpable = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
 before = dumpable()
 refuse_inspection()

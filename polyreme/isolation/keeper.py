@@ -4,8 +4,9 @@ Invariant: after it has ended, no process that a worker started is running and n
 thread, runs no plugin code, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends when its control socket closes.
 
 Messages on the control socket (SOCK_SEQPACKET, JSON): receives {"spawn": id} with the worker's socket, and {"kill": id}; sends
-{"forked": id} and {"exited": id, "reason": text}. Usage: `python -m polyreme_reward.isolation.keeper FD FOLDER MODULE...`. FOLDER has one
-folder for each worker's temporary files and is removed at the end. The modules are imported before the first fork.
+{"forked": id} and {"exited": id, "reason": text}. Usage: `python -m polyreme.isolation.keeper FD FOLDER WORKER MODULE...`. FOLDER has one
+folder for each worker's temporary files and is removed at the end. WORKER is the module whose `main(socket)` is a worker; it returns the exit
+status. It and the other modules are imported before the first fork.
 """
 
 import ctypes
@@ -19,14 +20,14 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
 import psutil  # type: ignore[import-untyped]
 
+from polyreme.isolation.privacy import refuse_inspection
 from polyreme.process.lifecycle import die_with_parent
-from polyreme_reward.isolation import worker
-from polyreme_reward.isolation.privacy import refuse_inspection
 
 _MESSAGE_BYTES = 1 << 12
 _PR_SET_CHILD_SUBREAPER = 36
@@ -41,8 +42,8 @@ def adopt_orphans() -> None:
 class Keeper:
     """The main loop of the process."""
 
-    def __init__(self, control: socket.socket, folder: str) -> None:
-        self._control, self._folder = control, folder
+    def __init__(self, control: socket.socket, folder: str, worker: Callable[[socket.socket], int]) -> None:
+        self._control, self._folder, self._worker = control, folder, worker
         self._workers: dict[int, int] = {}  # pid -> id
         self._me = psutil.Process()
 
@@ -106,7 +107,7 @@ class Keeper:
             os.environ["TMPDIR"] = tempfile.tempdir = folder
             os.closerange(3, fd)
             os.closerange(fd + 1, 1 << 16)
-            status = worker.main(socket.socket(fileno=fd))
+            status = self._worker(socket.socket(fileno=fd))
         finally:
             os._exit(status)
 
@@ -174,11 +175,12 @@ def main() -> None:
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads, which do not survive a fork
-    for module in sys.argv[3:]:
+    worker = importlib.import_module(sys.argv[3])
+    for module in sys.argv[4:]:
         with suppress(ImportError):  # the worker that needs the module reports the error
             importlib.import_module(module)
     gc.freeze()  # keeps these pages shared with the forks
-    Keeper(control, sys.argv[2]).run()
+    Keeper(control, sys.argv[2], worker.main).run()
     os._exit(0)  # skips the slow cleanup of preloaded libraries
 
 

@@ -1,6 +1,6 @@
 """The service's side of its worker processes, which a keeper starts and ends.
 
-Invariant: every worker that `spawn` returns has loaded the same rewards as the first one. `close` leaves no process and no file.
+Invariant: every worker that `spawn` returns has loaded the same as the first one. `close` leaves no process and no file.
 """
 
 import asyncio
@@ -18,10 +18,9 @@ from contextlib import suppress
 from typing import Any
 
 from polyreme.errors import ConfigError, UnavailableError
-from polyreme.experience.loading import Loaded
+from polyreme.isolation.privacy import scrubbed
+from polyreme.isolation.wire import HEADER, encode
 from polyreme.process.temp_root import temp_root
-from polyreme_reward.isolation.privacy import scrubbed
-from polyreme_reward.isolation.wire import HEADER, encode
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +88,8 @@ class Workers:
     """Worker processes with the same setup, and the keeper that owns them.
 
     Args:
+        module: the module whose `main(socket)` is a worker.
+        kind: the section of the configuration, for messages: "reward", whose workers load rewards.
         setup: the first message to every worker.
         preload: trusted modules that the keeper imports once for all workers.
         start_timeout: seconds for a worker to load.
@@ -97,17 +98,20 @@ class Workers:
 
     Attributes:
         trouble: why the last attempt to start a worker failed, or None.
-        facts: version and description of each reward, and whether it reads tokens, as reported by the first worker.
+        facts: version and description of each thing that was loaded, and whether it reads tokens, as reported by the first worker.
     """
 
     def __init__(
         self,
+        module: str,
+        kind: str,
         setup: Mapping[str, Any],
         preload: Sequence[str],
         start_timeout: float,
         environment: Collection[str] = (),
-        begin_loading: Callable[[], Loaded | None] = lambda: None,
+        begin_loading: Callable[[], Callable[[float], None] | None] = lambda: None,
     ) -> None:
+        self._module, self._kind = module, kind
         self._setup, self._preload, self._start_timeout = setup, preload, start_timeout
         self._environment, self._begin_loading = environment, begin_loading
         self.trouble: str | None = None
@@ -123,7 +127,7 @@ class Workers:
         """Starts a worker and waits until it has loaded.
 
         Raises:
-            ConfigError: a reward cannot be loaded.
+            ConfigError: the code cannot be loaded.
             UnavailableError: loading takes longer than `start_timeout`.
         """
         worker = await self._fork()
@@ -139,14 +143,16 @@ class Workers:
         except TimeoutError:
             self.discard(worker)
             raise UnavailableError(
-                f"rewards that load within {self._start_timeout:g} s", "no answer", "Raise reward.start_timeout."
+                f"{self._kind}s that load within {self._start_timeout:g} s", "no answer", f"Raise {self._kind}.start_timeout."
             ) from None
         except Gone as gone:
             self.discard(worker)
-            raise ConfigError("rewards that load", f"their process {gone}", "Fix the code that runs at import.") from None
+            raise ConfigError(f"{self._kind}s that load", f"their process {gone}", "Fix the code that runs at import.") from None
         except (ValueError, TypeError, AttributeError) as error:
             self.discard(worker)
-            raise ConfigError("rewards that load", f"an invalid message ({error})", "Fix the code that runs at import.") from None
+            raise ConfigError(
+                f"{self._kind}s that load", f"an invalid message ({error})", "Fix the code that runs at import."
+            ) from None
         except BaseException:
             self.discard(worker)
             raise
@@ -155,7 +161,9 @@ class Workers:
             raise ConfigError(*message["failed"])
         if self.facts and facts != self.facts:
             self.discard(worker)
-            raise ConfigError(f"the same rewards as at start ({self.facts})", str(facts), "Restart the reward service.")
+            raise ConfigError(
+                f"the same {self._kind}s as at start ({self.facts})", str(facts), f"Restart the {self._kind} service."
+            )
         self.facts, self.trouble = facts, None
         return worker
 
@@ -224,10 +232,18 @@ class Workers:
 
     def _start_keeper(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._folder = tempfile.mkdtemp(prefix="polyreme-reward-", dir=temp_root(_SOCKET_ROOM))
+        self._folder = tempfile.mkdtemp(prefix=f"polyreme-{self._kind}-", dir=temp_root(_SOCKET_ROOM))
         with theirs:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "polyreme_reward.isolation.keeper", str(theirs.fileno()), self._folder, *self._preload],
+                [
+                    sys.executable,
+                    "-m",
+                    "polyreme.isolation.keeper",
+                    str(theirs.fileno()),
+                    self._folder,
+                    self._module,
+                    *self._preload,
+                ],
                 env=scrubbed(os.environ, self._environment),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

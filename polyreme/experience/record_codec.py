@@ -1,0 +1,167 @@
+"""The codec of groups.
+
+Invariant: every decoded group is consistent, and encoding followed by decoding preserves every bit. Number arrays are raw little-endian
+bytes inside protobuf, so reading one is a view. Both directions validate, so no invalid group enters or leaves the log.
+"""
+
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.errors import DataError
+from polyreme.experience.record_checks import check_group
+from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn, UInt8
+
+_I4, _F4, _U1 = (np.dtype(code) for code in ("<i4", "<f4", "u1"))
+"""The types of the payload's arrays."""
+FORMAT = 2
+"""The number of the payload's layout."""
+
+
+def encode_group(group: GroupRecord) -> bytes:
+    """The serialized protobuf Group, with the same bytes for the same group. Raises DataError when the group is inconsistent."""
+    check_group(group)
+    message = pb.Group(
+        index=group.index,
+        attempt=group.attempt,
+        prompt_ids=_raw(group.prompt_ids, _I4),
+        prompt=group.prompt,
+        label=group.label,
+        generate_seconds=group.generate_seconds,
+        score_seconds=group.score_seconds,
+        began=group.began,
+        format=FORMAT,
+    )
+    for episode in group.episodes:
+        message.episodes.add(outcome=episode.outcome, messages=episode.messages, seconds=episode.seconds)
+    for sample in group.samples:
+        message.samples.add(
+            token_ids=_raw(sample.token_ids, _I4),
+            logprobs=_raw(sample.logprobs, _F4),
+            loss_mask=_raw(sample.loss_mask, _U1),
+            finish_reason=sample.finish_reason,
+            spans=[pb.VersionSpan(version=version, start=start, end=end) for version, start, end in sample.spans],
+            score=sample.score,
+            parts=[
+                pb.RewardPart(name=p.name, raw=p.raw, weighted=p.weighted, plugin_version=p.plugin_version) for p in sample.parts
+            ],
+            text=sample.text,
+            token_rewards=b"" if sample.token_rewards is None else _raw(sample.token_rewards, _F4),
+            teacher_logprobs=b"" if sample.teacher_logprobs is None else _raw(sample.teacher_logprobs, _F4),
+            routes=b"" if sample.routes is None else _raw(sample.routes.reshape(-1), _U1),
+            replicas=sample.replicas,
+            calls=[pb.RewardCall(server=c.server, status=c.status, message=c.message, seconds=c.seconds) for c in sample.calls],
+            **(_trajectory_fields(sample) if group.episodes else {}),
+        )
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def decode_group(payload: bytes) -> GroupRecord:
+    """The group of a payload. Its arrays are read-only views. Raises DataError when the payload is damaged or inconsistent."""
+    try:
+        message = pb.Group.FromString(payload)
+    except DecodeError as error:
+        raise DataError("a serialized Group", f"{len(payload)} other bytes ({error})", "Run `polyreme audit`.") from None
+    if message.format != FORMAT:
+        raise DataError(
+            f"a group in format {FORMAT} of the experience log",
+            f"group {message.index} in format {message.format or 1}",
+            "Another release has written this log: continue with that release, or fork the run from a checkpoint.",
+        )
+    episodes = [EpisodeRecord(e.outcome, e.messages, e.seconds) for e in message.episodes]
+    group = GroupRecord(
+        index=message.index,
+        attempt=message.attempt,
+        prompt_ids=_array(message.prompt_ids, _I4),
+        samples=[
+            SampleRecord(
+                token_ids=_array(sample.token_ids, _I4),
+                logprobs=_array(sample.logprobs, _F4),
+                loss_mask=_array(sample.loss_mask, _U1),
+                finish_reason=sample.finish_reason,
+                spans=[(span.version, span.start, span.end) for span in sample.spans],
+                score=sample.score,
+                parts=[RewardPart(p.name, p.raw, p.weighted, p.plugin_version) for p in sample.parts],
+                text=sample.text,
+                token_rewards=_array(sample.token_rewards, _F4) if sample.token_rewards else None,
+                teacher_logprobs=_array(sample.teacher_logprobs, _F4) if sample.teacher_logprobs else None,
+                routes=_routes(sample),
+                replicas=tuple(sample.replicas),
+                calls=tuple(RewardCall(c.server, c.status, c.message, c.seconds) for c in sample.calls),
+                **(_trajectory(sample) if episodes else {}),
+            )
+            for sample in message.samples
+        ],
+        prompt=message.prompt,
+        label=message.label,
+        generate_seconds=message.generate_seconds,
+        score_seconds=message.score_seconds,
+        began=message.began,
+        episodes=episodes,
+    )
+    check_group(group)
+    return group
+
+
+def _trajectory_fields(sample: SampleRecord) -> dict[str, Any]:
+    """The fields of a pb.Sample that only episodes have."""
+    turns = [
+        pb.Turn(
+            start=turn.start,
+            end=turn.end,
+            reward=turn.reward,
+            seconds=turn.seconds,
+            tool_calls=[pb.ToolCall(**call._asdict()) for call in turn.tool_calls],
+        )
+        for turn in sample.turns
+    ]
+    prompt_ids = b"" if sample.prompt_ids is None else _raw(sample.prompt_ids, _I4)
+    return {"prompt_ids": prompt_ids, "turns": turns, "episode": sample.episode}
+
+
+def _trajectory(sample: pb.Sample) -> dict[str, Any]:
+    """The fields of a SampleRecord that only episodes have."""
+    turns = (
+        Turn(
+            turn.start,
+            turn.end,
+            turn.reward,
+            turn.seconds,
+            tuple(ToolCall(c.name, c.arguments, c.result, c.seconds, c.error) for c in turn.tool_calls),
+        )
+        for turn in sample.turns
+    )
+    prompt_ids = _array(sample.prompt_ids, _I4) if sample.prompt_ids else None
+    return {"prompt_ids": prompt_ids, "turns": tuple(turns), "episode": sample.episode}
+
+
+def _routes(sample: pb.Sample) -> UInt8 | None:
+    """The routes of a sample, equally many bytes per token."""
+    tokens = len(sample.token_ids) // 4
+    if not sample.routes or not tokens:
+        return None
+    if len(sample.routes) % tokens:
+        raise DataError(
+            f"equally many bytes of routes for {tokens} tokens",
+            f"{len(sample.routes)} bytes",
+            "The payload is damaged: run `polyreme audit`.",
+        )
+    return _array(sample.routes, _U1).reshape(tokens, -1)
+
+
+def _raw(array: NDArray[np.generic], dtype: np.dtype[Any]) -> bytes:
+    if array.ndim != 1 or array.dtype != dtype.newbyteorder("="):
+        raise DataError(f"a flat array of {dtype.name}", f"{array.dtype} of shape {array.shape}", "Convert it first.")
+    return array.astype(dtype, copy=False).tobytes()
+
+
+def _array(data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if len(data) % dtype.itemsize:
+        raise DataError(
+            f"whole {dtype.itemsize}-byte numbers", f"{len(data)} bytes", "The payload is damaged: run `polyreme audit`."
+        )
+    array = np.frombuffer(data, dtype=dtype)
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))

@@ -1,0 +1,43 @@
+"""The environment service's check before a run starts: its file and its class.
+
+Invariant: the check reads a user's file but never runs it.
+"""
+
+import ast
+from collections.abc import Iterator
+
+from polyreme.config.python_source import parse
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError, PolyremeError
+from polyreme.net import tls
+
+
+def check(config: RunConfig) -> Iterator[str | PolyremeError]:
+    """Yields errors about a run's environment."""
+    if (section := config.environment) is None:
+        return
+    if section.security not in (None, config.security):  # the core checks the run's section
+        try:
+            tls.check_files(section.security)
+        except ConfigError as error:
+            yield error
+    try:
+        code = section.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a Python file {section.file}", str(error), "Fix environment.file.") from None
+    bound = parse(code, str(section.file))
+    classes = {name: node for name, node in bound.items() if isinstance(node, ast.ClassDef) and not name.startswith("_")}
+    if section.name is not None and section.name not in bound and "*" not in bound:
+        raise ConfigError(f"a class {section.name} in {section.file}", f"the classes {sorted(classes)}", "Fix environment.name.")
+    # A base class may have the methods, so only a class without bases is judged.
+    found = [name for name, node in classes.items() if node.bases or {"reset", "step"} <= _methods(node)]
+    if section.name is None and len(found) != 1 and not any(node.bases for node in classes.values()):
+        raise ConfigError(
+            f"one class with `reset` and `step` in {section.file}",
+            f"the classes {found}",
+            "Set environment.name." if found else "Write one.",
+        )
+
+
+def _methods(node: ast.ClassDef) -> set[str]:
+    return {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -1,0 +1,125 @@
+"""The contract of an environment in a Python file: a class with `reset` and `step`.
+
+    class Guess:
+        def reset(self, row, seed):            # seed only if it has this parameter
+            self.secret = row["answer"]
+            return "Guess a number."           # a text (of the user), chat messages, or None: the row's own prompt
+
+        def step(self, message):               # message: the policy's answer
+            right = message == self.secret
+            return "higher", 0.0, False        # (observation, reward, done), and optionally a dict of numbers to report
+
+Each episode has an instance of its own. Both methods, and `close` if there is one, may be coroutines.
+
+Invariant: what a user's code returns is either understood completely or refused. Pure.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyreme.errors import ConfigError
+
+ROLES = ("user", "system", "tool")
+Message = tuple[str, str]
+"""Role and content."""
+
+
+class ContractError(Exception):
+    """User code has returned something else than the contract says."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What follows a turn: new messages, the turn's reward, whether the episode is over, and numbers to report."""
+
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def is_environment(value: object) -> bool:
+    """Whether it is a class with `reset` and `step`."""
+    return inspect.isclass(value) and all(callable(getattr(value, name, None)) for name in ("reset", "step"))
+
+
+def choose(classes: Mapping[str, object], name: str | None, where: str) -> Any:
+    """The environment among the public classes of a module. Raises ConfigError when it is ambiguous or none."""
+    found = {key: value for key, value in classes.items() if is_environment(value) and not key.startswith("_")}
+    if name is not None:
+        if name not in found:
+            raise ConfigError(f"a class {name} with `reset` and `step` in {where}", _listed(found), "Fix environment.name.")
+        return found[name]
+    if len(found) != 1:
+        raise ConfigError(
+            f"one class with `reset` and `step` in {where}", _listed(found), "Set environment.name." if found else "Write one."
+        )
+    return next(iter(found.values()))
+
+
+def begun(answer: object, limit: int) -> list[Message]:
+    """The messages that `reset` returned. Raises ContractError."""
+    return _messages(answer, "reset", limit)
+
+
+def moved(answer: object, limit: int) -> Moved:
+    """What `step` returned. `limit`: characters of its messages. Raises ContractError."""
+    if not isinstance(answer, tuple) or len(answer) not in (3, 4):
+        raise ContractError(f"expected step to return (observation, reward, done); found {_shown(answer)}")
+    observation, reward, done, *more = answer
+    messages = _messages(observation, "step", limit)
+    parts = more[0] if more else {}
+    if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
+        raise ContractError(f"expected a dict of numbers as the fourth value of step; found {_shown(parts)}")
+    if not done and not messages:
+        raise ContractError("expected an observation from step, since done is false; found none")
+    numbers = {name: _number(value, f"{name} of step") for name, value in parts.items()}
+    return Moved([] if done else messages, _number(reward, "reward of step"), bool(done), numbers)
+
+
+def _messages(value: object, method: str, limit: int) -> list[Message]:
+    if value is None:
+        return []
+    listed = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
+        raise ContractError(f"expected {method} to return a text or a list of messages; found {_shown(value)}")
+    messages = []
+    for each in listed:
+        role, content = each.get("role"), each.get("content")
+        if role not in ROLES or not isinstance(content, str) or each.keys() != {"role", "content"}:
+            raise ContractError(
+                f"expected messages {{role: {', '.join(ROLES)}; content: text}} from {method}; found {_shown(each)}"
+            )
+        messages.append((str(role), content))
+    if (chars := sum(len(content) for _, content in messages)) > limit:
+        raise ContractError(f"expected at most environment.max_message_chars = {limit} characters from {method}; found {chars}")
+    try:
+        for _, content in messages:
+            content.encode()
+    except UnicodeEncodeError as error:
+        raise ContractError(f"expected valid Unicode from {method}; found {error}") from None
+    return messages
+
+
+def _number(value: object, what: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ContractError(f"expected a number as the {what}; found {_shown(value)}") from None
+    if not math.isfinite(number):
+        raise ContractError(f"expected a finite {what}; found {number}")
+    return number
+
+
+def _listed(found: Mapping[str, object]) -> str:
+    return ", ".join(sorted(found)) or "none"
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.100}"
+    except Exception:  # noqa: BLE001 repr() of a user's object may raise
+        return f"a {type(value).__name__}"

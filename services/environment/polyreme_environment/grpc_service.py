@@ -1,0 +1,88 @@
+"""EnvironmentService over gRPC.
+
+Invariant: this module only translates; `pool` plays. An episode ends with its stream, for whatever reason.
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from polyreme.api.v1 import environment_pb2 as pb
+from polyreme.api.v1 import environment_pb2_grpc
+from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.pool import Episode, EpisodeLostError, EpisodePool, FullError, PlayError
+
+NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
+
+
+class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
+    """Serves Run for one pool."""
+
+    def __init__(self, pool: EpisodePool, metrics: EnvironmentMetrics) -> None:
+        self._pool, self._metrics = pool, metrics
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers this servicer with a server."""
+        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, server)
+
+    async def Run(self, requests: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:
+        if self._pool.draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
+        how = "left"
+        try:
+            async with self._pool.episode() as episode:
+                async for response in self._play(episode, requests, context):
+                    if response.HasField("ending"):
+                        how = "failed" if response.ending.error else "done"
+                    yield response
+        except FullError as error:
+            how = ""
+            self._metrics.refused.inc()
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except EpisodeLostError as error:
+            how = "lost"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        finally:
+            if how:
+                self._metrics.ended.labels(how).inc()
+
+    async def _play(
+        self, episode: Episode, requests: AsyncIterator[pb.RunRequest], context: Any
+    ) -> AsyncIterator[pb.RunResponse]:
+        parts: dict[str, float] = {}
+        began = time.monotonic()
+        async for request in requests:
+            began = time.monotonic()
+            try:
+                reply = await _reply(episode, request)
+            except _BadRequestError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except PlayError as error:
+                yield pb.RunResponse(ending=pb.Ending(error=str(error), seconds=time.monotonic() - began))
+                return
+            parts |= reply["parts"]
+            seconds, reward = time.monotonic() - began, reply["reward"]
+            if reply["done"]:
+                yield pb.RunResponse(ending=pb.Ending(reward=reward, parts=parts, seconds=seconds))
+                return
+            messages = [pb.ChatMessage(role=role, content=content) for role, content in reply["messages"]]
+            yield pb.RunResponse(ask=pb.Ask(messages=messages, reward=reward, seconds=seconds))
+
+
+class _BadRequestError(Exception):
+    """A message that the protocol does not allow."""
+
+
+async def _reply(episode: Episode, request: pb.RunRequest) -> dict[str, Any]:
+    if request.HasField("answer"):
+        return await episode.step(request.answer.text)
+    try:
+        row = json.loads(request.start.row_json or "{}")
+    except (ValueError, RecursionError) as error:
+        raise _BadRequestError(f"expected start.row_json to be a JSON object; found {error}") from None
+    if not isinstance(row, dict):
+        raise _BadRequestError(f"expected start.row_json to be a JSON object; found a {type(row).__name__}")
+    return await episode.reset(row, request.start.seed)

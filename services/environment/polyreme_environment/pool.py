@@ -1,0 +1,187 @@
+"""The episodes of a server, and the worker processes that play them.
+
+Invariant: every call of an episode has an outcome by its deadline, whatever user code does. A call that hangs, or that ends its worker, is an
+error of its own episode; the other episodes of that worker are lost and may be played again.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.errors import ConfigError
+from polyreme.isolation.processes import Gone, Worker, Workers
+from polyreme_environment.metrics import EnvironmentMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class FullError(Exception):
+    """No further episode can be played at the moment."""
+
+
+class EpisodeLostError(Exception):
+    """The process of this episode was lost because of another one."""
+
+
+class PlayError(Exception):
+    """The environment failed in this episode."""
+
+
+class _Slot:
+    """The place of one worker process. Calls take turns."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker: Worker | None = worker
+        self.turn = asyncio.Lock()
+        self.episodes = 0
+
+
+class Episode:
+    """One episode in a worker. Its calls raise PlayError or EpisodeLostError."""
+
+    def __init__(self, pool: "EpisodePool", slot: _Slot, number: int) -> None:
+        self._pool, self._slot, self._worker, self._number = pool, slot, slot.worker, number
+
+    async def reset(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
+        """Begins. Returns the fields of `Moved`."""
+        return await self._pool.call(self._slot, self._worker, {"episode": self._number, "reset": [row, seed]})
+
+    async def step(self, text: str) -> dict[str, Any]:
+        """Takes the policy's answer. Returns the fields of `Moved`."""
+        return await self._pool.call(self._slot, self._worker, {"episode": self._number, "step": text})
+
+    async def close(self) -> None:
+        """Ends. Its worker forgets it."""
+        await self._pool.call(self._slot, self._worker, {"episode": self._number, "close": True})
+
+
+class EpisodePool:
+    """Worker processes that have loaded an environment. `metrics` counts calls and replaced workers."""
+
+    def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
+        self._config, self._metrics = config, metrics
+        try:
+            code = config.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"a Python file {config.file}", str(error), "Fix environment.file. The service reads it on its own machine."
+            ) from None
+        setup: dict[str, Any] = {"path": str(config.file), "code": code, "name": config.name, "options": config.options}
+        setup |= {"memory_mib": config.worker_memory_mib, "max_chars": config.max_message_chars}
+        module = "polyreme_environment.worker"
+        self._processes = Workers(module, "environment", setup, (), config.start_timeout, config.worker_environment)
+        self._slots: list[_Slot] = []
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.draining = False
+
+    @property
+    def about(self) -> tuple[str, str]:
+        """Version and description of the environment."""
+        return self._processes.facts[0][:2]
+
+    @property
+    def available(self) -> bool:
+        """Whether a worker can play."""
+        return any(slot.worker is not None for slot in self._slots)
+
+    async def start(self) -> None:
+        """Starts the workers. Raises ConfigError or UnavailableError when the environment cannot be loaded."""
+        try:
+            first = [await self._processes.spawn()]
+            first += await asyncio.gather(*(self._processes.spawn() for _ in range(self._config.workers - 1)))
+        except BaseException:
+            await self.close()
+            raise
+        self._slots = [_Slot(worker) for worker in first]
+
+    async def close(self) -> None:
+        """Ends all workers and the processes that they started."""
+        self.draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._processes.close()
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[Episode]:
+        """An episode in the worker with the fewest. Raises FullError."""
+        playing = sum(slot.episodes for slot in self._slots)
+        usable = [slot for slot in self._slots if slot.worker is not None]
+        if playing >= self._config.episodes or not usable:
+            raise FullError(f"{playing} of environment.episodes = {self._config.episodes} in {len(usable)} worker processes")
+        slot = min(usable, key=lambda slot: slot.episodes)
+        slot.episodes += 1
+        self._metrics.playing.inc()
+        episode = Episode(self, slot, next(self._numbers))
+        try:
+            yield episode
+        finally:
+            slot.episodes -= 1
+            self._metrics.playing.dec()
+            if not self.draining:
+                self._keep(self._forget(episode))
+
+    async def call(self, slot: _Slot, worker: Worker | None, call: dict[str, Any]) -> dict[str, Any]:
+        """The reply of a worker. A caller that is cancelled leaves the call to its end, so that replies stay in order."""
+        return await asyncio.shield(self._keep(self._call(slot, worker, call)))
+
+    async def _forget(self, episode: Episode) -> None:
+        try:
+            await episode.close()
+        except (PlayError, EpisodeLostError) as error:
+            logger.info("an episode ended badly: %s", error)
+
+    async def _call(self, slot: _Slot, worker: Worker | None, call: dict[str, Any]) -> dict[str, Any]:
+        method = next(name for name in ("reset", "step", "close") if name in call)
+        async with slot.turn:
+            if worker is None or slot.worker is not worker:
+                raise EpisodeLostError(
+                    "the worker process of this episode was replaced, because of another episode or from outside"
+                )
+            number = next(self._numbers)
+            with self._metrics.call_seconds.labels(method).time():
+                try:
+                    await worker.send({"number": number, **call})
+                    async with asyncio.timeout(self._config.step_timeout):
+                        reply = await worker.receive()
+                    if reply["number"] != number:
+                        raise ValueError(f"reply {reply['number']} to call {number}")
+                except TimeoutError:
+                    found, reason = f"within environment.step_timeout = {self._config.step_timeout:g} s; found none", "timeout"
+                    error = PlayError(f"expected {method} to return {found}, so its process was killed")
+                except Gone as gone:
+                    error, reason = PlayError(f"the worker process {gone} in {method}"), "exit"
+                except (ValueError, TypeError, KeyError) as bad:
+                    error, reason = PlayError(f"the worker's reply is invalid: {bad}"), "reply"
+                else:
+                    if printed := reply.pop("printed", ""):
+                        logger.info("%s printed: %s", method, printed)
+                    if "error" in reply:
+                        raise PlayError(f"{method}: {reply['error']}")
+                    return dict(reply)
+            self._metrics.workers_replaced.labels(reason).inc()
+            self._processes.discard(worker)
+            slot.worker = None
+            self._keep(self._replace(slot))
+            raise error
+
+    async def _replace(self, slot: _Slot) -> None:
+        slot.worker = await self._processes.respawn(lambda reason: None)
+
+    def _keep(self, work: Any) -> "asyncio.Task[Any]":
+        """A task that is kept until it ends; its failure may go unseen."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+
+        def ended(task: "asyncio.Task[Any]") -> None:
+            self._tasks.discard(task)
+            if not task.cancelled():
+                task.exception()  # retrieved, so that asyncio does not log it
+
+        task.add_done_callback(ended)
+        return task

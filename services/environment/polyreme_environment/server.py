@@ -1,0 +1,116 @@
+"""The environment service as one process.
+
+Invariant: the service is ready exactly while it can play and does not drain. To drain, it first leaves the registry, then refuses new episodes,
+lets the others end for a while, and finally ends its processes.
+"""
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from polyreme import API_VERSION
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run
+from polyreme.net import rpc
+from polyreme.net.endpoint import Endpoint
+from polyreme.net.http_server import serve_http
+from polyreme_environment.grpc_service import NAME, EnvironmentServicer
+from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.pool import EpisodePool
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 30.0
+"""Maximum seconds in which running episodes may end while the server drains."""
+_FOLLOW_SECONDS = 0.5
+
+NEARBY = Endpoint()
+"""Free ports on loopback."""
+
+
+@asynccontextmanager
+async def serve(
+    config: EnvironmentConfig, endpoint: Endpoint = NEARBY, run: Run | None = None, grace: float = GRACE_SECONDS
+) -> AsyncIterator[Lease]:
+    """Loads the environment, serves it until the block ends, then drains. Yields its lease.
+
+    Args:
+        endpoint: addresses to listen on. Beyond loopback, without config.security, every host that reaches the machine can call.
+        run: the run to register with, or None.
+        grace: seconds in which running episodes may end.
+
+    Raises:
+        ConfigError: the environment cannot be loaded, a port is in use, or `security` is invalid.
+        UnavailableError: loading takes longer than `start_timeout`.
+    """
+    assert endpoint.http_port is not None, "the environment service needs an HTTP port"
+    metrics = EnvironmentMetrics()
+    async with AsyncExitStack() as stack:
+        pool = EpisodePool(config, metrics)
+        stack.push_async_callback(pool.close)
+        await pool.start()
+        version, about = pool.about
+        logger.info("the environment %s: %s", version, about)
+        app = make_app(lambda: pool.available and not pool.draining, metrics)
+        http = await stack.enter_async_context(serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security))
+        servicer = EnvironmentServicer(pool, metrics)
+        server = await stack.enter_async_context(
+            rpc.serve(endpoint.host, endpoint.port, servicer.add_to, [NAME], grace, config.security)
+        )
+        await server.set_ready(True)
+        name = f"environment-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        facts = {"episodes": config.episodes, "version": version}
+        lease = Lease("environment", name, endpoint.grpc_address(server.port), endpoint.http_address(http), API_VERSION, facts)
+        try:
+            async with AsyncExitStack() as registered:
+                registered.push_async_callback(_end, asyncio.create_task(_follow(pool, server)))
+                if run is not None:
+                    await registered.enter_async_context(await Registry(run).register(lease))
+                yield lease
+        finally:
+            pool.draining = True
+            await server.set_ready(False)
+
+
+def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics) -> FastAPI:
+    """The HTTP application: /health, /ready, /metrics."""
+    app = FastAPI(title="Polyreme environments")
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def is_ready() -> Response:
+        good = ready()
+        return JSONResponse({"status": "ok" if good else "no episode can be played"}, status_code=200 if good else 503)
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+async def _follow(pool: EpisodePool, server: rpc.Server) -> None:
+    """Updates readiness from the availability of the workers."""
+    ready = True
+    while True:
+        await asyncio.sleep(_FOLLOW_SECONDS)
+        if pool.available != ready:
+            ready = pool.available
+            logger.warning("ready: a worker can play again" if ready else "not ready: no worker can play")
+            await server.set_ready(ready)
+
+
+async def _end(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

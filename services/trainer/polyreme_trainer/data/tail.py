@@ -1,0 +1,93 @@
+"""Continues a conversation token by token, with nothing but the model's own chat template.
+
+Invariant: tokens that were sampled are never encoded again. What follows an answer depends only on the new messages: templates that drop
+earlier thoughts, strip blanks or write arguments anew cannot change what stands before.
+
+The rule: a conversation that stands in for the real one is rendered with the new messages behind it. What follows the end token of its last
+answer also follows that of the real one.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from polyreme.dataset.chat import read_chat
+from polyreme.errors import ConfigError, DataError
+from polyreme_trainer.data.template import Template
+
+Message = dict[str, Any]
+Tools = list[Any] | None
+_WHERE = "the messages of an episode"
+_CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+class Tail:
+    """What a chat template writes before the first answer, and behind each.
+
+    Raises:
+        ConfigError: there is no chat template, or it writes no stop token behind an answer.
+    """
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._ends: dict[str, int] = {}
+        if not template.is_chat:
+            raise ConfigError("data.template: chat, for conversations", "data.template: none", "Use the model's chat template.")
+        if not self._count_ends(answers_tool=False, tools=None):
+            raise ConfigError(
+                "a chat template that writes a stop token behind an answer, for conversations",
+                f"none of the stop tokens {template.stop_ids}",
+                "Add the token that the template writes to eos_token_id in generation_config.json.",
+            )
+
+    def begin(self, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
+        """int32 [p], the prompt of a conversation that begins with these messages. Raises DataError when the template refuses them."""
+        chat = self._template.fitted(read_chat(list(messages), _WHERE, tools))
+        (text,) = self._template.apply([chat], generation_prompt=True)
+        return self._template.encode_prompts([text])[0]
+
+    def after(self, exact: np.ndarray, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
+        """int32 [k], what follows a conversation when new messages arrive, up to where the next answer begins.
+
+        Args:
+            exact: int32 [t], the conversation's tokens up to the last one that was sampled. An answer that was cut gets its end token.
+            messages: at least one, none of them an answer.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        if not messages or any(message.get("role") == "assistant" for message in messages):
+            raise DataError("new messages behind an answer", "none" if not messages else "an answer", "Fix the environment.")
+        answers_tool = messages[0].get("role") == "tool"
+        whole = self._encode([*_stand_in(answers_tool), *messages], generation_prompt=True, tools=tools)
+        ends, count = np.flatnonzero(whole == self._template.end_id), self._count_ends(answers_tool, tools)
+        if len(ends) < count:
+            raise DataError(
+                "a chat template that keeps earlier answers",
+                "one that drops them",
+                "Use another chat template for this environment.",
+            )
+        behind = whole[ends[count - 1] + 1 :]
+        is_cut = exact[-1] != self._template.end_id
+        return np.concatenate([[self._template.end_id] if is_cut else [], behind]).astype(np.int32)
+
+    def _count_ends(self, answers_tool: bool, tools: Tools) -> int:
+        """The number of end tokens in the stand-in up to the end of its answer. (Its text may differ once messages follow.)"""
+        key = json.dumps([answers_tool, tools])
+        if key not in self._ends:
+            ids = self._encode(_stand_in(answers_tool), generation_prompt=False, tools=tools)
+            self._ends[key] = int(np.count_nonzero(ids == self._template.end_id))
+        return self._ends[key]
+
+    def _encode(self, messages: list[Message], *, generation_prompt: bool, tools: Tools) -> np.ndarray:
+        chat = self._template.in_form(read_chat(messages, _WHERE, tools))
+        (text,) = self._template.apply([chat], generation_prompt=generation_prompt)
+        return self._template.encode([text])[0]
+
+
+def _stand_in(answers_tool: bool) -> list[Message]:
+    """A question and an answer; with `answers_tool`, an answer that calls a tool."""
+    call = {"tool_calls": [_CALL]} if answers_tool else {}
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **call}]

@@ -1,0 +1,1 @@
+"""What happens in the episodes of a task, between its admission and its record."""

@@ -1,0 +1,28 @@
+"""The environment of a run, as its configuration names it.
+
+Invariant: this is the only place that knows environments by name.
+"""
+
+from polyreme.experience.run import Run
+from polyreme_trainer.data.tail import Tail
+from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
+from polyreme_trainer.orchestrator.environment.episodes import Episodes
+from polyreme_trainer.orchestrator.environment.protocol import Environment
+from polyreme_trainer.orchestrator.environment.session import Bounds
+from polyreme_trainer.orchestrator.environment.single_turn import SingleTurn
+from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.sampler import Sampler
+from polyreme_trainer.orchestrator.scoring import Scoring
+from polyreme_trainer.orchestrator.token_budget import TokenBudget
+
+
+def make_environment(
+    run: Run, sampler: Sampler, scoring: Scoring, partial_log: PartialRolloutLog, budget: TokenBudget | None
+) -> Environment:
+    """The run's environment. Raises ConfigError when the chat template cannot continue a conversation."""
+    config, settings = sampler.config, sampler.config.environment
+    if settings is None:
+        return SingleTurn(sampler, scoring, partial_log, budget)
+    servers = EnvironmentClient(run, settings, config.data.label_key, config.seed)
+    bounds = Bounds(settings.max_turns, config.rollout.max_model_len, settings.max_seconds)
+    return Episodes(sampler, Tail(sampler.template), servers, partial_log, bounds, settings.tries)

@@ -1,0 +1,198 @@
+"""The environment servers of a run: it plays episodes over those with a lease.
+
+Invariant: a server plays at most as many episodes of this client as its lease says. A server that is lost, or that refuses, costs no episode
+its reward: the episode begins again elsewhere. What a server says is checked before it reaches a record.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from polyreme.api.v1 import environment_pb2, environment_pb2_grpc
+from polyreme.api.v1.experience_pb2 import OUTCOME_TIME
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.errors import UnavailableError
+from polyreme.experience.leases import Lease
+from polyreme.experience.run import Run
+from polyreme.net import rpc
+from polyreme_trainer.data.tail import Message
+from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
+from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession
+from polyreme_trainer.orchestrator.live_servers import LiveServers
+from polyreme_trainer.orchestrator.prompt_order import sequence_seed
+
+logger = logging.getLogger(__name__)
+
+_REST_SECONDS = 5.0
+"""Seconds for which a server that failed gets no episode; one that is full, a tenth of it."""
+_CLOSE_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class _EnvironmentServer:
+    lease: Lease
+    channel: grpc.aio.Channel
+    playing: int = 0
+    rests_until: float = 0.0
+
+    @property
+    def capacity(self) -> int:
+        return int(self.lease.facts.get("episodes", 1))
+
+
+class EnvironmentClient:
+    """A host of episodes: all environment servers with a lease.
+
+    Args:
+        run: provides the leases and receives the notices.
+        config: `start_timeout` and `security` are used.
+        label_key: the column of a row that has its label.
+        seed: the run's seed.
+    """
+
+    def __init__(self, run: Run, config: EnvironmentConfig, label_key: str, seed: int) -> None:
+        self._config, self._label_key, self._seed = config, label_key, seed
+        self._leases = LiveServers(run, "environment")
+        self._servers: dict[str, _EnvironmentServer] = {}
+        self._changed = asyncio.Condition()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def wait_ready(self) -> None:
+        """Waits for a server. Raises UnavailableError after environment.start_timeout."""
+        await self._leases.wait_for(1, self._config.start_timeout, "environment.start_timeout")
+
+    async def refresh(self) -> None:
+        """Updates the servers from the leases. Episodes on a server without a lease may still end there."""
+        leases = await self._leases.live()
+        for gone in self._servers.keys() - leases.keys():
+            logger.warning("environment server %s left", gone)
+            leaving = asyncio.create_task(self._servers.pop(gone).channel.close(self._config.max_seconds))
+            self._closing.add(leaving)
+            leaving.add_done_callback(self._closing.discard)
+        for new in leases.keys() - self._servers.keys():
+            channel = rpc.connect(leases[new].address, self._config.security)
+            self._servers[new] = _EnvironmentServer(leases[new], channel)
+            logger.info("environment server %s at %s joined", new, leases[new].address)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        for leaving in self._closing:
+            leaving.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for server in self._servers.values():
+            await server.channel.close(_CLOSE_SECONDS)
+        self._servers.clear()
+
+    async def play(self, task: Task, session: EpisodeSession) -> Ending:
+        """See `Host`."""
+        while True:
+            async with self._claim() as server:
+                try:
+                    session.begin()
+                    return await self._play(server, task, session)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # others play there too
+                        server.rests_until = time.monotonic() + _REST_SECONDS / 10
+                        continue
+                    raise self._lost(server, f"answered {error.code().name}: {error.details()}") from error
+                except asyncio.CancelledError:
+                    if not rpc.channel_closed():
+                        raise
+                    raise self._lost(server, "left") from None
+
+    def _lost(self, server: _EnvironmentServer, how: str) -> HostLostError:
+        server.rests_until = time.monotonic() + _REST_SECONDS
+        logger.warning("environment server %s %s", server.lease.id, how)
+        return HostLostError(f"environment server {server.lease.id} {how}")
+
+    async def _play(self, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
+        call = environment_pb2_grpc.EnvironmentServiceStub(server.channel).Run()
+        spent = 0.0
+        try:
+            await _write(call, environment_pb2.RunRequest(start=self._start(task, session)))
+            while True:
+                async with asyncio.timeout_at(session.deadline) as limit:
+                    response = await call.read()
+                if response is grpc.aio.EOF:
+                    raise self._lost(server, "ended an episode without its ending")
+                if response.HasField("ending"):
+                    if response.ending.error:
+                        raise EpisodeError(f"the environment failed: {response.ending.error}")
+                    spent += response.ending.seconds
+                    return Ending(session.outcome, response.ending.reward, dict(response.ending.parts), spent)
+                ask = response.ask
+                spent += ask.seconds
+                if session.turns:
+                    session.reward(_finite(ask.reward))
+                answer = await session.answer(_messages(ask, session))
+                await _write(call, environment_pb2.RunRequest(answer=environment_pb2.Answer(text=answer.text)))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return Ending(OUTCOME_TIME, seconds=spent)
+        except EpisodeOverError as over:
+            return Ending(over.outcome, seconds=spent)
+        finally:
+            call.cancel()
+
+    def _start(self, task: Task, session: EpisodeSession) -> environment_pb2.Start:
+        row = {**json.loads(task.prompt.metadata_json or "{}"), self._label_key: task.prompt.label}
+        admission = task.admission
+        seed = sequence_seed(self._seed, admission.index, admission.attempt, session.number, 0)
+        return environment_pb2.Start(row_json=json.dumps(row), seed=seed)
+
+    @asynccontextmanager
+    async def _claim(self) -> AsyncIterator[_EnvironmentServer]:
+        """The server with the most room. Raises UnavailableError when there was none, full or not, for start_timeout."""
+        deadline = time.monotonic() + self._config.start_timeout
+        while (server := self._choose(time.monotonic())) is None:
+            if any(each.rests_until <= time.monotonic() for each in self._servers.values()):
+                deadline = time.monotonic() + self._config.start_timeout  # they are only full
+            elif time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"an environment server within environment.start_timeout = {self._config.start_timeout:g} s",
+                    ", ".join(filter(None, [*(f"{name} fails" for name in self._servers), self._leases.refused])) or "none",
+                    "See the environment service's log, or start one with `polyreme environment`.",
+                )
+            async with self._changed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), 0.5)
+        server.playing += 1
+        try:
+            yield server
+        finally:
+            server.playing -= 1
+            async with self._changed:
+                self._changed.notify()
+
+    def _choose(self, now: float) -> _EnvironmentServer | None:
+        usable = [s for s in self._servers.values() if s.playing < s.capacity and s.rests_until <= now]
+        return min(usable, key=lambda s: (s.playing / s.capacity, s.lease.id), default=None)
+
+
+async def _write(call: Any, request: environment_pb2.RunRequest) -> None:
+    """Sends a message. A call that has ended says so, and why, at the next read."""
+    with suppress(asyncio.InvalidStateError):
+        await call.write(request)
+
+
+def _messages(ask: Any, session: EpisodeSession) -> list[Message]:
+    if session.turns and not ask.messages:
+        raise EpisodeError("expected new messages after a turn; found none")
+    return [{"role": message.role, "content": message.content} for message in ask.messages]
+
+
+def _finite(reward: float) -> float:
+    if not math.isfinite(reward):
+        raise EpisodeError(f"expected a finite reward; found {reward}")
+    return reward

@@ -1,0 +1,133 @@
+"""The environment of several turns: every episode of a group has a session of its own, and a host that plays it.
+
+Invariant: an episode has an outcome and a reward that its host gave, or the attempt at its group fails. A host that is lost costs its running
+episodes a try; an episode begins again with the same seeds.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from polyreme.config.recipe import GreedyBaseline
+from polyreme.experience.records import EpisodeRecord, RewardPart
+from polyreme_trainer.data.tail import Message, Tail
+from polyreme_trainer.orchestrator.environment.finished import Finished, FinishedEpisodes
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Played, Task
+from polyreme_trainer.orchestrator.environment.session import Bounds, EpisodeSession
+from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.sampler import Sampler
+from polyreme_trainer.orchestrator.tasks import together
+
+PART = "environment"
+"""The name of the environment's reward among the parts of a score."""
+_SHOWN_CHARS = 1 << 14
+
+
+class HostLostError(EpisodeError):
+    """The host of an episode was lost. Another one may play it."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an episode ended.
+
+    Attributes:
+        outcome: one of pb.OUTCOME_...
+        reward: of the last turn, in addition to what the session has; finite.
+        parts: numbers to report, by name.
+        seconds: wall-clock seconds in the environment.
+    """
+
+    outcome: int
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Host(Protocol):
+    """Plays episodes. `wait_ready`, `refresh` and `close` are those of `Environment`."""
+
+    async def wait_ready(self) -> None: ...
+
+    async def refresh(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def play(self, task: Task, session: EpisodeSession) -> Ending:
+        """One episode, within the bounds of its session.
+
+        Raises:
+            HostLostError: it can be played again elsewhere.
+            EpisodeError: the environment failed.
+            UnavailableError: there is no host.
+        """
+
+
+class Episodes:
+    """Plays the episodes of a task at the same time.
+
+    Args:
+        tries: how often an episode may begin.
+    """
+
+    def __init__(
+        self, sampler: Sampler, tail: Tail, host: Host, partial_log: PartialRolloutLog, bounds: Bounds, tries: int
+    ) -> None:
+        self._sampler, self._tail, self._host, self._partial_log = sampler, tail, host, partial_log
+        self._bounds, self._tries = bounds, tries
+
+    async def wait_ready(self) -> None:
+        await self._host.wait_ready()
+
+    async def refresh(self) -> None:
+        await self._host.refresh()
+
+    async def close(self) -> None:
+        await self._host.close()
+
+    async def play(self, task: Task) -> Played:
+        """See `Environment`."""
+        config, began = self._sampler.config, time.monotonic()
+        greedy = isinstance(config.recipe.advantage, GreedyBaseline)  # one more episode is the baseline of the others
+        with self._partial_log.track(task.admission, FinishedEpisodes(task, config.group_size + greedy)) as finished:
+
+            async def play(number: int) -> None:
+                finished.add(number, await self._play(task, number, greedy=number == config.group_size))
+
+            await together([play(number) for number in finished.missing()])
+            episodes = finished.ordered()
+        samples, records = [sample for sample, _ in episodes], [record for _, record in episodes]
+        return Played(samples, records, generate_seconds=time.monotonic() - began)
+
+    async def _play(self, task: Task, number: int, *, greedy: bool) -> Finished:
+        tries = 0
+        while True:
+            session = EpisodeSession(self._sampler, self._tail, task, number, self._bounds, greedy=greedy)
+            try:
+                return _finished(session, await self._host.play(task, session))
+            except HostLostError:
+                tries += 1
+                if tries >= self._tries:
+                    raise
+
+
+def _finished(session: EpisodeSession, ending: Ending) -> Finished:
+    """The records of an episode. Raises EpisodeError when there is nothing to train on."""
+    if not session.turns:
+        raise EpisodeError("expected at least one turn in an episode; found none: its first messages leave no room, or no time")
+    if not all(math.isfinite(number) for number in (ending.reward, *ending.parts.values())):
+        raise EpisodeError(f"expected finite rewards; found {ending.reward} and {dict(ending.parts)}")
+    session.reward(ending.reward)
+    score = session.score
+    parts = [RewardPart(PART, score, score), *(RewardPart(f"{PART}/{name}", each, each) for name, each in ending.parts.items())]
+    messages = json.dumps([_shown(message) for message in session.messages])
+    return session.trajectory(parts), EpisodeRecord(ending.outcome, messages, ending.seconds)
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    content = message.get("content")
+    is_long = isinstance(content, str) and len(content) > _SHOWN_CHARS
+    return {**message, "content": content[:_SHOWN_CHARS] + " ..."} if is_long and isinstance(content, str) else message

@@ -1,0 +1,59 @@
+"""The seam between the orchestrator and its environments.
+
+Invariant: the orchestrator's loop, the log and the learner know no environment by name. An environment knows neither the log's states nor
+the learner.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from polyreme.experience.ledger import Admission
+from polyreme.experience.records import EpisodeRecord, SampleRecord
+from polyreme_trainer.data.prompt_store import Prompt
+
+
+@dataclass(frozen=True)
+class Task:
+    """One attempt at a group: its place in the run, and the prompt of its row."""
+
+    admission: Admission
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class Played:
+    """The episodes of a task.
+
+    Attributes:
+        samples, episodes: as in GroupRecord.
+        generate_seconds, score_seconds: wall-clock time of generation, or of all episodes, and of scoring after that.
+    """
+
+    samples: list[SampleRecord]
+    episodes: list[EpisodeRecord] = field(default_factory=list)
+    generate_seconds: float = 0.0
+    score_seconds: float = 0.0
+
+
+class EpisodeError(Exception):
+    """An episode failed in its environment, so the attempt at its group has failed. No number replaces its reward."""
+
+
+class Environment(Protocol):
+    """Plays the episodes of tasks."""
+
+    async def wait_ready(self) -> None:
+        """Waits for the servers that it needs. Raises UnavailableError when they do not come in time."""
+
+    async def refresh(self) -> None:
+        """Updates its servers from their leases."""
+
+    async def close(self) -> None: ...
+
+    async def play(self, task: Task) -> Played:
+        """All episodes of a task.
+
+        Raises:
+            GenerateError, ScoreError, TeacherError, EpisodeError, DataError: the attempt failed.
+            UnavailableError: there is no replica, or no server that the environment needs.
+        """

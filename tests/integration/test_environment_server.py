@@ -1,0 +1,292 @@
+"""The environment service with real worker processes, and its client over simulated replicas."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from functools import partial
+
+import grpc
+import httpx
+import pytest
+import yaml
+
+from polyreme.api.v1 import environment_pb2 as pb
+from polyreme.api.v1 import environment_pb2_grpc, experience_pb2
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.errors import ConfigError, RunFailedError, UnavailableError
+from polyreme.net import rpc
+from polyreme_environment.server import serve
+from polyreme_rollout.testing.simulated_engine import Lengths
+from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
+from polyreme_trainer.orchestrator.main import orchestrate
+from support import guide
+from support.episode_world import WIDE, episode_world
+
+ENVIRONMENT = '''
+import asyncio, os, time
+
+class Count:
+    """Ends after `turns` answers, or does what the row's prompt or a message says."""
+    def __init__(self, turns=3):
+        self.turns, self.seen = turns, 0
+    def reset(self, row, seed):
+        self.row, self.seed = row, seed
+        return row.get("first")
+    async def step(self, message):
+        await asyncio.sleep(0)
+        self.seen += 1
+        act = getattr(self, "do_" + message.strip(), None)
+        if act: act()
+        done = self.seen >= self.turns
+        return None if done else f"turn {self.seen}", 0.25, done, {"seen": self.seen}
+    def do_hang(self): time.sleep(1000)
+    def do_exit(self): os._exit(3)
+    def do_raise(self): raise ValueError("no good")
+    def do_print(self): print("x" * 100000)
+    def do_allocate(self): bytearray(1 << 32)
+'''
+SHORT = {"lengths": Lengths(8)}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "environment.py"
+    path.write_text(ENVIRONMENT)
+    return EnvironmentConfig(file=path, step_timeout=2.0, start_timeout=60.0, worker_memory_mib=512)
+
+
+class Stream:
+    """One episode, driven by hand."""
+
+    def __init__(self, stub):
+        self.call = stub.Run()
+
+    async def start(self, **row):
+        return await self.send(start=pb.Start(row_json=json.dumps(row), seed=7))
+
+    async def answer(self, text):
+        return await self.send(answer=pb.Answer(text=text))
+
+    async def send(self, **body):
+        await self.call.write(pb.RunRequest(**body))
+        return await self.read()
+
+    async def read(self):
+        try:
+            response = await self.call.read()
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        if response is grpc.aio.EOF:
+            return await self.call.code()
+        return getattr(response, response.WhichOneof("body"))
+
+
+async def started(stream):
+    """The first message of an episode, once the server has room for it."""
+    for _ in range(500):
+        if (found := await stream().start()) is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError("the server stayed full")
+
+
+@asynccontextmanager
+async def serving(config, **options):
+    async with serve(config, **options) as lease:
+        channel = rpc.connect(lease.address, config.security)
+        try:
+            yield lease, partial(Stream, environment_pb2_grpc.EnvironmentServiceStub(channel))
+        finally:
+            await channel.close()
+
+
+async def test_an_episode_and_what_the_service_says_about_it(config):
+    async with serving(config) as (lease, stream):
+        episode = stream()
+        ask = await episode.start(first="hello")
+        assert [(message.role, message.content) for message in ask.messages] == [("user", "hello")]
+        ask = await episode.answer("print")
+        assert [(message.role, message.content) for message in ask.messages] == [("user", "turn 1")] and ask.reward == 0.25
+        assert ask.seconds > 0
+        await episode.answer("a")
+        ending = await episode.answer("b")
+        assert (ending.reward, dict(ending.parts), ending.error) == (0.25, {"seen": 3.0}, "")
+        assert await episode.read() is grpc.StatusCode.OK
+        async with httpx.AsyncClient(base_url=f"http://{lease.http_address}") as client:
+            assert (await client.get("/ready")).status_code == 200
+            metrics = (await client.get("/metrics")).text
+            assert 'polyreme_environment_ended_total{how="done"} 1.0' in metrics
+        assert lease.facts["episodes"] == 256 and lease.facts["version"].startswith("Count-")
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        ("raise", "step: ValueError: no good"),
+        ("hang", "within environment.step_timeout = 2 s"),
+        ("exit", "exited with status 3"),
+        ("allocate", "MemoryError"),
+    ],
+)
+async def test_user_code_that_fails_is_an_error_of_its_episode_alone(config, act, error):
+    async with serving(config) as (_, stream):
+        bad, other = stream(), stream()
+        await bad.start()
+        await other.start()
+        assert error in (await bad.answer(act)).error
+        assert await bad.read() is grpc.StatusCode.OK
+        kept = act in ("raise", "allocate")
+        found = await other.answer("a")
+        assert found.messages if kept else found is grpc.StatusCode.UNAVAILABLE
+        assert (await started(stream)).reward == 0.0, "a new worker plays on"
+
+
+async def test_a_stream_that_ends_leaves_nothing_behind(config):
+    async with serving(config.model_copy(update={"episodes": 1})) as (_, stream):
+        first = stream()
+        await first.start()
+        assert await stream().start() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        task = asyncio.create_task(first.answer("a"))
+        await asyncio.sleep(0)
+        first.call.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert (await started(stream)).reward == 0.0
+
+
+async def test_what_is_no_start_is_refused(config):
+    async with serving(config) as (_, stream):
+        assert await stream().send(start=pb.Start(row_json="[1]")) is grpc.StatusCode.INVALID_ARGUMENT
+        assert await stream().send(start=pb.Start(row_json="{")) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_token_is_demanded(config, monkeypatch):
+    monkeypatch.setenv("EPISODES", "secret")
+    secured = EnvironmentConfig.model_validate({**config.model_dump(), "security": {"token_env": "EPISODES"}})
+    async with serving(secured) as (lease, stream):
+        assert (await stream().start()).reward == 0.0
+        async with rpc.connect(lease.address) as channel:
+            assert await Stream(environment_pb2_grpc.EnvironmentServiceStub(channel)).start() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [("x = 1", "Write one"), ("1 / 0", "ZeroDivisionError"), ("import os; os._exit(2)", "status 2")]
+)
+async def test_a_file_that_cannot_be_loaded_is_a_config_error(config, code, error):
+    config.file.write_text(code)
+    with pytest.raises(ConfigError, match=error):
+        async with serve(config):
+            pass
+
+
+async def test_the_environment_of_the_guide(tmp_path):
+    guide.write_files("environments.md", tmp_path)
+    section = yaml.safe_load((tmp_path / "environment.yaml").read_text())["environment"]
+    assert section == {"file": "guess.py", "max_turns": 8}
+    async with serving(EnvironmentConfig.model_validate({**section, "file": tmp_path / "guess.py"})) as (_, stream):
+        episode = stream()
+        assert (await episode.start(prompt="Guess!", answer="42")).messages == []
+        found = [await episode.answer(text) for text in ("7", "99", "so", "42")]
+        assert [ask.messages[0].content for ask in found[:3]] == ["higher", "lower", "a number, please"]
+        assert [each.reward for each in found] == [0.0, 0.0, -0.1, 1.0]
+
+
+@asynccontextmanager
+async def hosted(redis, run_id, tmp_path, config):
+    async with episode_world(redis, run_id, tmp_path, SHORT, environment=config.model_dump(mode="json"), reward=None) as w:
+        client = EnvironmentClient(w.run, w.config.environment, "answer", 0)
+        try:
+            yield w, client
+        finally:
+            await client.close()
+
+
+async def test_a_group_over_a_server(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, config) as (w, client), serve(config, run=w.run):
+        await client.wait_ready()
+        await client.refresh()
+        group = await w.play(client)
+        assert [len(sample.turns) for sample in group.samples] == [3, 3, 3]
+        assert [sample.score for sample in group.samples] == [0.75] * 3
+        assert [part.name for part in group.samples[0].parts] == ["environment", "environment/seen"]
+        assert all(episode.seconds > 0 for episode in group.episodes)
+        shown = json.loads(group.episodes[0].messages)
+        assert [message["content"] for message in shown[::2]] == [w.prompts[0].plain, "turn 1", "turn 2"]
+
+
+async def test_bounds_end_an_episode_with_its_rewards_so_far(redis, run_id, tmp_path, config):
+    endless = config.model_copy(update={"options": {"turns": 99}})
+    async with hosted(redis, run_id, tmp_path, endless) as (w, client), serve(endless, run=w.run):
+        await client.refresh()
+        task = await w.admit()
+        group = await w.play(client, task, WIDE.__class__(2, 128, 3600.0))
+        assert {episode.outcome for episode in group.episodes} == {experience_pb2.OUTCOME_TURNS}
+        assert [sample.score for sample in group.samples] == [0.5] * 3
+
+
+async def test_a_server_that_dies_costs_its_episodes_one_try(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, config) as (w, client):
+        async with serve(config, run=w.run, grace=0.0):
+            await client.refresh()
+            w.replicas[0].engine._step_seconds = 0.05
+            playing = asyncio.create_task(w.play(client))
+            await w.replicas[0].asked.wait()
+        w.replicas[0].engine._step_seconds = 0.0
+        async with serve(config, run=w.run):
+            await client.refresh()
+            group = await playing
+        assert [len(sample.turns) for sample in group.samples] == [3, 3, 3]
+
+
+async def test_without_a_server_the_run_fails_in_time(redis, run_id, tmp_path, config):
+    hasty = config.model_copy(update={"start_timeout": 0.3})
+    async with hosted(redis, run_id, tmp_path, hasty) as (w, client):
+        with pytest.raises(UnavailableError, match="1 environment server within"):
+            await client.wait_ready()
+        with pytest.raises(UnavailableError, match="an environment server within"):
+            await w.play(client)
+
+
+async def test_a_failed_environment_is_no_reward(redis, run_id, tmp_path, config):
+    config.file.write_text(ENVIRONMENT.replace("0.25, done", "float('nan'), done"))
+    async with hosted(redis, run_id, tmp_path, config) as (w, client), serve(config, run=w.run):
+        await client.refresh()
+        with pytest.raises(EpisodeError, match="a finite reward of step; found nan"):
+            await w.play(client)
+
+
+async def test_a_full_server_plays_the_episodes_one_after_the_other(redis, run_id, tmp_path, config):
+    narrow = config.model_copy(update={"episodes": 1})
+    async with hosted(redis, run_id, tmp_path, narrow) as (w, client), serve(narrow, run=w.run):
+        await client.refresh()
+        assert len((await w.play(client)).episodes) == 3
+
+
+async def test_a_run_over_its_iterations(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, config) as (w, _), serve(config, run=w.run):
+        await asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas))
+        assert (await w.log.audit()).clean and sorted(w.learner.trained) == [1, 2]
+        for groups in w.learner.trained.values():
+            for group in groups:
+                assert [len(sample.turns) for sample in group.samples] == [3, 3, 3] and group.mean_reward == 0.75
+
+
+async def test_a_run_whose_environment_always_fails_ends_and_says_why(redis, run_id, tmp_path, config):
+    config.file.write_text(ENVIRONMENT.replace("act = getattr", "act = self.do_raise; getattr"))
+    async with hosted(redis, run_id, tmp_path, config) as (w, _), serve(config, run=w.run):
+        with pytest.raises(RunFailedError, match="ValueError: no good"):
+            await asyncio.wait_for(orchestrate(w.run), 120)
+
+
+async def test_a_successor_plays_on(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, config) as (w, _), serve(config, run=w.run):
+        w.replicas[0].engine._step_seconds = 0.02
+        killed = asyncio.create_task(orchestrate(w.run))
+        await w.replicas[0].asked.wait()
+        killed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await killed
+        w.replicas[0].engine._step_seconds = 0.0
+        await asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas))
+        assert (await w.log.audit()).clean
+        assert {group.attempt for groups in w.learner.trained.values() for group in groups} == {1}

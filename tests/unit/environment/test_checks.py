@@ -1,0 +1,76 @@
+"""What `config check` says about an environment, and which sections go with one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError
+from polyreme_environment.checks import check
+from support.configs import run_config
+
+GOOD = "class Guess:\n    def reset(self, row): ...\n    async def step(self, message): ...\n"
+
+
+def played(folder: Path, code: str | None, **section: Any) -> RunConfig:
+    file = folder / "environment.py"
+    if code is not None:
+        file.write_text(code)
+    return run_config(folder, reward=None, environment=EnvironmentConfig(file=file, **section))
+
+
+@pytest.mark.parametrize(
+    ("code", "section"),
+    [
+        (GOOD, {}),
+        (GOOD + GOOD.replace("Guess", "Other"), {"name": "Other"}),
+        (GOOD + "class _Hidden:\n    def reset(self): ...\n    def step(self): ...\n", {}),
+        ("from other import Base\nclass Guess(Base):\n    pass\n", {}),
+        ("from other import *\n", {"name": "Guess"}),
+    ],
+)
+def test_an_environment_that_can_be_loaded(tmp_path: Path, code: str, section: dict[str, Any]) -> None:
+    assert list(check(played(tmp_path, code, **section))) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "section", "message"),
+    [
+        (None, {}, "a Python file"),
+        ("class Guess(", {}, "valid Python"),
+        ("def reset(): ...", {}, "Write one"),
+        (GOOD + GOOD.replace("Guess", "Other"), {}, r"Set environment\.name"),
+        (GOOD, {"name": "Other"}, r"Fix environment\.name"),
+    ],
+)
+def test_an_environment_that_cannot(tmp_path: Path, code: str | None, section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(check(played(tmp_path, code, **section)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": {"rewards": [{"name": "exact"}]}}, "`reward` does not go with `environment`"),
+        ({"trainer": {"moe": {"replay_routes": True}}}, "replay_routes does not go"),
+        ({"data": {"template": "none"}}, "needs data.template: chat"),
+        ({"data": {"eval": "eval.jsonl"}}, "with `environment`, see reward/mean"),
+        ({"rollout": {"tokens_per_iteration": 4}, "max_staleness": 8}, "its episodes do not pause"),
+    ],
+)
+def test_what_does_not_go_with_an_environment_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    config = run_config(tmp_path).model_dump(mode="json", exclude_unset=True)
+    tree = {**config, "reward": None, "environment": {"file": "environment.py"}}
+    for key, value in changes.items():
+        tree[key] = {**(tree.get(key) or {}), **value} if isinstance(value, dict) else value
+    with pytest.raises(ValueError, match=message):
+        RunConfig.model_validate(tree)
+
+
+def test_the_runs_security_is_the_environments(tmp_path: Path) -> None:
+    tree = run_config(tmp_path).model_dump(mode="json", exclude_unset=True)
+    tree |= {"reward": None, "environment": {"file": "environment.py"}, "security": {"token_env": "TOKEN"}}
+    config = RunConfig.model_validate(tree)
+    assert config.environment is not None and config.environment.security == config.security

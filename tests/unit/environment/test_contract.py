@@ -1,0 +1,77 @@
+"""What an environment in a Python file may return."""
+
+from typing import Any
+
+import pytest
+
+from polyreme.errors import ConfigError
+from polyreme_environment.contract import ContractError, begun, choose, moved
+
+
+class Env:
+    def reset(self, row: dict[str, Any]) -> str:
+        return ""
+
+    def step(self, message: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+class Other(Env): ...
+
+
+def test_the_class_is_found_by_its_methods_or_its_name() -> None:
+    assert choose({"Env": Env, "helper": len, "Row": dict}, None, "e.py") is Env
+    assert choose({"Env": Env, "Other": Other}, "Other", "e.py") is Other
+    for classes, name, found in (
+        ({"Env": Env, "Other": Other}, None, "Env, Other"),
+        ({"Row": dict}, None, "none"),
+        ({"Env": Env}, "No", "Env"),
+    ):
+        with pytest.raises(ConfigError, match=f"found {found}"):
+            choose(classes, name, "e.py")
+
+
+@pytest.mark.parametrize(
+    ("answer", "messages"),
+    [
+        (None, []),
+        ("hello", [("user", "hello")]),
+        ([{"role": "tool", "content": "4"}, {"role": "user", "content": "so?"}], [("tool", "4"), ("user", "so?")]),
+    ],
+)
+def test_messages(answer: object, messages: list[tuple[str, str]]) -> None:
+    assert begun(answer, 100) == messages
+    assert moved((answer or "more", 1, False), 100).messages == (messages or [("user", "more")])
+
+
+def test_a_step() -> None:
+    assert vars(moved((None, True, 1, {"tries": 3}), 9)) == {"messages": [], "reward": 1.0, "done": True, "parts": {"tries": 3.0}}
+
+
+class Nasty:
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, r"\(observation, reward, done\); found None"),
+        (("x", 1.0), r"\(observation, reward, done\)"),
+        (("x", "much", False), "a number as the reward"),
+        (("x", None, False), "a number as the reward"),
+        (("x", float("nan"), False), "a finite reward"),
+        (("x", 0.0, False, [1]), "a dict of numbers"),
+        (("x", 0.0, False, {"a": "b"}), "a number as the a of step"),
+        ((None, 0.0, False), "an observation from step"),
+        ((Nasty(), 0.0, False), "found a Nasty"),
+        (([{"role": "assistant", "content": "x"}], 0.0, False), "messages {role: user, system, tool"),
+        (([{"role": "user", "content": 3}], 0.0, False), "content: text"),
+        (([{"role": "user", "content": "x", "more": 1}], 0.0, False), "messages {role"),
+        (("x" * 11, 0.0, False), "max_message_chars = 10 characters from step; found 11"),
+        (("\ud800", 0.0, False), "valid Unicode"),
+    ],
+)
+def test_anything_else_is_refused(answer: object, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        moved(answer, 10)
