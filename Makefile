@@ -40,7 +40,7 @@ test: test-light test-real
 # Every process that runs tests imports all the files of its run. So the tests that compute, with torch, have one process, and the others,
 # which mostly wait, have four beside it without torch. With ARGS, which may select few tests, everything is one run.
 LIGHT = $(PYTEST) -m "not slow and not real"
-WITH_TORCH := tests/integration/test_reward_model.py tests/e2e/test_bad_input.py tests/e2e/test_stages.py
+WITH_TORCH := tests/contract/test_engine_conformance.py tests/integration/test_reward_model.py tests/e2e/test_bad_input.py tests/e2e/test_stages.py
 ## test-light: tests without vLLM, learner ranks and browser (about three minutes on two cores)
 test-light: $(VENV)/.dev
 	$(if $(ARGS),$(LIGHT) -n 2 --dist worksteal $(ARGS),\

@@ -35,8 +35,10 @@ class Learning:
     distils: bool = False
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Adds an `iteration` record."""
-        reward = float(record["reward/mean"])
+        """Adds an `iteration` record. One without rewards, of an older release, says nothing."""
+        if (mean := record.get("reward/mean")) is None:
+            return
+        reward = float(mean)
         self.iterations += 1
         if len(self.first) < _COMPARED:
             self.first.append(reward)

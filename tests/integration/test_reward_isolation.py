@@ -131,12 +131,18 @@ async def test_a_fault_gets_its_status_and_its_neighbours_their_scores(plugin: d
     assert not [p for p in descendants() if p.pid not in before]
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A directory whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
 @pytest.mark.parametrize("count", [120, pytest.param(1000, marks=pytest.mark.slow)])
 async def test_random_faults_among_good_items(
-    plugin: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    plugin: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     rng = random.Random(0)
-    (folder := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     quick = [fault for fault in EXPECTED if fault not in HANGS and fault != "spin_behind"]
     hangs = [fault for fault in HANGS if fault != "loop"]  # which computes until its deadline: it is in the test above

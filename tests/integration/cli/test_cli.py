@@ -95,7 +95,7 @@ def test_a_missing_file_is_an_error(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "nothing.yaml").touch()
     fails(polyreme("train", str(config_file), "--log-dir", beyond), 2, "--log-dir", beyond)
     fails(polyreme("doctor", "--directory", beyond), 2, "--directory", beyond)
-    fails(polyreme("audit", str(tmp_path / "nothing.yaml")), 2, "run.json")
+    fails(polyreme("audit", str(tmp_path / "nothing.yaml")), 2, "a run directory", "found a file")
 
 
 def test_samples_longer_than_the_context_are_an_error(config_file: Path, tmp_path: Path) -> None:

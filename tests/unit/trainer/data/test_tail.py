@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.config.data import DataConfig
+from polyreme.dataset.chat import Chat
 from polyreme.errors import ConfigError, DataError
 from polyreme_trainer.data.tail import Tail
 from polyreme_trainer.data.template import Template
@@ -44,7 +45,7 @@ def test_what_was_sampled_stays_and_only_the_new_messages_follow(family: str, pi
     assert behind.dtype == np.int32
     assert (behind[0] == template.end_id) == is_cut, "an answer that was cut gets the end that it did not sample"
     whole = [*QUESTION, {"role": "assistant", "content": "y"}, {"role": "user", "content": new}]
-    rendered = template.apply([whole], generation_prompt=True)[0]
+    rendered = template.apply([Chat(tuple(whole))], generation_prompt=True)[0]
     _, _, follows = rendered.rpartition("y" + SPECIAL[template.end_id])
     assert text_of(template, behind[is_cut:]) == follows
     np.testing.assert_array_equal(behind[is_cut:], template.encode([follows])[0])
@@ -84,8 +85,8 @@ def test_blanks_thoughts_and_calls_of_an_answer_change_nothing(family: str, answ
     )
     np.testing.assert_array_equal(tail.after(first, new, TOOLS), tail.after(other, new, TOOLS))
     rest = text_of(template, tail.after(first, new, TOOLS))
-    opened = template.apply([QUESTION], generation_prompt=True)[0].removeprefix(
-        template.apply([QUESTION], generation_prompt=False)[0]
+    opened = template.apply([Chat(tuple(QUESTION))], generation_prompt=True)[0].removeprefix(
+        template.apply([Chat(tuple(QUESTION))], generation_prompt=False)[0]
     )
     assert new[0]["content"] in rest and rest.endswith(opened)
 
