@@ -6,6 +6,7 @@ import random
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
