@@ -178,7 +178,8 @@ def turn_normalised(
     width = turn[trained].max() + 1
     turns, turn_of = np.unique(sequence_of(offsets)[trained] * width + turn[trained], return_inverse=True)
     counts = np.bincount(turns // width, minlength=len(offsets) - 1)
-    returns = _discounted_sums(np.bincount(turn_of, weights=rewards[trained]), counts, np.full(len(counts), gamma))
+    sums = np.bincount(turn_of, weights=rewards[trained]).astype(np.float64, copy=False)
+    returns = _discounted_sums(sums, counts, np.full(len(counts), gamma))
     group_of = group[turns // width]
     groups, advantages = Groups(group_of), np.zeros(len(turns))
     compared = groups.sizes[groups.member_of] > 1
