@@ -90,6 +90,15 @@ class PerPart(Primitive):
     whiten: bool = Field(True, description="Whiten over the batch. Groups whose parts are all equal stay at 0.")
 
 
+class TurnNorm(Primitive):
+    """The return from each turn on, normalised over all turns of the group's episodes."""
+
+    kind: Literal["turn_norm"] = Field("turn_norm", description=KIND)
+    gamma: Fraction = Field(1.0, description="Discount of later rewards, per turn.")
+    std_floor: float = Field(1e-4, ge=0, description="Added to a group's standard deviation.")
+    ddof: Literal[0, 1] = Field(1, description="1: sample standard deviation. 0: population standard deviation.")
+
+
 class Positives(Primitive):
     """1 for an accepted sample, 0 for any other."""
 
@@ -104,7 +113,17 @@ class Zero(Primitive):
 
 
 AdvantageEstimator = Annotated[
-    Gae | GroupNorm | GroupMean | LeaveOneOut | Returns | GreedyBaseline | LengthWeightedBaseline | PerPart | Positives | Zero,
+    Gae
+    | GroupNorm
+    | GroupMean
+    | LeaveOneOut
+    | Returns
+    | GreedyBaseline
+    | LengthWeightedBaseline
+    | PerPart
+    | TurnNorm
+    | Positives
+    | Zero,
     Field(discriminator="kind"),
 ]
 

@@ -22,13 +22,14 @@ from polyreme.config.recipe import (
     SequenceTis,
     Shaping,
     TokenTis,
+    TurnNorm,
     TvMask,
     Zero,
 )
 from polyreme.errors import ConfigError
 
-GROUP_ESTIMATORS = (GroupNorm, GroupMean, LeaveOneOut, LengthWeightedBaseline, PerPart)
-TOKEN_ESTIMATORS = (Gae, Returns, GreedyBaseline)
+GROUP_ESTIMATORS = (GroupNorm, GroupMean, LeaveOneOut, LengthWeightedBaseline, PerPart, TurnNorm)
+TOKEN_ESTIMATORS = (Gae, Returns, GreedyBaseline, TurnNorm)
 WEIGHTS = (TokenTis, SequenceTis, IcePop)
 
 
@@ -70,7 +71,9 @@ def _advantage(recipe: Recipe, group_size: int, critic: bool) -> Iterator[Config
         )
     if isinstance(recipe.advantage, Zero) and recipe.teacher_coef == 0:
         yield ConfigError("a learning signal", "advantage zero without teacher_coef", "Set teacher_coef, or choose an estimator.")
-    if recipe.dynamic_sampling and (isinstance(recipe.advantage, PerPart) or not isinstance(recipe.advantage, GROUP_ESTIMATORS)):
+    if recipe.dynamic_sampling and (
+        isinstance(recipe.advantage, PerPart | TurnNorm) or not isinstance(recipe.advantage, GROUP_ESTIMATORS)
+    ):
         yield ConfigError(
             "an estimator that compares the scores of a group and learns nothing from equal ones",
             f"dynamic_sampling with advantage {kind}, which can learn from them",
@@ -94,7 +97,7 @@ def _ratio(recipe: Recipe, steps: int) -> Iterator[ConfigError]:
     if sequence and isinstance(recipe.advantage, TOKEN_ESTIMATORS):
         yield ConfigError(
             "one advantage per response for a loss with one ratio per response",
-            f"advantage {recipe.advantage.kind}, one per token",
+            f"advantage {recipe.advantage.kind}, whose advantages differ within a response",
             "Use an estimator that compares samples, or loss.ratio: token.",
         )
     if sequence and recipe.teacher_coef > 0:

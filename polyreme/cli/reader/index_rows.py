@@ -3,7 +3,7 @@
 Invariant: pure functions of one line of `metrics.jsonl` or of a sample file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ def sample_row(line: Record) -> SampleRow:
     """The row of a line of `samples/iteration_N.jsonl` or `samples/evaluation_N.jsonl`."""
     trained = "group" in line
     versions = [span[0] for span in line.get("spans", ())] or ([] if trained else [line["version"]])
-    advantage, logprobs = line.get("advantage"), line.get("logprobs") or []
+    advantage, turns = line.get("advantage"), line.get("turns", ())
     return SampleRow(
         id=sample_id(line),
         kind="train" if trained else "eval",
@@ -72,8 +72,8 @@ def sample_row(line: Record) -> SampleRow:
         oldest=min(versions, default=None),
         newest=max(versions, default=None),
         replicas=list(line.get("replicas", ())),
-        advantage=_mean(advantage) if isinstance(advantage, list) else advantage,
-        logprob=_mean(logprobs),
+        advantage=_mean(advantage, turns) if isinstance(advantage, list) else advantage,
+        logprob=_mean(line.get("logprobs") or [], turns),
         began=line.get("began"),
         generate_seconds=line.get("generate_seconds", 0.0),
         score_seconds=line.get("score_seconds", 0.0),
@@ -123,5 +123,8 @@ def event_of(record: Record) -> dict[str, Any] | None:
     return {key: value for key, value in record.items() if key not in ("run", "id", "kind", "time", "examples")}
 
 
-def _mean(values: list[float]) -> float | None:
+def _mean(values: list[float], turns: Sequence[Record]) -> float | None:
+    """The mean over a response's sampled tokens, which are all of them unless it has turns. None: there are no numbers."""
+    if turns:
+        values = [value for turn in turns for value in values[turn["start"] : turn["end"]]]
     return sum(values) / len(values) if values else None

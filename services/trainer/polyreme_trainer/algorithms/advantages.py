@@ -1,7 +1,7 @@
 """Advantage estimators, from rewards to advantages, in float64 numpy.
 
 Some estimators take rewards per token and the critic's values; the others take one score per sample and compare it with the other samples
-of its group.
+of its group. A sample is an episode, which may have several turns in several trajectories (see `batch`).
 
 Invariant: a masked token has advantage 0 and no influence. Estimators that compare a group's scores give exactly 0 when these are equal.
 """
@@ -9,7 +9,7 @@ Invariant: a masked token has advantage 0 and no influence. Estimators that comp
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme_trainer.algorithms.batch import Float64, Int64, sequence_sums
+from polyreme_trainer.algorithms.batch import Float64, Int64, sequence_of, sequence_sums
 from polyreme_trainer.algorithms.groups import Groups, equal
 
 WHITEN_EPSILON = 1e-8
@@ -150,6 +150,42 @@ def per_part(parts: Float64, weights: tuple[float, ...], group: Int64, floor: fl
     """
     columns = [w * group_normalised(part, group, floor, ddof) for part, w in zip(parts.T, weights, strict=True)]
     return np.sum(columns, axis=0) if columns else np.zeros(len(parts))
+
+
+def turn_normalised(
+    rewards: Float64, turn: Int64, mask: Mask, offsets: Int64, group: Int64, gamma: float, floor: float, ddof: int
+) -> Float64:
+    """The return from each turn on, normalised over all turns of the group: Kevin, Baronio et al. 2025 (arXiv 2507.11948).
+
+    `G_k = R_k + gamma G_(k+1)`, where R_k is the sum of turn k's token rewards. Each turn of each episode is compared with all turns of the
+    group's episodes as `group_normalised` compares samples. Turns without trained tokens do not count; a turn without another one to compare
+    with has advantage 0.
+
+    Args:
+        rewards: float64 [t].
+        turn: int64 [t], the number of the token's turn within its sequence, not decreasing over the trained tokens.
+        mask: [t].
+        offsets: int64 [n + 1].
+        group: int64 [n].
+        gamma: discount per turn.
+
+    Returns:
+        float64 [t], 0 where masked.
+    """
+    trained, result = np.flatnonzero(mask > 0), np.zeros(len(mask))
+    if not len(trained):
+        return result
+    width = turn[trained].max() + 1
+    turns, turn_of = np.unique(sequence_of(offsets)[trained] * width + turn[trained], return_inverse=True)
+    counts = np.bincount(turns // width, minlength=len(offsets) - 1)
+    sums = np.bincount(turn_of, weights=rewards[trained]).astype(np.float64, copy=False)
+    returns = _discounted_sums(sums, counts, np.full(len(counts), gamma))
+    group_of = group[turns // width]
+    groups, advantages = Groups(group_of), np.zeros(len(turns))
+    compared = groups.sizes[groups.member_of] > 1
+    advantages[compared] = group_normalised(returns[compared], group_of[compared], floor, ddof)
+    result[trained] = advantages[turn_of]
+    return result
 
 
 def positives(scores: Float64, threshold: float) -> Float64:

@@ -68,7 +68,7 @@ class Algorithm:
 
     Args:
         recipe: a checked recipe.
-        longest: the largest number of tokens of a response.
+        longest: the largest number of tokens that the policy may sample in an episode; of a single turn, in a response.
     """
 
     recipe: Recipe
@@ -116,7 +116,7 @@ class Algorithm:
         return estimation.estimate(self.recipe.advantage, batch, rewards)
 
     def coefficients(self, batch: TokenBatch, advantages: Advantages, step: Int64) -> Float32:
-        """float32 [t], the `LossInputs.weight` of every token in an optimizer step on the sequences `step`; 0 for all other tokens.
+        """float32 [t], the `LossInputs.weight` of every token in an optimizer step on the episodes `step`; 0 for all other tokens.
 
         With dynamic sampling, a group of equal scores counts as dropped, so the divisor excludes it.
         """
@@ -129,7 +129,7 @@ class Algorithm:
         return token_coefficients(batch.mask, batch.offsets, step, "token-mean")
 
     def has_gradient(self, batch: TokenBatch, advantages: Advantages) -> Bool:
-        """bool [n], whether a sequence has a gradient for the policy. The backward pass may skip the others without changing the result."""
+        """bool [n], whether an episode has a gradient for the policy. The backward pass may skip the others without changing the result."""
         alive = batch.trained & (advantages.weight > 0)
         if self.recipe.dynamic_sampling:
             alive &= informative(batch.score, batch.group)[batch.sequence_of]
@@ -203,7 +203,7 @@ class Algorithm:
         return result
 
     def _next_coef(self, batch: TokenBatch, kl: Float64 | None, coef: float | None) -> float | None:
-        """The next iteration's coefficient, adapted to this iteration's KL per response or token; None without an adaptive controller."""
+        """The next iteration's coefficient, adapted to this iteration's KL per episode or token; None without an adaptive controller."""
         samples = int((batch.lengths > 0).sum())
         if kl is None or coef is None or self.recipe.kl is None or self.recipe.kl.adaptive is None:
             return None

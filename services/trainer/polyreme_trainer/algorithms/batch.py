@@ -1,9 +1,13 @@
-"""The samples of one iteration as flat per-token arrays, and the advantages computed from them.
+"""The episodes of one iteration as flat per-token arrays, and the advantages computed from them.
 
-A sequence of L tokens has L - 1 predictions; prediction k is of token k + 1. Every per-token array has one entry per prediction, and the
-entries of sequence i are at `offsets[i]:offsets[i + 1]`. The arrays are independent of padding, packing and ranks.
+A sequence is one episode: the predictions of its trajectories, one after the other. An episode of one turn is one response. A trajectory of
+L tokens has L - 1 predictions; prediction k is of token k + 1. Every per-token array has one entry per prediction, and the entries of
+sequence i are at `offsets[i]:offsets[i + 1]`. The arrays are independent of padding, packing and ranks.
 
-Invariant: entries where `mask` is 0 have no influence on any result.
+Tokens of the prompt and of the environment are masked, so "the next trained token" of a turn's last token is the first one of the next
+turn, also when that is in the episode's next trajectory.
+
+Invariant: entries where `mask` is 0 have no influence on any result. An episode counts once, however many trajectories it has.
 """
 
 from collections.abc import Mapping
@@ -24,23 +28,25 @@ Bool = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """n sequences with t predictions in all.
+    """n episodes, each one sequence, with t predictions in all.
 
     Attributes:
         offsets: int64 [n + 1], from 0 to t, not decreasing.
         mask: float32 [t], 1 where the predicted token is trained on, else 0.
         behaviour: float32 [t], log-probability of the token under the policy that sampled it.
-        version: int32 [t], version of the policy that sampled the token; -1 for prompt tokens.
-        group: int64 [n], equal for the samples of one prompt.
-        score: float64 [n], the reward of the whole sequence, finite.
-        truncated: bool [n], whether generation stopped at the length limit.
-        greedy: bool [n], whether the sample is greedy and serves as a baseline (ReMax); it then has no trained token.
+        version: int32 [t], version of the policy that sampled the token; -1 for tokens of the prompt and of the environment.
+        group: int64 [n], equal for the episodes of one prompt.
+        score: float64 [n], the reward of the whole episode, finite.
+        truncated: bool [n], whether a bound ended the episode: the length limit, or one on its turns, tokens or time.
+        greedy: bool [n], whether the episode is greedy and serves as a baseline (ReMax); it then has no trained token.
         old: float32 [t], log-probability under the policy before the iteration's first optimizer step.
         reference: float32 [t], under the frozen reference policy.
         teacher: float32 [t], under the teacher of a distillation.
         values: float32 [t], the critic's value of the state before the token.
         final_values: float32 [n], the critic's value of the state after the last token.
-        token_rewards: float32 [t], process rewards: a part of the score. The rest of it belongs to the last trained token.
+        token_rewards: float32 [t], process rewards, and each turn's reward at the turn's last token: a part of the score. The rest of it
+            belongs to the last trained token.
+        turn: int64 [t], the number of the token's turn within its episode, from 0; -1 outside of the turns. None: every episode is one turn.
         ids: int64 [t], the predicted tokens.
         parts: float64 [n, k], the named components of the reward, unweighted.
         part_names: k names.
@@ -61,6 +67,7 @@ class TokenBatch:
     values: Float32 | None = None
     final_values: Float32 | None = None
     token_rewards: Float32 | None = None
+    turn: Int64 | None = None
     ids: Int64 | None = None
     parts: Float64 | None = None
     part_names: tuple[str, ...] = ()
@@ -68,7 +75,7 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         n, t = len(self), self.tokens
-        per_token = ("mask", "behaviour", "version", "old", "reference", "teacher", "values", "token_rewards", "ids")
+        per_token = ("mask", "behaviour", "version", "old", "reference", "teacher", "values", "token_rewards", "turn", "ids")
         per_sequence = ("group", "score", "truncated", "greedy", "final_values")
         for names, length in ((per_token, t), (per_sequence, n)):
             for name in names:
@@ -89,6 +96,8 @@ class TokenBatch:
             array = getattr(self, name)
             if array is not None and not np.isfinite(array[self.trained]).all():
                 raise ValueError(f"{name} is not finite at a trained token")
+        if self.turn is not None and (self.turn[self.trained] < 0).any():
+            raise ValueError("a trained token is in no turn")
         if self.lengths[self.greedy].any():
             raise ValueError("a greedy sequence has trained tokens")
 

@@ -22,6 +22,7 @@ from polyreme.config.recipe import (
     Positives,
     Returns,
     Shaping,
+    TurnNorm,
     Zero,
 )
 from polyreme_trainer.algorithms import advantages as estimators
@@ -56,7 +57,7 @@ def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moment
     Args:
         recipe: the shaping steps.
         batch: the batch; it has `ids` when repetition is penalised.
-        longest: the largest number of tokens of a response.
+        longest: the largest number of tokens that the policy may sample in an episode.
         seen: the moments before this batch. Greedy samples do not update them.
     """
     scores = batch.score
@@ -114,6 +115,10 @@ def estimate(recipe: AdvantageEstimator, batch: TokenBatch, rewards: Rewards) ->
             return np.zeros(batch.tokens), None
     if batch.greedy.any():
         raise ValueError(f"expected no greedy samples, since {recipe.kind} compares samples of one distribution; found some")
+    if isinstance(recipe, TurnNorm):
+        turn = np.zeros(batch.tokens, dtype=np.int64) if batch.turn is None else batch.turn
+        where = (turn, batch.mask, batch.offsets, batch.group)
+        return estimators.turn_normalised(rewards.tokens, *where, recipe.gamma, recipe.std_floor, recipe.ddof), None
     per_token = np.where(batch.trained, _per_sample(recipe, batch, rewards.totals)[batch.sequence_of], 0.0)
     if isinstance(recipe, GroupMean | PerPart) and recipe.whiten:
         constant = _constant(recipe, batch, rewards.totals)[batch.sequence_of]

@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from polyreme_trainer.megatron.packing import PackedIds
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
-Routes = NDArray[np.uint8] | NDArray[np.uint16]
+Routes = NDArray[np.integer[Any]]
 
 IGNORE = -100
 """The target of positions that are not trained on, as in torch's cross entropy."""
@@ -63,8 +64,8 @@ class Sequences:
         ids: int64 [L] each, L >= 1.
         mask: float32 [t], 1 where the predicted token is trained on.
         together: the number of consecutive sequences, counted from the first, that stay in one micro-batch.
-        routes: for each sequence, the experts that sampled its last tokens, uint8 or uint16 [tokens, layers, top_k]: those of the forward
-            pass that predicted each; None: unknown.
+        routes: for each sequence, the experts that sampled its last tokens, integers [tokens, layers, top_k]: those of the forward pass that
+            predicted each; -1: unknown. None: all unknown.
     """
 
     ids: Sequence[IntArray]

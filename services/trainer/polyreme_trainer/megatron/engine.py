@@ -30,7 +30,7 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import CRITIC, EMA, Export
 from polyreme_trainer.megatron.followers import Followers
 from polyreme_trainer.megatron.host_memory import HostMemory
-from polyreme_trainer.megatron.iteration import Iteration
+from polyreme_trainer.megatron.iteration import Iteration, episodes_of
 from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.model_probes import ModelProbes
 from polyreme_trainer.megatron.offload import Offload
@@ -243,7 +243,8 @@ class MegatronEngine:
         routes = partial(decode_routes, arch=self.policy.arch) if self.actor.replays else None
         sequences, tokens = collect(batch.groups, self.part_weights(), self.algorithm.needs.greedy, routes)
         seed = (config.seed, batch.iteration)
-        steps = split_steps(tokens.group, config.algorithm.minibatches, config.algorithm.epochs, seed)
+        groups = tokens.group[episodes_of(sequences, tokens)]
+        steps = split_steps(groups, config.algorithm.minibatches, config.algorithm.epochs, seed)
         warmup = 0 if self.critic is None else config.trainer.critic.warmup_iterations
         iteration = Iteration(
             number=batch.iteration,

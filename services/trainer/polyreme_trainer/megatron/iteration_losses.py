@@ -12,12 +12,12 @@ from torch import Tensor
 
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme_trainer.algorithms.algorithm import Algorithm
-from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
+from polyreme_trainer.algorithms.batch import Advantages, TokenBatch, sequence_of
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.mixing import ptx_loss
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
-from polyreme_trainer.megatron.iteration import Iteration, fresh_sequences
+from polyreme_trainer.megatron.iteration import Iteration, episodes_of, fresh_sequences
 from polyreme_trainer.megatron.roles import Forward, Loss, LossTerm, everything
 from polyreme_trainer.megatron.shard import DataShard
 
@@ -31,7 +31,9 @@ class Losses:
         self.sequences, self._algorithm, self._tokens, self._advantages = batch.sequences, algorithm, tokens, advantages
         self._shard = shard
         self.with_entropy = algorithm.needs.entropy
-        self._fresh = np.isin(tokens.sequence_of, fresh_sequences(batch))
+        self._sequence_of = sequence_of(batch.sequences.offsets)
+        self._episode_of = episodes_of(batch.sequences, tokens)
+        self._fresh = np.isin(self._sequence_of, fresh_sequences(batch))
         self._metrics: list[Metrics] = []
         """Of every micro-batch. The names of the policy's, the critic's and the supervised rows' metrics differ."""
         self._policy_steps = 0
@@ -40,14 +42,18 @@ class Losses:
 
     def of_policy(self, step: IntArray) -> Loss:
         """The policy's loss in an optimizer step on the sequences `step`."""
-        weight = self._algorithm.coefficients(self._tokens, self._advantages, step)
+        weight = self._coefficients(step)
         self._policy_steps += 1
         self._weights += weight
         return self._of_policy(weight)
 
     def of_probe(self, indices: IntArray) -> Loss:
         """The policy's loss on sequences that no optimizer step takes from it: only their metrics count."""
-        return self._of_policy(self._algorithm.coefficients(self._tokens, self._advantages, indices))
+        return self._of_policy(self._coefficients(indices))
+
+    def _coefficients(self, sequences: IntArray) -> FloatArray:
+        """The coefficients of an optimizer step on sequences, which takes whole episodes."""
+        return self._algorithm.coefficients(self._tokens, self._advantages, np.unique(self._episode_of[sequences]))
 
     def _of_policy(self, weight: FloatArray) -> Loss:
         def loss(batch: MicroBatch, output: Tensor) -> Tensor:
@@ -62,7 +68,7 @@ class Losses:
 
     def of_critic(self, step: IntArray) -> Loss:
         """The critic's loss in an optimizer step on the sequences `step`."""
-        weight = self._algorithm.critic_coefficients(self._tokens, step)
+        weight = self._algorithm.critic_coefficients(self._tokens, np.unique(self._episode_of[step]))
 
         def loss(batch: MicroBatch, values: Tensor) -> Tensor:
             value, metrics = self._algorithm.critic_loss(self.critic_inputs(batch, values, weight))
@@ -117,14 +123,16 @@ class Losses:
         )
 
     def trained_samples(self) -> TrainedSamples:
-        """How the optimizer steps used each sample."""
-        count = len(self._tokens)
+        """How the optimizer steps used each sample. A response begins with its first sampled token."""
+        count = len(self.sequences)
         steps: list[list[int]] = [[] for _ in range(count)]
         for number, step in enumerate(self._steps, start=1):
             for sequence in step.tolist():
                 steps[sequence].append(number)
-        of_response = self._tokens.version >= 0
-        sums = np.bincount(self._tokens.sequence_of, weights=self._weights, minlength=count)
+        sampled, begins = np.flatnonzero(self._tokens.version >= 0), np.full(count, self._tokens.tokens)
+        np.minimum.at(begins, self._sequence_of[sampled], sampled)
+        of_response = np.arange(self._tokens.tokens) >= begins[self._sequence_of]
+        sums = np.bincount(self._sequence_of, weights=self._weights, minlength=count)
         return TrainedSamples(
             advantages=self._advantages.advantages[of_response],
             weights=(sums / max(1, len(steps[0]))).astype(np.float32),

@@ -1,7 +1,7 @@
 """Routing replay (Ma et al. 2025): the learner sends each sampled token to the experts that the replica chose for it.
 
-The gradient goes through the weights of these experts, which the learner's router computes. Positions of a prompt have no reported experts;
-there the learner's router decides.
+The gradient goes through the weights of these experts, which the learner's router computes. Positions of a prompt, and those before a token
+of the environment, have no reported experts; there the learner's router decides.
 
 Invariant: every sampled token of an iteration has a valid route in every layer, or the iteration fails.
 """
@@ -12,14 +12,18 @@ import numpy as np
 
 from polyreme.errors import DataError
 from polyreme.experience.records import SampleRecord
-from polyreme_trainer.algorithms.batch import TokenBatch
+from polyreme_trainer.algorithms.batch import TokenBatch, sequence_of
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, Routes, Sequences
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.roles import Role
 
 
 def decode_routes(sample: SampleRecord, arch: Architecture) -> Routes:
-    """The experts of a sample's tokens, uint8 or uint16 [tokens, expert layers, top_k]. Raises DataError."""
+    """The experts of a sample's tokens, uint8 or uint16 [tokens, expert layers, top_k]; with turns int16 or int32, and -1 outside of them.
+
+    Raises:
+        DataError: a sampled token has no route that the model's routers can choose.
+    """
     dtype = np.dtype("u1" if arch.experts <= 256 else "<u2")
     width = arch.expert_layers * arch.top_k * dtype.itemsize
     if sample.routes is None or sample.routes.shape[1] != width:
@@ -29,14 +33,19 @@ def decode_routes(sample: SampleRecord, arch: Architecture) -> Routes:
             "Use an engine that reports its routes, or set trainer.moe.replay_routes to false.",
         )
     routes: Routes = np.ascontiguousarray(sample.routes).view(dtype).reshape(len(sample), arch.expert_layers, arch.top_k)
-    ordered = np.sort(routes, axis=-1)
+    sampled = np.zeros(len(sample), dtype=np.bool_)
+    for _, start, end in sample.spans:
+        sampled[start:end] = True
+    ordered = np.sort(routes[sampled], axis=-1)
     if ordered.max() >= arch.experts or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise DataError(
             f"{arch.top_k} different experts below {arch.experts} per token and layer",
             f"expert {ordered.max()} or one twice",
             "Report this as a bug of the inference engine.",
         )
-    return routes
+    if sampled.all():
+        return routes
+    return np.where(sampled[:, None, None], routes.astype(np.promote_types(dtype, np.int8)), -1)
 
 
 def mismatch(actor: Role[Any], sequences: Sequences, tokens: TokenBatch, indices: IntArray) -> dict[str, float]:
@@ -45,7 +54,7 @@ def mismatch(actor: Role[Any], sequences: Sequences, tokens: TokenBatch, indices
     Args:
         indices: sequences that the actor's present weights sampled.
     """
-    sampled = np.isin(tokens.sequence_of, indices) & (tokens.mask > 0)
+    sampled = np.isin(sequence_of(sequences.offsets), indices) & (tokens.mask > 0)
     if not sampled.any():
         return {}
 

@@ -1,15 +1,16 @@
-"""Converts the samples of an iteration's groups for their two readers: sequences for the models, numbers per token for the algorithm.
+"""Converts the samples of an iteration's groups for their two readers: trajectories for the models, episodes for the algorithm.
 
-Invariant: both have the samples in the order of the log, and per-token arrays in the order of `Sequences.offsets`.
+Invariant: both have the samples in the order of the log, and per-token arrays in the order of `Sequences.offsets`. The offsets of the
+episodes are among those of their trajectories.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
+from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, OUTCOME_STOP
 from polyreme.experience.records import GroupRecord, SampleRecord
-from polyreme_trainer.algorithms.batch import TokenBatch
+from polyreme_trainer.algorithms.batch import TokenBatch, sequence_sums
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, Routes, Sequences
 
 
@@ -19,11 +20,11 @@ def collect(
     greedy: bool = False,
     routes: Callable[[SampleRecord], Routes] | None = None,
 ) -> tuple[Sequences, TokenBatch]:
-    """The samples of `groups`, in order, as the models' sequences (prompt + response) and as the algorithm's batch.
+    """The samples of `groups`, in order, as the models' sequences (prompt + response) and as the algorithm's batch of their episodes.
 
     Args:
         part_weights: the weights of the reward's named parts, for algorithms that normalise each part; None leaves the parts out.
-        greedy: whether samples without a trained token are greedy samples, the baseline of their group.
+        greedy: whether episodes without a trained token are greedy, the baseline of their group.
         routes: reads a sample's routes; None leaves them out.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
@@ -40,24 +41,57 @@ def collect(
         for number, start, stop in sample.spans:
             version[begin + start : begin + stop] = number
     names = tuple(part_weights or ())
-    parts = [[{part.name: part.raw for part in sample.parts}.get(name, 0.0) for name in names] for _, sample in samples]
+    numbers = [(number, episode) for number, group in enumerate(groups) for episode in group.episode_of]
+    ends = [k for k, pair in enumerate(numbers) if numbers[k + 1 : k + 2] != [pair]]  # of each episode, its last trajectory
+    last = [samples[k] for k in ends]
+    parts = [[{part.name: part.raw for part in sample.parts}.get(name, 0.0) for name in names] for _, sample in last]
+    offsets = np.concatenate([[0], sequences.offsets[1:][ends]]).astype(np.int64)
     batch = TokenBatch(
-        offsets=sequences.offsets,
+        offsets=offsets,
         mask=mask,
         behaviour=behaviour.astype(np.float32),
         version=version,
-        group=np.repeat(np.arange(len(groups), dtype=np.int64), [len(group.samples) for group in groups]),
-        score=np.array([sample.score for _, sample in samples], dtype=np.float64),
-        truncated=np.array([sample.finish_reason == FINISH_REASON_LENGTH for _, sample in samples]),
-        greedy=np.array([greedy and not sample.loss_mask.any() for _, sample in samples]),
+        group=np.array([numbers[k][0] for k in ends], dtype=np.int64),
+        score=np.array([sample.score for _, sample in last], dtype=np.float64),
+        truncated=np.array([_is_truncated(group, sample) for group, sample in last]),
+        greedy=greedy & (sequence_sums(mask > 0, offsets) == 0),
         teacher=_per_token([s.teacher_logprobs for _, s in samples], sequences.offsets, np.nan),
-        token_rewards=_per_token([s.token_rewards for _, s in samples], sequences.offsets, 0.0),
+        token_rewards=_per_token([_rewards(s) for _, s in samples], sequences.offsets, 0.0),
+        turn=_turns([s for _, s in samples], sequences.offsets, numbers) if any(group.episodes for group in groups) else None,
         ids=np.concatenate([x[1:] for x in ids]),
         parts=np.array(parts, dtype=np.float64) if names else None,
         part_names=names,
         part_weights=tuple((part_weights or {}).values()),
     )
     return sequences, batch
+
+
+def _is_truncated(group: GroupRecord, sample: SampleRecord) -> bool:
+    """Whether a bound ended the episode whose last trajectory is `sample`."""
+    if group.episodes:
+        return group.episodes[sample.episode].outcome != OUTCOME_STOP
+    return sample.finish_reason == FINISH_REASON_LENGTH
+
+
+def _rewards(sample: SampleRecord) -> FloatArray | None:
+    """float32 [t], the rewards of single tokens, and each turn's at its last token; None when the sample has neither."""
+    if not any(turn.reward for turn in sample.turns):
+        return sample.token_rewards
+    rewards = np.zeros(len(sample), dtype=np.float32) if sample.token_rewards is None else sample.token_rewards.copy()
+    for turn in sample.turns:
+        rewards[turn.end - 1] += turn.reward
+    return rewards
+
+
+def _turns(samples: Sequence[SampleRecord], offsets: IntArray, numbers: Sequence[tuple[int, int]]) -> IntArray:
+    """int64 [t], see `TokenBatch.turn`. `numbers`: the group and the episode of each sample."""
+    turns, before = np.full(int(offsets[-1]), -1, dtype=np.int64), dict.fromkeys(numbers, 0)
+    for sample, end, episode in zip(samples, offsets[1:], numbers, strict=True):
+        start = end - len(sample)
+        for first, last in [turn[:2] for turn in sample.turns] or [(0, len(sample))]:
+            turns[start + first : start + last] = before[episode]
+            before[episode] += 1
+    return turns
 
 
 def _per_token(responses: Sequence[FloatArray | None], offsets: IntArray, missing: float) -> FloatArray | None:

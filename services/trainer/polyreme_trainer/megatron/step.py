@@ -13,10 +13,10 @@ import numpy as np
 from torch import Tensor
 
 from polyreme_trainer.algorithms.algorithm import Algorithm
-from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
+from polyreme_trainer.algorithms.batch import Advantages, TokenBatch, sequence_sums
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences, with_end
-from polyreme_trainer.megatron.iteration import PARTS, Iteration, Trained, fresh_sequences
+from polyreme_trainer.megatron.iteration import PARTS, Iteration, Trained, episodes_of, fresh_sequences
 from polyreme_trainer.megatron.iteration_losses import Losses
 from polyreme_trainer.megatron.replay import mismatch
 from polyreme_trainer.megatron.roles import Forward, LossTerm, Role
@@ -92,9 +92,11 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     sequences, tokens = batch.sequences, before_advantages(batch, algorithm, models, clock)
     with clock.part("adv"):
         advantages = algorithm.advantages(tokens, batch.state)
-    moving = algorithm.has_gradient(tokens, advantages) if batch.trains_actor else np.zeros(len(sequences), dtype=np.bool_)
-    computed = moving | (sequences.trained > 0) if batch.trains_actor and models.actor.balances else moving
-    parts = [step[computed[step]] for step in batch.steps]
+        moving = np.zeros(len(sequences), dtype=np.bool_)
+        if batch.trains_actor:
+            moving = algorithm.has_gradient(tokens, advantages)[episodes_of(sequences, tokens)] & (sequences.trained > 0)
+        computed = moving | (sequences.trained > 0) if batch.trains_actor and models.actor.balances else moving
+        parts = [step[computed[step]] for step in batch.steps]
     needed = np.unique(np.concatenate(parts))
     probed = needed if len(needed) else fresh_sequences(batch)[:PROBE]
     if len(parts) > 1 and tokens.old is None:
@@ -133,7 +135,7 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     measured |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "actor/lr": batch.lr if batch.trains_actor else 0.0}
     if models.critic is not None:
         measured |= {"critic/grad_norm": float(np.mean(critic_norms)), "critic/lr": batch.critic_lr}
-    measured["trained_samples"] = int((moving & has_advantage(tokens, advantages)).sum())
+    measured["trained_samples"] = int((moving & has_advantage(sequences, advantages)).sum())
     named = {RECORDED_AS.get(name, name): value for name, value in measured.items()}
     state = advantages.state
     if not batch.trains_actor:  # while the policy equals the reference, the KL is 0 and must not change the coefficient
@@ -152,7 +154,9 @@ def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, cl
     if needs.final_values:
         assert models.critic is not None
         with clock.part("critic_model"):
-            tokens = replace(tokens, final_values=values_after_end(models.critic, sequences, every[tokens.truncated[every]]))
+            last = np.flatnonzero(np.diff(episodes_of(sequences, tokens), append=len(tokens)))  # each episode's last trajectory
+            ended = last[tokens.truncated & (tokens.lengths > 0)]
+            tokens = replace(tokens, final_values=values_after_end(models.critic, sequences, ended)[last])
     if needs.old:
         with clock.part("old_log_p"):
             tokens = replace(tokens, old=models.actor.infer(sequences, every))
@@ -170,9 +174,9 @@ def values_after_end(critic: Role[Any], sequences: Sequences, indices: IntArray)
     return values
 
 
-def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
+def has_advantage(sequences: Sequences, advantages: Advantages) -> np.ndarray:
     """bool [n], whether a sequence has a token with an advantage other than 0."""
-    return np.bincount(tokens.sequence_of, weights=advantages.advantages != 0, minlength=len(tokens)) > 0
+    return sequence_sums(advantages.advantages != 0, sequences.offsets) > 0
 
 
 def probe(actor: Role[Any], forward: Forward, losses: Losses, indices: IntArray) -> None:

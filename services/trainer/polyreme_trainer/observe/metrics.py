@@ -181,6 +181,11 @@ def throughput(tokens: int, timing: Mapping[str, float], update: float, config: 
     return {name: tokens / devices / seconds for name, (devices, seconds) in parts.items() if seconds > 0}
 
 
+def last_turn(sample: SampleRecord) -> int:
+    """The first token of a sample's last turn."""
+    return sample.turns[-1].start if sample.turns else 0
+
+
 def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], changed_tensors: int) -> Observation:
     """The iteration as the alarms see it."""
     samples = [sample for group in groups for sample in group.sampled]
@@ -193,7 +198,7 @@ def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str,
         learning_rate=trained["actor/lr"],
         changed_tensors=changed_tensors,
         empty_fraction=float(np.mean([sample.sampled_tokens <= 1 for sample in samples])),
-        repetitive_fraction=float(np.mean([is_repetitive(sample.token_ids.tolist()) for sample in samples])),
+        repetitive_fraction=float(np.mean([is_repetitive(sample.token_ids[last_turn(sample) :].tolist()) for sample in samples])),
         length_stop_fraction=float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
         mismatch_kl=trained.get("mismatch_kl"),
     )

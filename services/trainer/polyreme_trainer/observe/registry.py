@@ -48,7 +48,11 @@ REWARDS = (
     Metric("NAME_rewards/mean", "score", "Mean of one reward without its weight; parts of a reward have none."),
     *statistics("critic/score", "score", "score of a sample as the reward service gave it"),
     *statistics("critic/rewards", "score", "score of a sample after shaping, with the KL penalty where it is in the reward"),
-    Metric("truncated_sample_fraction", "1", "Fraction of samples that were cut off at the maximum length."),
+    Metric(
+        "truncated_sample_fraction",
+        "1",
+        "Fraction of samples that were cut off at the maximum length, or of episodes that a bound ended.",
+    ),
     Metric("masked_sample_fraction", "1", "Fraction of samples that the recipe leaves out of the loss."),
     Metric("zero_variance_group_fraction", "1", "Fraction of groups whose samples all have the same score."),
     Metric("trained_samples", "samples", "Number of samples with a gradient."),

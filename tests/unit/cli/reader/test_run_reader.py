@@ -11,6 +11,7 @@ import pytest
 
 from polyreme.cli.reader import RunReader, SampleQuery, run_directories
 from polyreme.cli.reader.index import Index
+from polyreme.cli.reader.index_rows import sample_row
 from polyreme.cli.reader.run import INDEX
 from polyreme.cli.run_records import read_records
 from polyreme.errors import ConfigError, UnavailableError
@@ -243,3 +244,11 @@ def test_a_directory_of_runs_lists_them(run_dir: Path, tmp_path: Path) -> None:
         run_directories(run_dir / "samples")
     with pytest.raises(ConfigError):
         RunReader(tmp_path)
+
+
+def test_means_of_an_episode_are_those_of_its_sampled_tokens() -> None:
+    """The environment's tokens have numbers of 0, which mean nothing."""
+    line = sample(1, 2, 0, advantage=[0.5, 0.0, 0.0, 1.0], logprobs=[-1.0, 0.0, 0.0, -2.0], tokens=2)
+    row = sample_row({**line, "turns": [{"start": 0, "end": 1}, {"start": 3, "end": 4}]})
+    assert (row.advantage, row.logprob) == (0.75, -1.5)
+    assert (sample_row(line).advantage, sample_row(line).logprob) == (0.375, -0.75)

@@ -51,6 +51,7 @@ def bad_batches() -> dict[str, dict[str, Any]]:
         "parts without names": {"parts": np.zeros((12, 2))},
         "a log-probability that is not a number": {"behaviour": nan},
         "a value that is not a number": {"values": nan},
+        "a trained token outside of the turns": {"turn": np.full(good.tokens, -1)},
         "a greedy sample that is trained on": {"greedy": np.arange(12) == 3},
     }
 

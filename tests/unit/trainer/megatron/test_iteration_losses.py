@@ -1,6 +1,5 @@
 """The losses of an optimizer step do not depend on the split into micro-batches and data ranks."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,38 +10,15 @@ from polyreme.config.presets import resolve
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import IGNORE, supervised
-from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.batch import supervised
 from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.iteration_losses import Losses
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.shard import DataShard
+from support.table_model import Table
 
 ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=8)
-
-
-class Table(torch.nn.Module):
-    """A model with one float64 log-probability per token id. It is its own optimizer, which does not change the weights."""
-
-    arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
-    alignment, joins_beginnings = 1, False
-    routing = None
-    rank = Rank()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.linspace(-2.0, -0.5, 9, dtype=torch.float64))
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.table[batch.targets[batch.targets != IGNORE]]
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-    def set_lr(self, lr: float) -> None: ...
-    def use(self) -> None: ...
-
-    def step(self) -> float:
-        return 0.0
 
 
 def gradient_of_mixed_step(shards: list[DataShard]) -> torch.Tensor:

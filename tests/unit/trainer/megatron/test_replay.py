@@ -9,7 +9,7 @@ import pytest
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
 from polyreme.experience.record_codec import decode_group, encode_group
-from polyreme.experience.records import GroupRecord, SampleRecord
+from polyreme.experience.records import EpisodeRecord, GroupRecord, SampleRecord, Turn
 from polyreme_trainer.megatron.batch import Sequences, pack
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import read_architecture
@@ -50,6 +50,23 @@ def test_routes_pass_through_the_log_and_into_micro_batches(experts: int, dtype:
     assert (batch.routes[0] == -1).all()
     np.testing.assert_array_equal(batch.routes[1:].numpy(), routes)
     assert batch.real.all()
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, "u1"), (257, "<u2")])
+def test_the_learners_router_decides_for_the_environments_tokens(experts: int, dtype: str) -> None:
+    """Their reported experts mean nothing and may be equal."""
+    routes = np.random.default_rng(1).random((5, 2, experts)).argsort(-1)[..., :2].astype(dtype)
+    routes[2:4] = 0
+    turns, mask = (Turn(0, 2), Turn(4, 5)), np.array([1, 1, 0, 0, 1], np.uint8)
+    made = replace(sample(routes.view("u1").reshape(5, -1), 5), loss_mask=mask, spans=[(0, 0, 2), (0, 4, 5)], turns=turns)
+    group = GroupRecord(1, 1, np.array([7, 8], np.int32), [made], episodes=[EpisodeRecord(pb.OUTCOME_STOP)])
+    sequences, _ = collect([group], routes=lambda each: decode_routes(each, arch(experts)))
+    batch = pack(sequences, np.array([0]), Device("cpu").torch)
+    assert batch.routes is not None and (batch.routes[[0, 3, 4]] == -1).all()
+    np.testing.assert_array_equal(batch.routes[[1, 2, 5]].numpy(), routes[[0, 1, 4]])
+    routes[4] = 0
+    with pytest.raises(DataError, match="twice"):
+        decode_routes(replace(made, routes=routes.view("u1").reshape(5, -1)), arch(experts))
 
 
 def test_only_layers_with_experts_have_routes() -> None:

@@ -1,7 +1,7 @@
 """The step around the models: the policy behind each metric, and the computed samples."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polyreme.config.presets import resolve
-from polyreme.experience.records import GroupRecord, SampleRecord
+from polyreme.experience.records import EpisodeRecord, GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import IGNORE, Sequences
@@ -19,7 +19,8 @@ from polyreme_trainer.megatron.iteration import Iteration, Trained
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.shard import DataShard
-from polyreme_trainer.megatron.step import Models, train_iteration, values_after_end
+from polyreme_trainer.megatron.step import Models, Stopwatch, before_advantages, train_iteration, values_after_end
+from support.episodes import branched, episode_group
 
 ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=8)
 
@@ -64,6 +65,21 @@ def test_a_truncated_response_goes_on_with_the_value_after_its_last_token() -> N
     stand_in: Any = PositionValues()
     critic = Role("critic", stand_in, stand_in.forward, DataShard(torch.device("cpu"), 64))
     assert values_after_end(critic, sequences, np.array([1, 2])).tolist() == [0, 7, 5]
+
+
+def test_an_episode_goes_on_with_the_value_after_its_last_trajectory() -> None:
+    """Only where a bound ended it. The critic's value of a prefix is its number of tokens."""
+    group = replace(branched(episode_group(4)), episodes=[EpisodeRecord(number) for number in (1, 3, 4, 5)])
+    stand_in: Any = PositionValues()
+    critic = Role("critic", stand_in, stand_in.forward, DataShard(torch.device("cpu"), 4096))
+    sequences, tokens = collect([group])
+    batch = Iteration(2, sequences, tokens, [], AlgorithmState(), 1e-3)
+    algorithm = Algorithm(resolve("ppo", {"advantage": {"bootstrap_truncated": True}, "kl": None}), longest=64)
+    models: Models = SimpleNamespace(actor=critic, reference=None, critic=critic, shard=critic.shard)
+    found = before_advantages(batch, algorithm, models, Stopwatch()).final_values
+    lasts = {sample.episode: len(group.prompt_of(sample)) + len(sample) for sample in group.samples}
+    assert found is not None and found.tolist() == [0, lasts[1], lasts[2], lasts[3]]
+    assert len(group.samples) > len(lasts)
 
 
 WHOLE = [(1, 0, 4)]

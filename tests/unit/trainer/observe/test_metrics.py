@@ -111,6 +111,21 @@ def test_the_observation() -> None:
     assert (seen.changed_tensors, seen.mismatch_kl) == (7, 1e-9)
 
 
+def test_what_an_environment_repeats_is_no_repetition_of_the_policy() -> None:
+    """The alarm reads the last turn. The environment wrote one token 40 times before it."""
+    mask = np.array([1] * 20 + [0] * 40 + [1] * 20, np.uint8)
+
+    def seen(last: np.ndarray) -> float:
+        ids = np.concatenate([np.arange(20), np.zeros(40), last]).astype(np.int32)
+        turns = (Turn(0, 20), Turn(60, 80))
+        made = replace(sample(80, 1.0), token_ids=ids, loss_mask=mask, spans=[(0, 0, 20), (0, 60, 80)], turns=turns)
+        group = replace(GROUPS[0], samples=[made], episodes=[EpisodeRecord(OUTCOME_STOP)])
+        return observe(5, [group], TRAINED, 7).repetitive_fraction
+
+    assert (seen(np.arange(20)), seen(np.zeros(20))) == (0.0, 1.0)
+    assert seen(np.array([7] + 19 * [8])) == 1.0
+
+
 @given(st.lists(st.binary(max_size=50), max_size=10))
 def test_joined_payloads_come_apart_again(parts: list[bytes]) -> None:
     assert split(join(parts)) == parts
