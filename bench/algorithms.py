@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from polyreme.config.presets import PRESETS
+from polyreme.config.recipes.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = [name for name, recipe in PRESETS.items() if recipe.teacher_coef == 0]

@@ -78,9 +78,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     from polyreme_trainer.learner.leader import Ranks
-    from polyreme_trainer.megatron.build import close_parallel, init_parallel
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.engine import MegatronEngine
+    from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with tempfile.TemporaryDirectory() as folder:

@@ -36,16 +36,16 @@ from polyreme.net.ports import free_port
 from polyreme.weights import delta as deltas
 from polyreme.weights.digest import seal, verify
 from polyreme.weights.manifest import Manifest, plan_manifest, tensor_views
-from polyreme_trainer.megatron.batch import MicroBatch, supervised
-from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.batches.batch import MicroBatch, supervised
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.hf_mapping import hf_aliases
-from polyreme_trainer.megatron.model import tensor_specs
-from polyreme_trainer.megatron.optimizer import Adam
-from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.roles import Role
-from polyreme_trainer.megatron.shard import DataShard
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import hf_aliases
+from polyreme_trainer.megatron.models.build import init_parallel
+from polyreme_trainer.megatron.models.model import tensor_specs
+from polyreme_trainer.megatron.models.policy import Policy
+from polyreme_trainer.megatron.parallel.shard import DataShard
+from polyreme_trainer.megatron.training.optimizer import Adam
+from polyreme_trainer.megatron.training.roles import Role
 
 MOST = {"delta_bytes_fraction": 0.03, "stall_delta_vs_full_low": 1.0}
 LR = 1e-6

@@ -29,8 +29,8 @@ def run_pass(kind: str, tokens: int, vocabulary: int, hidden: int, threads: int)
     """Runs one forward and backward pass. Returns its seconds, and the bytes of its peak beyond the gradients."""
     import torch
 
-    from polyreme_trainer.megatron.cpu.linear import linear
-    from polyreme_trainer.megatron.logprobs import Head, token_logprobs
+    from polyreme_trainer.megatron.layers.cpu.linear import linear
+    from polyreme_trainer.megatron.layers.logprobs import Head, token_logprobs
 
     torch.set_num_threads(threads)
     states = torch.randn(tokens, hidden, requires_grad=True)

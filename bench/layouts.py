@@ -43,17 +43,17 @@ def child(order: dict[str, Any]) -> None:
 
     from polyreme.config.trainer import ParallelConfig
     from polyreme_trainer.learner.leader import Ranks
-    from polyreme_trainer.megatron import checkpoint
-    from polyreme_trainer.megatron.batch import MicroBatch, supervised
-    from polyreme_trainer.megatron.build import close_parallel, init_parallel
-    from polyreme_trainer.megatron.channel import BroadcastChannel
-    from polyreme_trainer.megatron.checkpoint_writer import CheckpointWriter, Save
+    from polyreme_trainer.megatron.batches.batch import MicroBatch, supervised
+    from polyreme_trainer.megatron.checkpoints import checkpoint
+    from polyreme_trainer.megatron.checkpoints.checkpoint_writer import CheckpointWriter, Save
     from polyreme_trainer.megatron.device import Device
-    from polyreme_trainer.megatron.families import load_architecture
-    from polyreme_trainer.megatron.optimizer import Adam
-    from polyreme_trainer.megatron.policy import Policy
-    from polyreme_trainer.megatron.roles import Role
-    from polyreme_trainer.megatron.shard import data_shard
+    from polyreme_trainer.megatron.huggingface.families import load_architecture
+    from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+    from polyreme_trainer.megatron.models.policy import Policy
+    from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+    from polyreme_trainer.megatron.parallel.shard import data_shard
+    from polyreme_trainer.megatron.training.optimizer import Adam
+    from polyreme_trainer.megatron.training.roles import Role
 
     device, path = Device("cpu"), Path(order["model"])
     init_parallel(ParallelConfig(**order["layout"]), device)

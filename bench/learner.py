@@ -81,21 +81,21 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     import numpy as np
     import torch
 
-    from polyreme.config.presets import resolve
+    from polyreme.config.recipes.presets import resolve
     from polyreme.config.trainer import ParallelConfig
     from polyreme_trainer.algorithms.algorithm import Algorithm
     from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
     from polyreme_trainer.algorithms.state import AlgorithmState
-    from polyreme_trainer.megatron.batch import MicroBatch, Sequences
-    from polyreme_trainer.megatron.build import init_parallel
+    from polyreme_trainer.megatron.batches.batch import MicroBatch, Sequences
     from polyreme_trainer.megatron.device import Device
-    from polyreme_trainer.megatron.families import load_architecture
-    from polyreme_trainer.megatron.iteration import Iteration
-    from polyreme_trainer.megatron.iteration_losses import Losses
-    from polyreme_trainer.megatron.optimizer import Adam
-    from polyreme_trainer.megatron.policy import Policy
-    from polyreme_trainer.megatron.roles import Role
-    from polyreme_trainer.megatron.shard import DataShard
+    from polyreme_trainer.megatron.huggingface.families import load_architecture
+    from polyreme_trainer.megatron.models.build import init_parallel
+    from polyreme_trainer.megatron.models.policy import Policy
+    from polyreme_trainer.megatron.parallel.shard import DataShard
+    from polyreme_trainer.megatron.training.iteration import Iteration
+    from polyreme_trainer.megatron.training.iteration_losses import Losses
+    from polyreme_trainer.megatron.training.optimizer import Adam
+    from polyreme_trainer.megatron.training.roles import Role
 
     device = Device("cpu", threads=threads)
     init_parallel(ParallelConfig(), device)

@@ -163,10 +163,10 @@ def train(config: Any, ranks: Any, device: Any, run_id: str) -> None:
 def measure(case: str, path: Path, resident: bool) -> None:
     """Runs in the child: prints the peaks in bytes as JSON on the last line."""
     from polyreme_trainer.learner.leader import Ranks
-    from polyreme_trainer.megatron import optimizer_parts
-    from polyreme_trainer.megatron.build import close_parallel, init_parallel
-    from polyreme_trainer.megatron.channel import BroadcastChannel
     from polyreme_trainer.megatron.device import Device
+    from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+    from polyreme_trainer.megatron.offload import optimizer_parts
+    from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
 
     config, rank = config_of(case, path), int(os.environ["RANK"])
     device = Device("cpu")
@@ -221,11 +221,11 @@ def measured_peaks(case: str, path: Path, resident: bool) -> dict[str, int]:
 
 def estimated_peaks(config: Any, resident: bool) -> dict[str, int]:
     """Returns the estimates of the peaks, by the names of `tensor_peaks`. Without offload only that of all memory."""
-    from polyreme_trainer.megatron.families import load_architecture
-    from polyreme_trainer.megatron.memory import phases
-    from polyreme_trainer.megatron.memory.estimate import moments
-    from polyreme_trainer.megatron.memory.sharding import shardings
-    from polyreme_trainer.memory_estimate import learner_memory, micro_batch_of, models_of
+    from polyreme_trainer.megatron.huggingface.families import load_architecture
+    from polyreme_trainer.memory import phases
+    from polyreme_trainer.memory.estimate import moments
+    from polyreme_trainer.memory.memory_estimate import learner_memory, micro_batch_of, models_of
+    from polyreme_trainer.memory.sharding import shardings
 
     with mock.patch.object(phases, "PART_BYTES", PART_BYTES):
         memory, trainer = learner_memory(config), config.trainer

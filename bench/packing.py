@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyreme_trainer.megatron.packing import PackedIds
-    from polyreme_trainer.megatron.policy import Policy
+    from polyreme_trainer.megatron.batches.packing import PackedIds
+    from polyreme_trainer.megatron.models.policy import Policy
 
 TARGET = {"packed_vs_padded": 1.3}
 BUDGET, LONGEST = 4096, 512
@@ -36,10 +36,10 @@ def make_policy(folder: Path, threads: int) -> "Policy":
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from polyreme.config.trainer import ParallelConfig
-    from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.device import Device
-    from polyreme_trainer.megatron.families import load_architecture
-    from polyreme_trainer.megatron.policy import Policy
+    from polyreme_trainer.megatron.huggingface.families import load_architecture
+    from polyreme_trainer.megatron.models.build import init_parallel
+    from polyreme_trainer.megatron.models.policy import Policy
 
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -67,8 +67,8 @@ def both_plans(policy: "Policy", count: int) -> "dict[str, list[tuple[Tensor | P
     import numpy as np
     import torch
 
-    from polyreme_trainer.megatron.batch import IGNORE, Sequences, cost_of
-    from polyreme_trainer.megatron.shard import DataShard
+    from polyreme_trainer.megatron.batches.batch import IGNORE, Sequences, cost_of
+    from polyreme_trainer.megatron.parallel.shard import DataShard
 
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(np.log(60), 0.9, count), 8, LONGEST).astype(np.int64)
@@ -92,8 +92,8 @@ def attention_padding(policy: "Policy", batches: "list[tuple[Tensor | PackedIds,
     """Returns the share of positions in attention's blocks that are padding."""
     import numpy as np
 
-    from polyreme_trainer.megatron.attention_blocks import plan_blocks
-    from polyreme_trainer.megatron.packing import PackedIds, cut_blocks
+    from polyreme_trainer.megatron.batches.attention_blocks import plan_blocks
+    from polyreme_trainer.megatron.batches.packing import PackedIds, cut_blocks
 
     counts = [np.array(ids.lengths) for ids, _ in batches if isinstance(ids, PackedIds)]
     plans = [plan_blocks(each, policy.arch.queries) for each in counts]
@@ -111,7 +111,7 @@ def seconds(policy: "Policy", batches: "list[tuple[Tensor | PackedIds, Tensor]]"
 
 def trained_tokens(batches: "list[tuple[Tensor | PackedIds, Tensor]]") -> int:
     """Returns the number of targets, all of which are trained on."""
-    from polyreme_trainer.megatron.batch import IGNORE
+    from polyreme_trainer.megatron.batches.batch import IGNORE
 
     return sum(int((targets != IGNORE).sum()) for _, targets in batches)
 

@@ -56,12 +56,12 @@ def child(order: dict[str, Any]) -> None:
 
     from polyreme.config.trainer import ParallelConfig
     from polyreme_trainer.learner.leader import Ranks
-    from polyreme_trainer.megatron.build import close_parallel, init_parallel
-    from polyreme_trainer.megatron.channel import BroadcastChannel
     from polyreme_trainer.megatron.device import Device
-    from polyreme_trainer.megatron.families import load_architecture
-    from polyreme_trainer.megatron.policy import Policy
-    from polyreme_trainer.megatron.version_writer import VersionWriter
+    from polyreme_trainer.megatron.huggingface.families import load_architecture
+    from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+    from polyreme_trainer.megatron.models.policy import Policy
+    from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+    from polyreme_trainer.megatron.versions.version_writer import VersionWriter
 
     device, path = Device("cpu"), Path(order["model"])
     init_parallel(ParallelConfig(**order["layout"]), device)

@@ -37,9 +37,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from polyreme.cli.reader import RunReader
-from polyreme.cli.run_directory import RunFile, write_run_file
 from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.rundir.reader import RunReader
+from polyreme.rundir.run_directory import RunFile, write_run_file
 from support.configs import run_config
 from support.seeded_run import SAMPLES, made_run, record_run
 from support.simulated_run import simulated_run

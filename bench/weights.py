@@ -51,10 +51,10 @@ from polyreme.config.load import load_config
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal, verify
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families import find_family
-from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.families.rope import Rope
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families import find_family
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.families.rope import Rope
 
 LEAST = {"arena_vs_memcpy": 0.5, "stream_vs_socket": 0.35, "stream_vs_shaped_link": 0.9}
 MOST = {"stall_vs_reload": 1.05, "reload_vs_vllm": 0.5}

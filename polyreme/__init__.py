@@ -19,5 +19,5 @@ API_VERSION = 1
 
 def __getattr__(name: str) -> Any:
     if name == "Run":
-        return import_module("polyreme.cli.notebook").RunHandle
+        return import_module("polyreme.display.notebook").RunHandle
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-from polyreme.cli.notebook import RunHandle as Run
+from polyreme.display.notebook import RunHandle as Run
 
 API_VERSION: int
 

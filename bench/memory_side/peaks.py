@@ -38,11 +38,11 @@ def tensor_peaks(work: Callable[[], None], trace: Path, mapped: Collection[int])
 @contextmanager
 def annotated() -> Iterator[None]:
     """Within the block, the trace names the phases and the moves to the host."""
-    from polyreme_trainer.megatron import followers
-    from polyreme_trainer.megatron.critic import Critic
-    from polyreme_trainer.megatron.offload import Offload
-    from polyreme_trainer.megatron.optimizer import Optimizer
-    from polyreme_trainer.megatron.roles import Role
+    from polyreme_trainer.megatron.models.critic import Critic
+    from polyreme_trainer.megatron.offload.offload import Offload
+    from polyreme_trainer.megatron.training import followers
+    from polyreme_trainer.megatron.training.optimizer import Optimizer
+    from polyreme_trainer.megatron.training.roles import Role
 
     average = _named(followers.move_average, lambda _: "phase moving average copy")
     with (

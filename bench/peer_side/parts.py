@@ -67,16 +67,16 @@ def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: s
     import numpy as np
 
     from polyreme.api.v1 import experience_pb2
-    from polyreme.cli.input_files import read_model_files
     from polyreme.experience.record_codec import encode_group
     from polyreme.experience.records import GroupRecord, SampleRecord
+    from polyreme.rundir.input_files import read_model_files
     from polyreme_trainer.data.prompts import load_prompts
     from polyreme_trainer.data.template import Template
     from polyreme_trainer.learner.engine import PlannedBatch
     from polyreme_trainer.learner.leader import Ranks
-    from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.engine import MegatronEngine
+    from polyreme_trainer.megatron.models.build import init_parallel
     from polyreme_trainer.orchestrator.tasks import together
 
     device = Device(config.device, 0, config.trainer.parallel.threads)

@@ -18,9 +18,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer_side.parts import sample
-from polyreme.cli.input_files import read_model_files
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
+from polyreme.rundir.input_files import read_model_files
 from polyreme_rollout.engine import vllm as engine_module
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template

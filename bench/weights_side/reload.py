@@ -31,8 +31,8 @@ import torch
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families import load_architecture
 
 WARM_UP = 2
 

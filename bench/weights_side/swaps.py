@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
-from polyreme.cli.input_files import read_model_files
 from polyreme.config.load import load_config
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.leases import Registry
@@ -29,10 +28,11 @@ from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net import rpc
 from polyreme.process.lifecycle import Child
+from polyreme.rundir.input_files import read_model_files
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families import load_architecture
 from polyreme_trainer.weight_sync.publisher import Publisher
 from polyreme_trainer.weight_sync.replica_state import Commit
 

@@ -39,65 +39,73 @@ def commands() -> tuple[Command, ...]:
     """The subcommands of the core, then those of the installed services. They do not change within a process."""
     found = [
         Command(
-            "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.cli.up", "up")
+            "up",
+            "Train: start every service of a run on this machine and watch it.",
+            lambda: _attribute("polyreme.cli.commands.up", "up"),
         ),
         Command(
             "init",
             "Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags.",
-            lambda: _attribute("polyreme.cli.init", "init"),
+            lambda: _attribute("polyreme.cli.commands.init", "init"),
         ),
         Command(
             "eval",
             "Evaluate a model on a run's held-out prompts with its rewards, without training.",
-            lambda: _attribute("polyreme.cli.evaluate", "evaluate"),
+            lambda: _attribute("polyreme.cli.commands.evaluate", "evaluate"),
         ),
-        Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
+        Command(
+            "audit",
+            "Account for every group of a run's experience log.",
+            lambda: _attribute("polyreme.cli.commands.audit", "audit"),
+        ),
         Command(
             "doctor",
             "Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.",
-            lambda: _attribute("polyreme.cli.doctor", "doctor"),
+            lambda: _attribute("polyreme.cli.commands.doctor", "doctor"),
         ),
         Command(
             "ui",
             "Show runs in a web page: curves, samples, timeline, servers, alarms.",
-            lambda: _attribute("polyreme.cli.ui.command", "ui"),
+            lambda: _attribute("polyreme.page.command", "ui"),
         ),
         Command(
             "import-config",
             "Write a run.yaml from the configuration of verl, MindSpeed RL, TRL, OpenRLHF or PaddleNLP.",
-            lambda: _attribute("polyreme.cli.import_config", "import_config"),
+            lambda: _attribute("polyreme.cli.commands.import_config", "import_config"),
         ),
         Command(
             "report",
             "Write one offline HTML file that compares runs.",
-            lambda: _attribute("polyreme.cli.ui.report", "report"),
+            lambda: _attribute("polyreme.page.report", "report"),
         ),
-        Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
+        Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.commands.config", "config")),
         Command(
             "status",
             "List runs: state, iteration, newest result, replicas, and why a run ended.",
-            lambda: _attribute("polyreme.cli.status", "status"),
+            lambda: _attribute("polyreme.cli.commands.status", "status"),
         ),
         Command(
             "chat",
             "Talk to the policy of a run or a stage, live or exported, or to a model directory.",
-            lambda: _attribute("polyreme.cli.chat", "chat"),
+            lambda: _attribute("polyreme.cli.chat.chat", "chat"),
         ),
         Command(
             "gateway",
             "Serve one OpenAI-compatible /v1 for all replicas of a run.",
-            lambda: _attribute("polyreme.cli.gateway", "gateway"),
+            lambda: _attribute("polyreme.cli.commands.gateway", "gateway"),
         ),
-        Command("logs", "Print the log lines of a run's processes, by time.", lambda: _attribute("polyreme.cli.logs", "logs")),
+        Command(
+            "logs", "Print the log lines of a run's processes, by time.", lambda: _attribute("polyreme.cli.commands.logs", "logs")
+        ),
         Command(
             "samples",
             "Show samples of a run, filtered by iteration, reward, length and text.",
-            lambda: _attribute("polyreme.cli.samples", "samples"),
+            lambda: _attribute("polyreme.cli.commands.samples", "samples"),
         ),
         Command(
             "compare",
             "Compare runs: keys of the configuration that differ, results, and metrics over the same iterations.",
-            lambda: _attribute("polyreme.cli.compare", "compare"),
+            lambda: _attribute("polyreme.cli.commands.compare", "compare"),
         ),
     ]
     for point in sorted(entry_points(group="polyreme.commands")):

@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataConfig, Sources
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig
 from polyreme.config.notices import ReceiverConfig
-from polyreme.config.recipe import Recipe, Zero
-from polyreme.config.recipe_checks import check
+from polyreme.config.recipes.algorithm import AlgorithmConfig
+from polyreme.config.recipes.recipe import Recipe, Zero
+from polyreme.config.recipes.recipe_checks import check
 from polyreme.config.reward import RewardConfig
 from polyreme.config.rollout import RolloutConfig
 from polyreme.config.section import Operational

@@ -11,7 +11,7 @@ from polyreme.import_config.mindspeed import MINDSPEED, with_inherited
 from polyreme.import_config.openrlhf import OPENRLHF
 from polyreme.import_config.openrlhf_names import with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
-from polyreme.import_config.read import read_file
+from polyreme.import_config.reading.read import read_file
 from polyreme.import_config.rules import ITERATIONS, Entry, Fate, Imported, System, Values, apply
 from polyreme.import_config.trl import TRL, refuse_others, trainer_of, with_plain_options
 from polyreme.import_config.trl_parts import TRAINER

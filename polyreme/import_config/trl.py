@@ -10,7 +10,7 @@ from typing import Any
 from polyreme.errors import ConfigError
 from polyreme.import_config.convert import above, adapters, choice, given, name, path, trackers, when
 from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
-from polyreme.import_config.launch import value_of
+from polyreme.import_config.reading.launch import value_of
 from polyreme.import_config.rules import Lost, Off, Rule, System, Values, flatten, idle, lost, part_of
 from polyreme.import_config.trl_parts import datasets, fixed, reference, steps, warmup_steps
 

@@ -21,8 +21,8 @@ from polyreme.errors import ConfigError
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_reward.server import Addresses, serve
-from polyreme_trainer.orchestrator.reward_client import RewardClient
-from polyreme_trainer.orchestrator.score_call import Question
+from polyreme_trainer.orchestrator.scoring.reward_client import RewardClient
+from polyreme_trainer.orchestrator.scoring.score_call import Question
 from support.certificates import Issued, issue, pem_key
 from support.configs import run_config
 from support.rewards import EXACT, reward_config, spelled

@@ -18,12 +18,12 @@ from polyreme.api.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc, weigh
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import TensorSpec, plan_manifest
+from polyreme_rollout.generation.requests import RequestLimits
+from polyreme_rollout.generation.service import Identity, RolloutService
 from polyreme_rollout.metrics import ReplicaMetrics
-from polyreme_rollout.requests import RequestLimits
-from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine, routes_of
-from polyreme_rollout.weight_swap import WeightSwapper
-from polyreme_rollout.weights_service import WeightsService
+from polyreme_rollout.weights.weight_swap import WeightSwapper
+from polyreme_rollout.weights.weights_service import WeightsService
 from support.models import tiny_model
 from support.replicas import Learner, generate, hf_weights, replica, request, rollout_config
 

@@ -1,6 +1,6 @@
 """Bad input: real commands as processes end with one message with a fix and an exit status, and leave nothing behind.
 
-tests/unit/cli/test_checks.py tests each check before a start, and test_demo.py rewards that hang or are not finite.
+tests/unit/rundir/test_checks.py tests each check before a start, and test_demo.py rewards that hang or are not finite.
 """
 
 import os

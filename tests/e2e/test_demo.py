@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyreme.cli.run_directory import read_run_file
+from polyreme.rundir.run_directory import read_run_file
 from support.processes import command_line
 from support.whole_run import RIGHT, Up, make_task
 

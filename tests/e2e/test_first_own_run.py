@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyreme.cli.run_directory import read_run_file
+from polyreme.rundir.run_directory import read_run_file
 from support import guide
 from support.whole_run import Up
 

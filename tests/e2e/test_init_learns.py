@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from polyreme.cli.new_run.files import REWARDS
-from polyreme.cli.run_records import read_summary
+from polyreme.rundir.run_records import read_summary
 from support import guide
 from support.whole_run import Up
 

@@ -18,15 +18,15 @@ import psutil
 import pytest
 import torch
 
-from polyreme.cli.input_files import read_model_files
-from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
+from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import ParallelConfig
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import connect
 from polyreme.process.lifecycle import Child
+from polyreme.rundir.input_files import read_model_files
 from support.configs import run_config
 from support.differing_weights import compare
 from support.filled_log import fill

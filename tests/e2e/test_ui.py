@@ -21,8 +21,8 @@ from anyio.from_thread import start_blocking_portal
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from polyreme.cli.reader.index_rows import sample_id
-from polyreme.cli.run_directory import RunFile, owned, write_run_file
+from polyreme.rundir.reader.index_rows import sample_id
+from polyreme.rundir.run_directory import RunFile, owned, write_run_file
 from support.seeded_run import record_run
 from support.simulated_run import simulated_run
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from polyreme.weights.canary import Canary
-from polyreme_rollout import weight_swap
 from polyreme_rollout.engine.protocol import ArenaSource, LoadResult
-from polyreme_rollout.weight_swap import FAILURES_TO_QUARANTINE
+from polyreme_rollout.weights import weight_swap
+from polyreme_rollout.weights.weight_swap import FAILURES_TO_QUARANTINE
 from support.publishing import World, same
 from support.receiver import MemoryEngine, scores
 from support.waiting import until

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from polyreme_trainer.convert.command import CheckpointFormat, Layers, convert
-from polyreme_trainer.megatron.hf_mapping import VOCAB_MULTIPLE
+from polyreme_trainer.megatron.huggingface.hf_mapping import VOCAB_MULTIPLE
 from support import convert_checks
 from support.models import tiny_family_model
 from support.ranks import run_ranks

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.weights.delta import diff
 from polyreme.weights.digest import seal
-from polyreme_rollout.weight_receiver import BaseError
+from polyreme_rollout.weights.weight_receiver import BaseError
 from polyreme_trainer.weight_sync import replica_client, replica_push
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.publishing import SPARSE, SPARSE_LAYOUT, World, fall_behind, far_publishing, lose_delta, same, zeros

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from polyreme.config.model import ModelConfig
 from polyreme.config.trainer import ParallelConfig, RunMoeConfig
 from polyreme.experience.records import GroupRecord
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from support import learning
 from support.configs import algorithm, run_config
 from support.model_checks import file_tensors, hf_model

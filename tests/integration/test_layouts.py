@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from polyreme.config.trainer import ParallelConfig
-from polyreme_trainer.megatron.families import known_families
+from polyreme_trainer.megatron.huggingface.families import known_families
 from support import layout_checks, part_checks
 from support.layout_chain import TOLERANCE, a_run, agree, check_chain, train_ranks
 from support.models import tiny_family_model, tiny_model

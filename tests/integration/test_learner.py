@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
-from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
-from polyreme.config.presets import PRESETS
+from polyreme.config.recipes.algorithm import AlgorithmConfig
+from polyreme.config.recipes.presets import PRESETS
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord, SampleRecord

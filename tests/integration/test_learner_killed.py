@@ -21,8 +21,8 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
+from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, ParallelConfig
 from polyreme.experience.ledger import ExperienceLog

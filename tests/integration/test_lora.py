@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
+from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.config.trainer import LoraConfig, ParallelConfig, SftPhase
 from polyreme_trainer.convert.command import convert
-from polyreme_trainer.megatron.lora_mapping import projection_of
+from polyreme_trainer.megatron.huggingface.lora_mapping import projection_of
 from support import layout_chain, layout_checks, learning, lora_checks
 from support.configs import algorithm, run_config
 from support.layout_chain import TOLERANCE, agree, check_chain, train_ranks

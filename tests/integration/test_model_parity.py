@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyreme_trainer.megatron.families import known_families
+from polyreme_trainer.megatron.huggingface.families import known_families
 from support import family_checks
 from support import model_checks as checks
 from support.models import tiny_family_model, tiny_model

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
+from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.trainer import ParallelConfig
 from support import offload_checks
 from support.configs import run_config

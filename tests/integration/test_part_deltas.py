@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.weights.wire import MAX_FETCHES
-from polyreme_rollout import relay
+from polyreme_rollout.weights import relay
 from polyreme_trainer.weight_sync import machine_part, part_server, replica_push
 from polyreme_trainer.weight_sync.deltas import Deltas, EncodedDelta
 from polyreme_trainer.weight_sync.machine_part import MachinePart
@@ -298,7 +298,7 @@ async def test_a_replica_serves_all_parts_at_once(machines: Machines, monkeypatc
         await until(lambda: len(one.served) == MACHINES)
         await real(parts, request, write)
 
-    monkeypatch.setattr("polyreme_rollout.weights_service.send", together)
+    monkeypatch.setattr("polyreme_rollout.weights.weights_service.send", together)
     async with replica(machines.world.registry, "one", one):
         await step(machines, [one])
         async with replica(machines.world.registry, "two", two):

@@ -8,9 +8,9 @@ import psutil
 import pytest
 from redis import Redis
 
-from polyreme.cli.run_directory import RunFile, read_run_file
 from polyreme.config.run import RunConfig
 from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.rundir.run_directory import RunFile, read_run_file
 from support.commands import polyreme, start
 from support.processes import command_line, runs
 from support.proxy import port_of

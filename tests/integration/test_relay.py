@@ -14,7 +14,7 @@ from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.config.security import SecurityConfig
 from polyreme.net import rpc
-from polyreme_rollout import relay, weights_service
+from polyreme_rollout.weights import relay, weights_service
 from polyreme_trainer.weight_sync import relay_plan, replica_push
 from support.certificates import issue
 from support.publishing import SPARSE, SPARSE_LAYOUT, World, far_publishing, publishing, same, zeros
@@ -178,7 +178,7 @@ async def test_a_relay_that_sends_nothing_is_replaced(world: World, monkeypatch:
     async def silent(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("polyreme_rollout.weights_service.send", silent)
+    monkeypatch.setattr("polyreme_rollout.weights.weights_service.send", silent)
     monkeypatch.setattr(relay, "IDLE_TIMEOUT", 0.1)
     async with world.replica("a"):
         await world.step()
@@ -199,7 +199,7 @@ async def test_a_relay_that_moves_on_leaves_its_children_to_another_source(world
             await held.wait()
         await real(parts, request, write)
 
-    monkeypatch.setattr("polyreme_rollout.weights_service.send", slow)
+    monkeypatch.setattr("polyreme_rollout.weights.weights_service.send", slow)
     monkeypatch.setattr(relay, "OFFER_TIMEOUT", 0.05)
     async with world.replica("a") as a:
         await world.step()
@@ -233,7 +233,7 @@ async def test_the_end_of_a_relay_in_the_middle_of_the_chain_loses_no_version(
         await stack.enter_async_context(replica(world.registry, "a", a))
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
-        monkeypatch.setattr("polyreme_rollout.weights_service.send", held)
+        monkeypatch.setattr("polyreme_rollout.weights.weights_service.send", held)
         async with replica(world.registry, "b", b):
             await until(lambda: "Fetch" in a.calls)
             await stack.enter_async_context(replica(world.registry, "c", c))

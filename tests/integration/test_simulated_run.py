@@ -9,15 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyreme.cli.fork import copy_start
-from polyreme.cli.notebook import RunHandle
-from polyreme.cli.run_directory import EMBEDDED
-from polyreme.cli.run_records import read_summary
 from polyreme.config.run import RunConfig
+from polyreme.display.notebook import RunHandle
 from polyreme.errors import ConfigError
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import connect
+from polyreme.rundir.fork import copy_start
+from polyreme.rundir.run_directory import EMBEDDED
+from polyreme.rundir.run_records import read_summary
 from polyreme_trainer.testing.simulated_engine import LAYOUT, after_plan, newest
 from support.processes import command_line
 from support.simulated import ROWS

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from polyreme.config.data import DataConfig
-from polyreme.config.presets import PRESETS
+from polyreme.config.recipes.presets import PRESETS
 from polyreme.config.teacher import TeacherConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.megatron.samples import collect
-from polyreme_trainer.orchestrator.teacher_client import TeacherClient
+from polyreme_trainer.megatron.batches.samples import collect
+from polyreme_trainer.orchestrator.scoring.teacher_client import TeacherClient
 from support.models import tiny_model
 from support.replicas import Learner, Replica, generate, hf_weights, model_files, replica, request, rollout_config
 

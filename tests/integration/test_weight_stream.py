@@ -24,7 +24,7 @@ from polyreme.weights.assembly import Assembly
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
 from polyreme.weights.wire import STAGE_STREAM, encode_chunk, encode_manifest
-from polyreme_rollout import weights_service
+from polyreme_rollout.weights import weights_service
 from support.receiver import Receiver, serving
 from support.waiting import until
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron.channel import BroadcastChannel
-from polyreme_trainer.megatron.checkpoint_writer import CheckpointWriter, Save
-from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.checkpoints.checkpoint_writer import CheckpointWriter, Save
+from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+from polyreme_trainer.megatron.training.roles import Role
 
 
 def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any], keep: int = 100) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from polyreme.api.v1 import rollout_pb2
-from polyreme_trainer.orchestrator.partial_rollouts import PartialRollouts
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollouts
 
 
 def rollouts(max_new: int = 64, count: int = 2) -> PartialRollouts:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from polyreme_trainer.megatron.collectives import sum_over
+from polyreme_trainer.megatron.parallel.collectives import sum_over
 
 
 def sum_on_a_backend_without_float64() -> None:

@@ -26,10 +26,10 @@ from polyreme.process.lifecycle import Child
 from support import fork_server
 
 MODULES = (
-    "polyreme.cli.audit",
-    "polyreme.cli.config",
+    "polyreme.cli.commands.audit",
+    "polyreme.cli.commands.config",
     "polyreme.cli.main",
-    "polyreme.cli.up",
+    "polyreme.cli.commands.up",
     "polyreme_reward.command",
     "polyreme_reward.server",
     "polyreme_rollout.testing.simulated_replicas",

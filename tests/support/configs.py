@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from polyreme.config.algorithm import AlgorithmConfig
+from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 
 ALGORITHM: dict[str, Any] = {"preset": "grpo", "kl": None, "aggregation": "token-mean", "advantage": {"std_floor": 1e-4}}

@@ -15,13 +15,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from polyreme.config.trainer import ParallelConfig
 from polyreme_trainer.convert.layout import FILE, directory_name, entry_names
-from polyreme_trainer.megatron.accelerator import CUDA
-from polyreme_trainer.megatron.build import close_parallel, create_groups
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.hf_mapping import is_expert_bias
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import is_expert_bias
+from polyreme_trainer.megatron.layers.accelerator import CUDA
 from polyreme_trainer.megatron.mcore import initialize_rng_tracker
-from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.models.build import close_parallel, create_groups
+from polyreme_trainer.megatron.models.policy import Policy
 from support import model_checks
 
 

@@ -7,10 +7,10 @@ import torch
 from polyreme.config.model import ModelConfig
 from polyreme.config.trainer import ParallelConfig
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.model import check_same_weights
-from polyreme_trainer.megatron.policy import build_policy
+from polyreme_trainer.megatron.models.build import init_parallel
+from polyreme_trainer.megatron.models.model import check_same_weights
+from polyreme_trainer.megatron.models.policy import build_policy
 from support.configs import run_config
 
 

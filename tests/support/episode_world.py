@@ -19,9 +19,9 @@ from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.environment.episodes import Episodes, Host
 from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.environment.session import Bounds
-from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
-from polyreme_trainer.orchestrator.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 from support.simulated import ROWS, IdleLearner, Replica, config_tree, idle_learner, make_run, simulated_replica
 from support.tiny_tokenizer import model_files
 

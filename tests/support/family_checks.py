@@ -8,13 +8,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from polyreme_trainer.megatron import hf_mapping, logprobs, mcore
-from polyreme_trainer.megatron.accelerator import CUDA
-from polyreme_trainer.megatron.batch import IGNORE
-from polyreme_trainer.megatron.critic import build_critic
+from polyreme_trainer.megatron import mcore
+from polyreme_trainer.megatron.batches.batch import IGNORE
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.layers import logprobs
+from polyreme_trainer.megatron.layers.accelerator import CUDA
+from polyreme_trainer.megatron.models.critic import build_critic
+from polyreme_trainer.megatron.models.policy import Policy
 from support import model_checks, router_checks
 from support.model_checks import TOLERANCE, batch, hf_model, policy_of
 

@@ -21,7 +21,7 @@ from polyreme.experience.run import Run
 from polyreme.gateway.forward import GatewayLimits
 from polyreme.gateway.serve import serve_gateway
 from polyreme.net.http_server import serve_http
-from polyreme_rollout.http_app import make_app
+from polyreme_rollout.http.http_app import make_app
 from polyreme_rollout.metrics import ReplicaMetrics
 
 Answer = Callable[[bytes, Send], Awaitable[None]]

@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
-from polyreme_trainer.orchestrator.generate import Generation, generate
-from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
+from polyreme_trainer.orchestrator.generation.generate import Generation, generate
+from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 from support.simulated import ROWS, Replica, config_tree, idle_learner, make_run, simulated_replica
 from support.waiting import until
 

@@ -14,22 +14,22 @@ from torch import Tensor
 from polyreme.config.trainer import LoraConfig, ParallelConfig, Recompute, RunMoeConfig
 from polyreme.weights.digest import verify
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron import checkpoint
-from polyreme_trainer.megatron.batch import MicroBatch, Routes, Sequences, supervised
-from polyreme_trainer.megatron.build import init_parallel
-from polyreme_trainer.megatron.channel import BroadcastChannel
+from polyreme_trainer.megatron.batches.batch import MicroBatch, Routes, Sequences, supervised
+from polyreme_trainer.megatron.checkpoints import checkpoint
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.export import Export, export_hf
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, is_expert_bias, rank_slices
-from polyreme_trainer.megatron.lora_mapping import adapter_architecture
-from polyreme_trainer.megatron.optimizer import Adam
-from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.reshard import RankMesh, SavedShard, reshard
-from polyreme_trainer.megatron.roles import Role
-from polyreme_trainer.megatron.shard import data_shard
-from polyreme_trainer.megatron.version_writer import VersionWriter
+from polyreme_trainer.megatron.huggingface.export import Export, export_hf
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, hf_shapes, is_expert_bias, rank_slices
+from polyreme_trainer.megatron.huggingface.lora_mapping import adapter_architecture
+from polyreme_trainer.megatron.models.build import init_parallel
+from polyreme_trainer.megatron.models.policy import Policy
+from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+from polyreme_trainer.megatron.parallel.reshard import RankMesh, SavedShard, reshard
+from polyreme_trainer.megatron.parallel.shard import data_shard
+from polyreme_trainer.megatron.training.optimizer import Adam
+from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.versions.version_writer import VersionWriter
 from support import checkpoints
 
 ADAM = Adam(beta2=0.98, eps=1e-4, weight_decay=0.1, clip_grad=0.3)  # eps: keeps rounding of tiny gradients from becoming steps

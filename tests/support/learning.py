@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from polyreme.config.algorithm import AlgorithmConfig
+from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, SftPhase
 from polyreme.experience.record_codec import encode_group
@@ -22,12 +22,12 @@ from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import PlannedBatch
 from polyreme_trainer.learner.leader import LeaderError, Ranks
-from polyreme_trainer.megatron import checkpoint, checkpoint_writer
-from polyreme_trainer.megatron.background import BackgroundWork
-from polyreme_trainer.megatron.build import init_parallel
-from polyreme_trainer.megatron.channel import BroadcastChannel
+from polyreme_trainer.megatron.checkpoints import checkpoint, checkpoint_writer
+from polyreme_trainer.megatron.checkpoints.background import BackgroundWork
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.engine import MegatronEngine
+from polyreme_trainer.megatron.models.build import init_parallel
+from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
 from polyreme_trainer.stages import sft
 
 LR = 1e-3

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from polyreme.config.trainer import LoraConfig, ParallelConfig
-from polyreme_trainer.megatron.accelerator import CUDA
-from polyreme_trainer.megatron.build import init_parallel
-from polyreme_trainer.megatron.cpu.spec import CPU
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.export import ADAPTER, Export, export_hf
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.hf_mapping import Rank, rank_slices
-from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.spec import ModelSpec
+from polyreme_trainer.megatron.huggingface.export import ADAPTER, Export, export_hf
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, rank_slices
+from polyreme_trainer.megatron.layers.accelerator import CUDA
+from polyreme_trainer.megatron.layers.cpu.spec import CPU
+from polyreme_trainer.megatron.layers.spec import ModelSpec
+from polyreme_trainer.megatron.models.build import init_parallel
+from polyreme_trainer.megatron.models.policy import Policy
 from support import learning
 
 TOLERANCE = 1e-5

@@ -12,23 +12,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polyreme.cli.checkpoint_manifest import checkpoint_path
 from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError, RunFailedError
-from polyreme_trainer.megatron import checkpoint, hf_mapping
-from polyreme_trainer.megatron.accelerator import CUDA
-from polyreme_trainer.megatron.batch import IGNORE, Sequences, pack
-from polyreme_trainer.megatron.build import init_parallel
-from polyreme_trainer.megatron.cpu.spec import CPU
+from polyreme.rundir.checkpoint_manifest import checkpoint_path
+from polyreme_trainer.megatron.batches.batch import IGNORE, Sequences, pack
+from polyreme_trainer.megatron.batches.packing import PackedIds
+from polyreme_trainer.megatron.checkpoints import checkpoint
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.export import Export, export_hf
-from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.export import Export, export_hf
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.layers.accelerator import CUDA
+from polyreme_trainer.megatron.layers.cpu.spec import CPU
 from polyreme_trainer.megatron.mcore import parallel_state
-from polyreme_trainer.megatron.optimizer import Adam, Optimizer
-from polyreme_trainer.megatron.packing import PackedIds
-from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.roles import Role
-from polyreme_trainer.megatron.shard import DataShard
+from polyreme_trainer.megatron.models.build import init_parallel
+from polyreme_trainer.megatron.models.policy import Policy
+from polyreme_trainer.megatron.parallel.shard import DataShard
+from polyreme_trainer.megatron.training.optimizer import Adam, Optimizer
+from polyreme_trainer.megatron.training.roles import Role
 from support import checkpoints
 
 TOLERANCE = 1e-5

@@ -26,14 +26,15 @@ from polyreme.process.lifecycle import die_with_parent
 from polyreme.weights.arena import Arena
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
-from polyreme_trainer.megatron import atomic, checkpoint, checkpoint_writer
-from polyreme_trainer.megatron.background import BackgroundWork
-from polyreme_trainer.megatron.build import close_parallel, init_parallel
-from polyreme_trainer.megatron.channel import BroadcastChannel
+from polyreme_trainer.megatron import atomic
+from polyreme_trainer.megatron.checkpoints import checkpoint, checkpoint_writer
+from polyreme_trainer.megatron.checkpoints.background import BackgroundWork
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.engine import MegatronEngine
-from polyreme_trainer.megatron.optimizer import Optimizer
-from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+from polyreme_trainer.megatron.models.policy import Policy
+from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+from polyreme_trainer.megatron.training.optimizer import Optimizer
 from polyreme_trainer.weight_sync.publisher import Publisher
 
 

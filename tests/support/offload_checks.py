@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from polyreme.config.trainer import OffloadConfig
-from polyreme_trainer.megatron import optimizer_parts
 from polyreme_trainer.megatron.engine import MegatronEngine
-from polyreme_trainer.megatron.model import ShardedModel
-from polyreme_trainer.megatron.optimizer import Optimizer
+from polyreme_trainer.megatron.models.model import ShardedModel
+from polyreme_trainer.megatron.offload import optimizer_parts
+from polyreme_trainer.megatron.training.optimizer import Optimizer
 from support.learning import Rank, start
 
 PART_BYTES = 20_000

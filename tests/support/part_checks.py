@@ -23,13 +23,13 @@ from polyreme.experience.store import connect
 from polyreme.weights.manifest import ALIGNMENT
 from polyreme_trainer.learner.engine import Written
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron.build import init_parallel
-from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.memory.machines import written_parameters
-from polyreme_trainer.megatron.memory.state import WIDTHS
-from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.version_writer import VersionWriter
+from polyreme_trainer.megatron.models.build import init_parallel
+from polyreme_trainer.megatron.models.policy import Policy
+from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+from polyreme_trainer.megatron.versions.version_writer import VersionWriter
+from polyreme_trainer.memory.machines import written_parameters
+from polyreme_trainer.memory.state import WIDTHS
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.layout_checks import make_role, step
 from support.publishing import CONFIG

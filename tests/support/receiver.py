@@ -19,8 +19,8 @@ from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
 from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest
 from polyreme_rollout.metrics import ReplicaMetrics
-from polyreme_rollout.weight_swap import WeightSwapper
-from polyreme_rollout.weights_service import WeightsService
+from polyreme_rollout.weights.weight_swap import WeightSwapper
+from polyreme_rollout.weights.weights_service import WeightsService
 from support.proxy import Proxy, bad_network
 
 SERVICE = "polyreme.api.v1.WeightsService"

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from polyreme.api.v1 import experience_pb2 as pb
-from polyreme.cli.run_directory import RunFile, write_run_file
-from polyreme.cli.run_records import write_end
 from polyreme.config.run import RunConfig
 from polyreme.experience.record_codec import encode_group
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme.experience.run import RunState
+from polyreme.rundir.run_directory import RunFile, write_run_file
+from polyreme.rundir.run_records import write_end
 from polyreme_trainer.observe.records import Recorder
 from support.configs import run_config
 

@@ -16,16 +16,16 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from polyreme.config.trainer import MoeConfig, Recompute
 from polyreme_trainer.algorithms.metrics import combine, finish
-from polyreme_trainer.megatron.batch import Sequences, supervised
+from polyreme_trainer.megatron.batches.batch import Sequences, supervised
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import is_expert_bias
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import is_expert_bias
 from polyreme_trainer.megatron.mcore import parallel_state
-from polyreme_trainer.megatron.optimizer import Adam
-from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.roles import Role
-from polyreme_trainer.megatron.shard import DataShard
+from polyreme_trainer.megatron.models.policy import Policy
+from polyreme_trainer.megatron.parallel.shard import DataShard
+from polyreme_trainer.megatron.training.optimizer import Adam
+from polyreme_trainer.megatron.training.roles import Role
 from polyreme_trainer.observe.registry import ROUTING
 from support.model_checks import file_tensors, hf_model
 

@@ -28,12 +28,12 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
+from polyreme_rollout.generation.requests import RequestLimits
+from polyreme_rollout.generation.service import Identity, RolloutService
 from polyreme_rollout.metrics import ReplicaMetrics
-from polyreme_rollout.requests import RequestLimits
-from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
-from polyreme_rollout.weight_swap import WeightSwapper
-from polyreme_rollout.weights_service import WeightsService
+from polyreme_rollout.weights.weight_swap import WeightSwapper
+from polyreme_rollout.weights.weights_service import WeightsService
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient
 from polyreme_trainer.weight_sync.version import Version
 from support.tiny_tokenizer import CHARS, SPECIAL, model_files

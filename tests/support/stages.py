@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyreme.cli.run_directory import open_stage, read_run_file, read_stage_config
 from polyreme.config.load import parse
 from polyreme.config.stage import STAGES, StageConfig
+from polyreme.rundir.run_directory import open_stage, read_run_file, read_stage_config
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import Gate
@@ -166,10 +166,10 @@ def run_rank(run_dirs: str, dies_in: str = "") -> None:
     """Runs one rank of the stages in `run_dirs` (JSON list), one after the other. Rank 0 is killed while it writes checkpoint number
     `dies_in`."""
     from polyreme_trainer.learner import stage_main
-    from polyreme_trainer.megatron import checkpoint
-    from polyreme_trainer.megatron.build import init_parallel
-    from polyreme_trainer.megatron.channel import BroadcastChannel
+    from polyreme_trainer.megatron.checkpoints import checkpoint
     from polyreme_trainer.megatron.device import Device
+    from polyreme_trainer.megatron.models.build import init_parallel
+    from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
 
     if dies_in and os.environ["RANK"] == "0":
         write, count = checkpoint.write, 0

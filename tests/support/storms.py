@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from polyreme.cli.input_files import read_model_files
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net.ports import free_port
+from polyreme.rundir.input_files import read_model_files
 from support.driver import Storm
 from support.nursery import Nursery
 from support.simulated import ROWS, config_tree

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from polyreme_trainer.megatron.batch import IGNORE
-from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.batches.batch import IGNORE
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 
 
 class Table(torch.nn.Module):

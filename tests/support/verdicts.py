@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from polyreme.cli.run_records import read_records
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
+from polyreme.rundir.run_records import read_records
 from polyreme_trainer.testing.simulated_engine import after_plan, newest
 from support.driver import Storm
 from support.faults import PHASES

@@ -14,7 +14,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import yaml
 
-from polyreme.cli.run_directory import read_run_file
+from polyreme.rundir.run_directory import read_run_file
 from polyreme.weights.arena import SHARED_MEMORY
 from support.processes import runs
 from support.waiting import wait_until

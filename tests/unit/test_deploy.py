@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from polyreme.cli.main import commands
-from polyreme.cli.progress import SPLIT
+from polyreme.rundir.progress import SPLIT
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = (ROOT / "docker-compose.yml").read_text()

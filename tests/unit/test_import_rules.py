@@ -144,14 +144,14 @@ def test_redis_commands_are_in_experience() -> None:
 def test_planners_and_algorithms_are_pure() -> None:
     pure = (
         "polyreme_trainer.algorithms",
-        "polyreme_trainer.megatron.hf_mapping",
-        "polyreme_trainer.megatron.batch",
-        "polyreme_trainer.orchestrator.partial_rollouts",
-        "polyreme_trainer.orchestrator.idle_time",
-        "polyreme_trainer.orchestrator.straggler_detection",
-        "polyreme_trainer.orchestrator.router",
-        "polyreme.cli.summary",
-        "polyreme.cli.progress",
+        "polyreme_trainer.megatron.huggingface.hf_mapping",
+        "polyreme_trainer.megatron.batches.batch",
+        "polyreme_trainer.orchestrator.generation.partial_rollouts",
+        "polyreme_trainer.orchestrator.replicas.idle_time",
+        "polyreme_trainer.orchestrator.replicas.straggler_detection",
+        "polyreme_trainer.orchestrator.replicas.router",
+        "polyreme.display.summary",
+        "polyreme.rundir.progress",
         "polyreme.weights.manifest",
     )
     present = {module for module, _ in modules()}

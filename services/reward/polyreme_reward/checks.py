@@ -12,7 +12,6 @@ from importlib.metadata import entry_points
 from itertools import islice
 from typing import Any
 
-from polyreme.cli.input_files import is_there
 from polyreme.config.data import DataConfig, Sources
 from polyreme.config.evaluation import EvaluationSet, best_metric, without_part
 from polyreme.config.python_source import find_source
@@ -22,6 +21,7 @@ from polyreme.dataset.columns import column_names, label_text, value_at
 from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
+from polyreme.rundir.input_files import is_there
 from polyreme_reward.build import correctness, is_builtin, read_file
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.reward import ModelReward

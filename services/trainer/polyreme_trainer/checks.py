@@ -12,24 +12,24 @@ from itertools import islice
 from pathlib import Path
 from shutil import which
 
-from polyreme.cli.input_files import MODEL_FILES, is_there, read_model_files
-from polyreme.config.algorithm import AlgorithmSource
 from polyreme.config.data import DataSource, Sources
 from polyreme.config.notices import CommandConfig, ReceiverConfig
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
+from polyreme.config.recipes.algorithm import AlgorithmSource
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import as_sources, name_of
 from polyreme.errors import AbsentError, ConfigError, DataError, PolyremeError, results
 from polyreme.net import tls
 from polyreme.process.machine import device_count, has_device, memory_limit
+from polyreme.rundir.input_files import MODEL_FILES, is_there, read_model_files
 from polyreme_trainer.data.prompts import LabelCount, encode_prompts, none_usable, read_rows
 from polyreme_trainer.data.supervised import encode_examples, read_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.expert_checks import check_experts
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.memory_estimate import refuse
-from polyreme_trainer.placement import advice
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.memory.memory_estimate import refuse
+from polyreme_trainer.memory.placement import advice
 
 _PARSED = 20_000
 """Number of rows per file whose columns are checked."""

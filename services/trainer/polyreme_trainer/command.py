@@ -13,11 +13,8 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.completion import Overrides
-from polyreme.cli.run_directory import make_folder, next_attempt, open_run
-from polyreme.cli.start import Start, prepared
-from polyreme.cli.summary import summary_lines
 from polyreme.config.load import load_config
+from polyreme.display.summary import summary_lines
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net.ports import check_free
@@ -25,6 +22,9 @@ from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import stop_event
+from polyreme.rundir.run_directory import make_folder, next_attempt, open_run
+from polyreme.rundir.start import Start, prepared
+from polyreme.terminal.completion import Overrides
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.launch.worker_node import follow
 from polyreme_trainer.observe.exporter import export

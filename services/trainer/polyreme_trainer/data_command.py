@@ -15,9 +15,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from polyreme.cli.completion import one_of
-from polyreme.cli.input_files import read_model_files
-from polyreme.cli.progress_bar import bar
 from polyreme.config.data import DataConfig, Sources
 from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
@@ -28,6 +25,9 @@ from polyreme.dataset.reading import watched
 from polyreme.dataset.source import bytes_of, files_of, name_of, read_objects
 from polyreme.dataset.text_files import Row
 from polyreme.errors import ConfigError, DataError
+from polyreme.rundir.input_files import read_model_files
+from polyreme.terminal.completion import one_of
+from polyreme.terminal.progress_bar import bar
 from polyreme_trainer.data.prompts import Example
 from polyreme_trainer.data.report import Report, report_prompts, report_rows
 from polyreme_trainer.data.template import Template

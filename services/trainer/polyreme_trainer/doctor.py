@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyreme.cli.doctor import installed_version
-from polyreme.cli.verdicts import Verdict, packages_verdict
+from polyreme.cli.commands.doctor import installed_version
+from polyreme.terminal.verdicts import Verdict, packages_verdict
 from polyreme_trainer.launch.ranks import local_rendezvous
 from polyreme_trainer.megatron.mindspeed import Choice, choice
 
@@ -21,7 +21,7 @@ SECONDS = 120.0
 """Deadline of a child process."""
 DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "npu": Path("/usr/local/Ascend/driver/version.info")}
 """The files in which drivers name their version."""
-_MODULE = "polyreme_trainer.megatron.self_test"
+_MODULE = "polyreme_trainer.megatron.probes.self_test"
 
 
 def verdicts(wanted: str | None) -> Iterator[Verdict]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError, PolyremeError
-from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.huggingface.families import load_architecture
 
 SILENT_ENGINES = ("vllm",)
 """The engines of this distribution that report no routes. For any other engine, the replica checks this when it starts."""

@@ -6,17 +6,17 @@ reads them.
 
 from collections.abc import Iterator
 
-from polyreme.cli.input_files import MODEL_FILES, is_there, read_model_files
 from polyreme.config.data import DataSource
 from polyreme.config.stage import StageConfig
 from polyreme.dataset.source import as_sources, name_of
 from polyreme.errors import ConfigError, DataError, PolyremeError, results
 from polyreme.process.machine import memory_limit
+from polyreme.rundir.input_files import MODEL_FILES, is_there, read_model_files
 from polyreme_trainer.checks import check_device, check_template
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.expert_checks import check_experts
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.memory_estimate import refuse
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.memory.memory_estimate import refuse
 from polyreme_trainer.stages.table import TABLE
 
 _ENCODED = 1_000

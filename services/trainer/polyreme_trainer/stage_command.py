@@ -11,16 +11,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from polyreme.cli.checks import check_run
-from polyreme.cli.completion import DpoOverrides, RewardModelOverrides, SftOverrides
-from polyreme.cli.run_directory import check_resumable, claim, next_attempt, open_stage, owned, read_stage_config
-from polyreme.cli.run_records import read_summary
-from polyreme.cli.start_day import dated, first_day
-from polyreme.cli.summary import stage_lines
-from polyreme.cli.terminal import TerminalConsole
 from polyreme.config.load import load_stage
 from polyreme.config.stage import StageConfig
+from polyreme.display.summary import stage_lines
 from polyreme.experience.run import RunState
+from polyreme.rundir.checks import check_run
+from polyreme.rundir.run_directory import check_resumable, claim, next_attempt, open_stage, owned, read_stage_config
+from polyreme.rundir.run_records import read_summary
+from polyreme.rundir.start_day import dated, first_day
+from polyreme.terminal.completion import DpoOverrides, RewardModelOverrides, SftOverrides
+from polyreme.terminal.terminal import TerminalConsole
 from polyreme_trainer.launch.stage_process import StageProcess
 from polyreme_trainer.stages.loop import FINAL, HF
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from polyreme.cli.chat_target import find_target
+from polyreme.cli.chat.chat_target import find_target
+from polyreme.cli.chat.v1_client import Piece, RequestRefusedError, V1Client
 from polyreme.cli.main import build_app
-from polyreme.cli.run_directory import owned
-from polyreme.cli.v1_client import Piece, RequestRefusedError, V1Client
 from polyreme.config.run import RunConfig
 from polyreme.config.security import EndpointSecurity
 from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError, PolyremeError, UnavailableError
+from polyreme.rundir.run_directory import owned
 from support.configs import run_config
 from support.recorded_run import record_run
 from support.stages import prepared, stage_config, write_data, write_model

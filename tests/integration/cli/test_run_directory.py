@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.cli.run_directory import (
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError, UnavailableError
+from polyreme.experience.run import RunState
+from polyreme.rundir.run_directory import (
     EMBEDDED,
     RunFile,
     claim,
@@ -18,9 +21,6 @@ from polyreme.cli.run_directory import (
     read_config,
     read_run_file,
 )
-from polyreme.config.run import RunConfig
-from polyreme.errors import ConfigError, UnavailableError
-from polyreme.experience.run import RunState
 from support.configs import run_config
 
 
@@ -139,7 +139,7 @@ _OWN = """
 import sys
 from pathlib import Path
 from polyreme.process.lifecycle import exit_on_error
-from polyreme.cli.run_directory import owned
+from polyreme.rundir.run_directory import owned
 with exit_on_error("other"), owned(Path(sys.argv[1])):
     print("owned")
 """

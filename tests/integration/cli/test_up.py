@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyreme.cli.run_directory import read_run_file
-from polyreme.cli.run_records import read_summary
 from polyreme.experience.seal import SEAL
 from polyreme.net.redis_url import PASSWORD
+from polyreme.rundir.run_directory import read_run_file
+from polyreme.rundir.run_records import read_summary
 from support.commands import Fork, fork, piped, polyreme
 from support.processes import runs
 from support.waiting import wait_until

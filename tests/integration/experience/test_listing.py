@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.cli.run_status import redis_status
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.listing import list_run, list_runs, run_ids
 from polyreme.experience.run import Run, RunState
+from polyreme.rundir.run_status import redis_status
 from support.configs import run_config
 
 

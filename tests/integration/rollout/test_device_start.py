@@ -12,7 +12,7 @@ from support.waiting import until
 STARTING = """
 import sys, time
 from types import SimpleNamespace
-from polyreme_rollout.device_start import devices_while_starting
+from polyreme_rollout.devices.device_start import devices_while_starting
 spec = SimpleNamespace(run_id=sys.argv[2], config=SimpleNamespace(placement="colocated"))
 with devices_while_starting(spec, sys.argv[1]) as held:
     print(held.counter, flush=True)

@@ -13,8 +13,8 @@ from polyreme.experience.device_lease import DeviceLease
 from polyreme.experience.run import Run
 from polyreme.experience.scripts import Scripts, StaleGrantError
 from polyreme.net import rpc
-from polyreme_rollout import device_turns
-from polyreme_rollout.device_turns import ReplicaTurns
+from polyreme_rollout.devices import device_turns
+from polyreme_rollout.devices.device_turns import ReplicaTurns
 from polyreme_rollout.engine.protocol import Slept
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from support.replicas import Answer, generate, request

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polyreme_trainer.megatron.families import find_family, known_families
+from polyreme_trainer.megatron.huggingface.families import find_family, known_families
 from support.device_packages import installed, pinned
 from support.package_source import PackageSource, calls, fields_of, methods_of
 

@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from polyreme.cli.main import build_app
-from polyreme.cli.run_directory import NO_REDIS, RunFile, no_run, write_run_file
-from polyreme.cli.start import prepared
 from polyreme.config.stage import STAGES
 from polyreme.errors import ConfigError
+from polyreme.rundir.run_directory import NO_REDIS, RunFile, no_run, write_run_file
+from polyreme.rundir.start import prepared
 from support.stages import prepared as prepared_stage
 from support.stages import stage_config, write_data, write_model
 

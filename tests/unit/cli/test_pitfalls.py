@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from polyreme.cli.input_files import input_errors
+from polyreme.rundir.input_files import input_errors
 from support.configs import run_config
 
 ROOT = Path(__file__).resolve().parents[3]

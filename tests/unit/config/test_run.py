@@ -9,10 +9,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.load import load_config, load_reward_config, parse_config
-from polyreme.config.presets import PRESETS
-from polyreme.config.recipe import TokenTis
+from polyreme.config.recipes.algorithm import AlgorithmConfig
+from polyreme.config.recipes.presets import PRESETS
+from polyreme.config.recipes.recipe import TokenTis
 from polyreme.config.run import RunConfig
 from polyreme.config.section import known_keys
 from polyreme.errors import ConfigError

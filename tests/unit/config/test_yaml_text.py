@@ -8,7 +8,7 @@ import yaml
 from polyreme.config.load import load_config, load_reward_config
 from polyreme.config.yaml_text import RepeatedKeyError, load_yaml
 from polyreme.errors import ConfigError
-from polyreme.import_config.read import read_values
+from polyreme.import_config.reading.read import read_values
 from support.configs import run_config
 
 

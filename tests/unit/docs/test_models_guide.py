@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.families import known_families
-from polyreme_trainer.megatron.families.hf_config import HfConfig
-from polyreme_trainer.megatron.families.rope import read_rope
+from polyreme_trainer.megatron.huggingface.families import known_families
+from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
+from polyreme_trainer.megatron.huggingface.families.rope import read_rope
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text()
 

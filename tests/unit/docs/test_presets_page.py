@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from polyreme.config.presets import PRESETS
-from polyreme.config.recipe import Primitive, Recipe
+from polyreme.config.recipes.presets import PRESETS
+from polyreme.config.recipes.recipe import Primitive, Recipe
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from polyreme.cli.checks import findings, memory_report
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
-from polyreme_trainer.megatron.memory.estimate import GIB
-from polyreme_trainer.memory_estimate import learner_memory
-from polyreme_trainer.placement import advice, devices_needed
+from polyreme.rundir.checks import findings, memory_report
+from polyreme_trainer.memory.estimate import GIB
+from polyreme_trainer.memory.memory_estimate import learner_memory
+from polyreme_trainer.memory.placement import advice, devices_needed
 from support.published import PARAMETERS, published_model
 
 RECIPES = Path(__file__).resolve().parents[3] / "examples" / "recipes"

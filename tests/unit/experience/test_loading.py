@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polyreme.cli.report import loading_progress
+from polyreme.display.report import loading_progress
 from polyreme.experience import loading
 from polyreme.experience.loading import REPORT_SECONDS, LoadingPace, reports_to
 

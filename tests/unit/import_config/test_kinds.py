@@ -4,8 +4,8 @@ from typing import Any, get_args
 
 import pytest
 
-from polyreme.config.presets import PRESETS
-from polyreme.config.recipe import Aggregation, KlEstimator, Recipe
+from polyreme.config.recipes.presets import PRESETS
+from polyreme.config.recipes.recipe import Aggregation, KlEstimator, Recipe
 from polyreme.config.section import subsections
 from polyreme.config.trainer import OptimizerConfig
 from polyreme.import_config.rules import ITERATIONS, apply

@@ -12,8 +12,8 @@ from polyreme.config.trackers import WandbConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer import checks
 from polyreme_trainer.checks import _check_critic, _check_engine, _check_notices, check
-from polyreme_trainer.megatron.families import read_architecture
-from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.huggingface.families import read_architecture
+from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
 from support.configs import MIXTRAL, run_config
 from support.models import tiny_family_model, tiny_model
 

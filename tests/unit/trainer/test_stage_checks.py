@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from polyreme.cli.checks import check_run, findings
 from polyreme.config.stage import STAGES
 from polyreme.errors import AbsentError, ConfigError, DataError
+from polyreme.rundir.checks import check_run, findings
 from support.stages import stage_config, write_data
 from support.tiny_tokenizer import model_files
 

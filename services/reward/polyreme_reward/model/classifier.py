@@ -20,10 +20,10 @@ import xxhash
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
-from polyreme.cli.start_day import day_of_export
 from polyreme.dataset.chat import Chat, read_prompt, render, shows_tools
 from polyreme.errors import ConfigError, DataError
 from polyreme.experience.loading import Loaded
+from polyreme.rundir.start_day import day_of_export
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
 from polyreme_reward.model.device import open_device
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from polyreme.weights.manifest import Manifest, tensor_views
-from polyreme_rollout.arena_cache import ArenaCache
+from polyreme_rollout.engine.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import ArenaSource
 
 TORCH_DTYPES = {

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
 from polyreme.weights.arena import ArenaError
-from polyreme_rollout.arena_cache import ArenaCache
+from polyreme_rollout.engine.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import (
     CHUNK_TOKENS,
     ArenaSource,

@@ -10,7 +10,7 @@ gradient and leaves that of the other samples unchanged.
 
 import numpy as np
 
-from polyreme.config.recipe import Aggregation
+from polyreme.config.recipes.recipe import Aggregation
 from polyreme_trainer.algorithms.batch import Float32, Int64, sequence_of, sequence_sums
 
 

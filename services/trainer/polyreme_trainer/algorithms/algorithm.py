@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.config.recipe import (
+from polyreme.config.recipes.recipe import (
     Cispo,
     Clip,
     Gae,

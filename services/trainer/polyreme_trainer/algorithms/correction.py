@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polyreme.config.recipe import Correction, GeometricMask, IcePop, SequenceTis, TokenTis, Veto
+from polyreme.config.recipes.recipe import Correction, GeometricMask, IcePop, SequenceTis, TokenTis, Veto
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.kl import estimate
 from polyreme_trainer.algorithms.metrics import Metrics, maximum_of, mean_of

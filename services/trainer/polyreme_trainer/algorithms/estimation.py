@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from polyreme.config.recipe import (
+from polyreme.config.recipes.recipe import (
     AdvantageEstimator,
     Gae,
     GreedyBaseline,

@@ -6,7 +6,7 @@ Invariant: a filter considers scores equal exactly where the advantages do.
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme.config.recipe import SkipPrompts
+from polyreme.config.recipes.recipe import SkipPrompts
 from polyreme.experience.pass_rates import PassRate
 from polyreme_trainer.algorithms.groups import Groups
 

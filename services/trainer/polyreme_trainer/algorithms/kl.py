@@ -8,7 +8,7 @@ Invariant: no estimator's gradient vanishes for large d.
 import torch
 from torch import Tensor
 
-from polyreme.config.recipe import KlEstimator
+from polyreme.config.recipes.recipe import KlEstimator
 from polyreme_trainer.algorithms.ratio import bounded_exp
 
 K3_LIMIT = 10.0

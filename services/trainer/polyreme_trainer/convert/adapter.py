@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.peft_files import ReadAdapter, read_adapter
+from polyreme_trainer.megatron.huggingface.peft_files import ReadAdapter, read_adapter
 
 
 class WithAdapter(Mapping[str, Tensor]):

@@ -26,12 +26,12 @@ from polyreme_trainer.convert import (
 )
 from polyreme_trainer.convert.adapter import with_adapter
 from polyreme_trainer.convert.names import engine_names
-from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.atomic import new_directory
-from polyreme_trainer.megatron.critic import critic_architecture
-from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families import load_architecture
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
+from polyreme_trainer.megatron.models.critic import critic_architecture
 
 VOCAB_MULTIPLE = 128
 """The default of Megatron's `make-vocab-size-divisible-by`."""

@@ -21,9 +21,9 @@ from polyreme_trainer.convert import grouped_experts, pickles
 from polyreme_trainer.convert import layout as layouts
 from polyreme_trainer.convert.layout import FILE
 from polyreme_trainer.convert.names import local_names
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families.base import EMBEDDING_ROW, EXPERT, Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families.base import EMBEDDING_ROW, EXPERT, Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 
 _ENTRY = re.compile(r"model\d*")
 _DOWN = re.compile(rf"decoder\.layers\.(\d+)\.{re.escape(EXPERT)}\d+\.linear_fc2\.weight")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from polyreme_trainer.megatron.families.base import EXPERT
+from polyreme_trainer.megatron.huggingface.families.base import EXPERT
 
 _PREFIX = EXPERT.removesuffix("local_experts.")
 _GROUPED = re.compile(rf"(.*\.){re.escape(_PREFIX)}weight([12])")

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from polyreme.cli.progress_bar import counted
+from polyreme.terminal.progress_bar import counted
 from polyreme_trainer.convert.layout import TRACKER
 from polyreme_trainer.convert.names import check_shapes
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.export import classifier_config, with_dtype
-from polyreme_trainer.megatron.families.base import LM_HEAD, Architecture
-from polyreme_trainer.megatron.hf_files import open_tensors, save_tensors
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.export import classifier_config, with_dtype
+from polyreme_trainer.megatron.huggingface.families.base import LM_HEAD, Architecture
+from polyreme_trainer.megatron.huggingface.hf_files import open_tensors, save_tensors
 
 SHARD_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", TRACKER)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families.base import EMBEDDING_ROW, Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families.base import EMBEDDING_ROW, Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"

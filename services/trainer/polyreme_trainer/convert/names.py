@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.families.base import Shape
+from polyreme_trainer.megatron.huggingface.families.base import Shape
 
 OUTPUT_LAYER = "output_layer.weight"
 CRITIC_HEAD, CRITIC_BIAS = "rm_head.weight", "rm_head.bias"

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from polyreme.errors import ConfigError
 from polyreme_trainer.convert.names import CRITIC_BIAS, CRITIC_HEAD, OUTPUT_LAYER
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families.base import VALUE_HEAD, Architecture, Shape
-from polyreme_trainer.megatron.hf_mapping import Rank, Slice
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families.base import VALUE_HEAD, Architecture, Shape
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, Slice
 
 
 def file_slices(arch: Architecture, rank: Rank) -> Iterator[Slice]:

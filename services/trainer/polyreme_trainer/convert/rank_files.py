@@ -17,9 +17,9 @@ from polyreme_trainer.convert.found_layout import RankFile
 from polyreme_trainer.convert.layout import TRACKER, place_in_file
 from polyreme_trainer.convert.names import CRITIC_BIAS, CRITIC_HEAD, OUTPUT_LAYER, check_shapes
 from polyreme_trainer.convert.parameters import file_shapes, file_slices
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families.base import EMBEDDING_ROW, FINAL_NORM_ROW, Architecture, Shape
-from polyreme_trainer.megatron.hf_mapping import Rank, Slice
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families.base import EMBEDDING_ROW, FINAL_NORM_ROW, Architecture, Shape
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, Slice
 
 
 def is_checkpoint(source: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polyreme.cli.progress_bar import counted
+from polyreme.terminal.progress_bar import counted
 from polyreme_trainer.convert.layout import (
     FILE,
     ITERATION,
@@ -21,8 +21,8 @@ from polyreme_trainer.convert.layout import (
     place_in_file,
 )
 from polyreme_trainer.convert.parameters import assembled, file_shapes, file_slices
-from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank, Slice
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, Slice
 
 Stored = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """The form in which a kind of layers stores the parameters, which it gets by the names of megatron-core's local layers."""

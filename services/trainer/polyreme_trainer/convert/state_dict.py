@@ -13,8 +13,8 @@ from torch import Tensor
 from polyreme.errors import ConfigError
 from polyreme_trainer.convert import pickles
 from polyreme_trainer.convert.names import check_shapes
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
 
 WRAPPERS = ("state", "state_dict", "model_state_dict", "model", "module", "policy")
 

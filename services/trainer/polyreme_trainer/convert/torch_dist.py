@@ -19,9 +19,9 @@ from polyreme.errors import ConfigError
 from polyreme_trainer.convert import pickles
 from polyreme_trainer.convert.names import CRITIC_BIAS, OUTPUT_LAYER, check_shapes, local_name
 from polyreme_trainer.convert.parameters import file_shapes, file_slices
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families.base import EMBEDDING_ROW, Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families.base import EMBEDDING_ROW, Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 
 INDEX = ".metadata"
 _STACKED = re.compile(r"^decoder\.layers\.(\d+)\.")

@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from polyreme.cli.progress_bar import bar
 from polyreme.errors import ConfigError
+from polyreme.terminal.progress_bar import bar
 from polyreme_trainer.convert.layout import ITERATION, TRACKER, arguments
 from polyreme_trainer.convert.names import engine_name, experts_engine_name
 from polyreme_trainer.convert.parameters import assembled, file_shapes, file_slices
 from polyreme_trainer.convert.torch_dist import stacked
-from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank, Slice
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, Slice
 
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 """metadata.json: the format, and its version, by which megatron-core chooses how to load."""

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from polyreme.cli.progress import Record
 from polyreme.config.notices import CommandConfig, ReceiverConfig, WebhookConfig
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.experience.run import RunState
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
+from polyreme.rundir.progress import Record
 from polyreme_trainer.observe.notices import Notice, NoticeRules
 
 logger = logging.getLogger(__name__)

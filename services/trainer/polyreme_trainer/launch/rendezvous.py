@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from polyreme.cli.input_files import read_model_files
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.leases import Lease, LeaseKeeper, Registry
 from polyreme.experience.run import Run
 from polyreme.process.lifecycle import Child
 from polyreme.process.supervisor import FINAL_CODES
+from polyreme.rundir.input_files import read_model_files
 from polyreme_trainer.launch.trainer_process import rank_environment
 
 AGENT = ("-m", "polyreme_trainer.launch.agent")

@@ -16,12 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
-from polyreme.cli.run_records import write_summary
 from polyreme.config.stage import StageConfig
 from polyreme.errors import PolyremeError, RunFailedError
 from polyreme.experience.run import RunState
 from polyreme.process.lifecycle import stop_event
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, Supervisor
+from polyreme.rundir.run_records import write_summary
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.stage_progress import StageProgress, line_of
 from polyreme_trainer.launch.trainer_process import DRAIN_SECONDS

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme.cli.report import duration, loading_progress, replay
+from polyreme.display.report import duration, loading_progress, replay
 
 Record = dict[str, Any]
 

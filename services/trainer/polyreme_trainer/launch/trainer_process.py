@@ -14,9 +14,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyreme.cli.progress import comparable, stream_time
-from polyreme.cli.run_directory import write_replicas
-from polyreme.cli.run_records import write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
 from polyreme.experience.leases import Registry
@@ -24,6 +21,9 @@ from polyreme.experience.log_reader import LogReader
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import stop_event, until_set
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
+from polyreme.rundir.progress import comparable, stream_time
+from polyreme.rundir.run_directory import write_replicas
+from polyreme.rundir.run_records import write_end
 from polyreme.weights.arena import remove_stale
 from polyreme_trainer.launch.notifier import CLOSE_SECONDS as NOTICE_SECONDS
 from polyreme_trainer.launch.notifier import Notifier

@@ -21,11 +21,11 @@ from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
 from polyreme_trainer.learner.loading import reports_to_run
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
-from polyreme_trainer.megatron.build import close_parallel, init_parallel
-from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.engine import MegatronEngine
-from polyreme_trainer.memory_estimate import announce
+from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+from polyreme_trainer.memory.memory_estimate import announce
 
 logger = logging.getLogger(__name__)
 

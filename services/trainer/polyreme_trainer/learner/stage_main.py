@@ -16,20 +16,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from polyreme.cli.input_files import read_model_files
-from polyreme.cli.run_directory import read_run_file, read_stage_config
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import reports_to, unreported
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
 from polyreme.process.machine import memory_limit
+from polyreme.rundir.input_files import read_model_files
+from polyreme.rundir.run_directory import read_run_file, read_stage_config
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.leader import LeaderError, Ranks
-from polyreme_trainer.megatron.build import close_parallel, init_parallel
-from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
 from polyreme_trainer.megatron.stage_engine import MegatronStageEngine
-from polyreme_trainer.memory_estimate import announce
+from polyreme_trainer.memory.memory_estimate import announce
 from polyreme_trainer.observe.stage_records import StageRecorder
 from polyreme_trainer.stages.loop import StageLoop
 from polyreme_trainer.stages.table import TABLE

@@ -23,27 +23,27 @@ from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron import checkpoint
-from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, split_steps, supervised
-from polyreme_trainer.megatron.critic import Critic, build_critic
+from polyreme_trainer.megatron.batches.batch import IGNORE, MicroBatch, Sequences, split_steps, supervised
+from polyreme_trainer.megatron.batches.samples import collect
+from polyreme_trainer.megatron.checkpoints import checkpoint
+from polyreme_trainer.megatron.checkpoints.saves import Saves
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.export import CRITIC, EMA, Export
-from polyreme_trainer.megatron.followers import Followers
-from polyreme_trainer.megatron.host_memory import HostMemory
-from polyreme_trainer.megatron.iteration import Iteration, episodes_of
-from polyreme_trainer.megatron.model import check_same_weights
-from polyreme_trainer.megatron.model_probes import ModelProbes
-from polyreme_trainer.megatron.offload import Offload
-from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
-from polyreme_trainer.megatron.own_algorithm import load_algorithm
-from polyreme_trainer.megatron.policy import Policy, build_policy
-from polyreme_trainer.megatron.replay import decode_routes
-from polyreme_trainer.megatron.roles import BaseRole, Forward, Role
-from polyreme_trainer.megatron.samples import collect
-from polyreme_trainer.megatron.saves import Saves
-from polyreme_trainer.megatron.shard import data_shard
-from polyreme_trainer.megatron.step import train_iteration
-from polyreme_trainer.megatron.version_writer import VersionWriter
+from polyreme_trainer.megatron.huggingface.export import CRITIC, EMA, Export
+from polyreme_trainer.megatron.models.critic import Critic, build_critic
+from polyreme_trainer.megatron.models.model import check_same_weights
+from polyreme_trainer.megatron.models.policy import Policy, build_policy
+from polyreme_trainer.megatron.offload.host_memory import HostMemory
+from polyreme_trainer.megatron.offload.offload import Offload
+from polyreme_trainer.megatron.parallel.shard import data_shard
+from polyreme_trainer.megatron.probes.model_probes import ModelProbes
+from polyreme_trainer.megatron.training.followers import Followers
+from polyreme_trainer.megatron.training.iteration import Iteration, episodes_of
+from polyreme_trainer.megatron.training.optimizer import Adam, adam_of, learning_rate
+from polyreme_trainer.megatron.training.own_algorithm import load_algorithm
+from polyreme_trainer.megatron.training.replay import decode_routes
+from polyreme_trainer.megatron.training.roles import BaseRole, Forward, Role
+from polyreme_trainer.megatron.training.step import train_iteration
+from polyreme_trainer.megatron.versions.version_writer import VersionWriter
 
 MIXING = 0x707478
 """Separates the random order of mixed-in supervised rows from other uses of the run's seed."""

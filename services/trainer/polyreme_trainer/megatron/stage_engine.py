@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.cli.checkpoint_manifest import checkpoint_path
 from polyreme.config.stage import StageConfig
 from polyreme.experience.loading import LoadReports, unreported
+from polyreme.rundir.checkpoint_manifest import checkpoint_path
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.objective import Objective, StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
@@ -25,21 +25,23 @@ from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import LIMITS, Gate
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.stage_engine import STEP, Sums, mismatched
-from polyreme_trainer.megatron import atomic, checkpoint, comparison
-from polyreme_trainer.megatron.batch import IGNORE, FloatArray, IntArray, MicroBatch, Sequences, supervised, with_end
-from polyreme_trainer.megatron.checkpoint_writer import CheckpointWriter, Save
-from polyreme_trainer.megatron.critic import Critic, build_critic
+from polyreme_trainer.megatron import atomic
+from polyreme_trainer.megatron.batches.batch import IGNORE, FloatArray, IntArray, MicroBatch, Sequences, supervised, with_end
+from polyreme_trainer.megatron.checkpoints import checkpoint
+from polyreme_trainer.megatron.checkpoints.checkpoint_writer import CheckpointWriter, Save
+from polyreme_trainer.megatron.checkpoints.frozen_weights import FrozenWeights
+from polyreme_trainer.megatron.checkpoints.saves import FROZEN, find_newest
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
-from polyreme_trainer.megatron.frozen_weights import FrozenWeights
-from polyreme_trainer.megatron.host_memory import HostMemory
-from polyreme_trainer.megatron.iteration_losses import over_ranks
-from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
-from polyreme_trainer.megatron.pipeline import on_every_stage
-from polyreme_trainer.megatron.policy import Policy, build_policy
-from polyreme_trainer.megatron.roles import BaseRole, Loss, LossTerm, Role
-from polyreme_trainer.megatron.saves import FROZEN, find_newest
-from polyreme_trainer.megatron.shard import data_shard
+from polyreme_trainer.megatron.huggingface.export import Export, as_classifier, export_hf
+from polyreme_trainer.megatron.models.critic import Critic, build_critic
+from polyreme_trainer.megatron.models.pipeline import on_every_stage
+from polyreme_trainer.megatron.models.policy import Policy, build_policy
+from polyreme_trainer.megatron.offload.host_memory import HostMemory
+from polyreme_trainer.megatron.parallel.shard import data_shard
+from polyreme_trainer.megatron.probes import comparison
+from polyreme_trainer.megatron.training.iteration_losses import over_ranks
+from polyreme_trainer.megatron.training.optimizer import adam_of, learning_rate
+from polyreme_trainer.megatron.training.roles import BaseRole, Loss, LossTerm, Role
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,18 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from polyreme.cli.progress import SPLIT, Progress, Record, stream_time
-from polyreme.cli.run_records import read_records
-from polyreme.cli.ui import PATH
-from polyreme.cli.ui.api import application, is_open
-from polyreme.cli.ui.runs import Runs
-from polyreme.cli.ui.server_status import ServerStatus
-from polyreme.cli.ui.threads import PageThreads
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.run import Run, RunState
 from polyreme.net.http_server import PROBES, ASGIApp, Receive, Scope, Send, serve_http
+from polyreme.page import PATH
+from polyreme.page.api import application, is_open
+from polyreme.page.runs import Runs
+from polyreme.page.server_status import ServerStatus
+from polyreme.page.threads import PageThreads
 from polyreme.process.resource_metrics import Usage
+from polyreme.rundir.progress import SPLIT, Progress, Record, stream_time
+from polyreme.rundir.run_records import read_records
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from polyreme.cli.progress import Record, comparable, evaluation_of
 from polyreme.config.notices import Event
 from polyreme.experience.run import RunState
+from polyreme.rundir.progress import Record, comparable, evaluation_of
 
 _ENDS: Mapping[RunState, Event] = {RunState.DONE: "done", RunState.STOPPED: "stopped", RunState.FAILED: "failed"}
 

@@ -20,15 +20,15 @@ from pathlib import Path
 import numpy as np
 
 from polyreme.api.v1.experience_pb2 import FinishReason, Outcome
-from polyreme.cli.progress import Progress, Record, stream_time
-from polyreme.cli.reader.scalars import scalars
-from polyreme.cli.run_records import read_records, write_atomically, write_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.record_codec import decode_group
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
+from polyreme.rundir.progress import Progress, Record, stream_time
+from polyreme.rundir.reader.scalars import scalars
+from polyreme.rundir.run_records import read_records, write_atomically, write_summary
 
 logger = logging.getLogger(__name__)
 

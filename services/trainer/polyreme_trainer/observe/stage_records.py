@@ -11,8 +11,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from polyreme.cli.reader.scalars import stage_scalars
-from polyreme.cli.run_records import read_records
+from polyreme.rundir.reader.scalars import stage_scalars
+from polyreme.rundir.run_records import read_records
 from polyreme_trainer.observe.records import Board, cut_torn_line
 
 _RESUMED_SECONDS = 5.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from polyreme.cli.reader.run import VOCABULARY
-from polyreme.cli.run_records import write_atomically
+from polyreme.rundir.reader.run import VOCABULARY
+from polyreme.rundir.run_records import write_atomically
 
 logger = logging.getLogger(__name__)
 

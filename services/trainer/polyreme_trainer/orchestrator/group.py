@@ -11,7 +11,7 @@ from polyreme.experience.records import GroupRecord
 from polyreme_trainer.data.prompt_store import Prompt
 from polyreme_trainer.data.prompts import Dataset
 from polyreme_trainer.orchestrator.environment.protocol import Environment, Task
-from polyreme_trainer.orchestrator.prompt_order import PromptOrder
+from polyreme_trainer.orchestrator.prompts.prompt_order import PromptOrder
 
 
 class GroupMaker:

@@ -19,23 +19,23 @@ from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import settle
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.orchestrator.dynamic_sampling import DynamicSampling
 from polyreme_trainer.orchestrator.environment.choose import make_environment
 from polyreme_trainer.orchestrator.environment.protocol import Environment, EpisodeError
-from polyreme_trainer.orchestrator.evaluate import Evaluator, HeldOutSet
-from polyreme_trainer.orchestrator.generate import GenerateError
+from polyreme_trainer.orchestrator.evaluation.evaluate import Evaluator, HeldOutSet
+from polyreme_trainer.orchestrator.evaluation.schedule import EvalSchedule
+from polyreme_trainer.orchestrator.generation.generate import GenerateError
+from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from polyreme_trainer.orchestrator.group import GroupMaker
-from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.prompt_filter import PromptFilter
-from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
-from polyreme_trainer.orchestrator.reward_client import RewardClient
-from polyreme_trainer.orchestrator.sampler import Sampler
-from polyreme_trainer.orchestrator.schedule import EvalSchedule
-from polyreme_trainer.orchestrator.score_call import ScoreError
-from polyreme_trainer.orchestrator.scoring import Scoring
+from polyreme_trainer.orchestrator.prompts.dynamic_sampling import DynamicSampling
+from polyreme_trainer.orchestrator.prompts.prompt_filter import PromptFilter
+from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
+from polyreme_trainer.orchestrator.scoring.reward_client import RewardClient
+from polyreme_trainer.orchestrator.scoring.score_call import ScoreError
+from polyreme_trainer.orchestrator.scoring.scoring import Scoring
+from polyreme_trainer.orchestrator.scoring.teacher_client import TeacherClient, TeacherError
 from polyreme_trainer.orchestrator.tasks import task_group, together
-from polyreme_trainer.orchestrator.teacher_client import TeacherClient, TeacherError
-from polyreme_trainer.orchestrator.token_budget import TokenBudget
 
 logger = logging.getLogger(__name__)
 

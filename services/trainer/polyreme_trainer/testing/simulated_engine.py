@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme.cli.checkpoint_manifest import checkpoint_path, number_of, numbered
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
 from polyreme.experience.trained_samples import TrainedSamples
+from polyreme.rundir.checkpoint_manifest import checkpoint_path, number_of, numbered
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from polyreme.cli.run_directory import read_run_file
 from polyreme.errors import RunFailedError
 from polyreme.experience.run import RunState
+from polyreme.rundir.run_directory import read_run_file
 from polyreme_trainer.launch.stage_process import StageProcess
 from support.stages import prepared, stage_config
 from support.waiting import until

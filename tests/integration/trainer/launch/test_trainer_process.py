@@ -12,14 +12,14 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 
-from polyreme.cli.run_directory import EMBEDDED, read_run_file
-from polyreme.cli.run_records import read_records, read_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import OWNER_DIED
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpec
+from polyreme.rundir.run_directory import EMBEDDED, read_run_file
+from polyreme.rundir.run_records import read_records, read_summary
 from polyreme_trainer.launch import trainer_process
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.megatron.mindspeed import DEVICE

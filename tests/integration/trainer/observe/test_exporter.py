@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from polyreme.cli.progress import Progress
-from polyreme.cli.ui.threads import WAITING
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run, RunState
+from polyreme.page.threads import WAITING
+from polyreme.rundir.progress import Progress
 from polyreme_trainer.observe.exporter import Exporter, export, snapshot
 from support.seeded_run import record_run
 from support.waiting import until

@@ -16,9 +16,9 @@ from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostE
 from polyreme_trainer.orchestrator.environment.finished import FinishedEpisodes
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.environment.session import EpisodeOverError
-from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.prompt_order import sequence_seed
-from polyreme_trainer.orchestrator.rollout_parts import PartialRolloutError
+from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.generation.rollout_parts import PartialRolloutError
+from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from support.episode_world import WIDE, episode_world
 from support.simulated import VOCAB
 from support.waiting import until

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from polyreme.cli.progress import evaluation_of
+from polyreme.rundir.progress import evaluation_of
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator.main import orchestrate
 from support.simulated import ROWS

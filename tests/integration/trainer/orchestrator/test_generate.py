@@ -11,8 +11,8 @@ from polyreme.api.v1 import experience_pb2
 from polyreme.errors import UnavailableError
 from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
-from polyreme_trainer.orchestrator.claim import Claim
-from polyreme_trainer.orchestrator.generate import GenerateError, generate
+from polyreme_trainer.orchestrator.generation.generate import GenerateError, generate
+from polyreme_trainer.orchestrator.replicas.claim import Claim
 from support.generation_world import PROMPT, generation_world
 from support.simulated import VOCAB
 from support.waiting import until
@@ -159,7 +159,7 @@ async def eight_groups_for_version_1(world):
 
 
 async def test_a_replica_that_is_about_to_serve_a_version_keeps_its_share(world, monkeypatch):
-    monkeypatch.setattr("polyreme_trainer.orchestrator.replica_pool.SHARE_SECONDS", 3600.0)
+    monkeypatch.setattr("polyreme_trainer.orchestrator.replicas.replica_pool.SHARE_SECONDS", 3600.0)
     async with eight_groups_for_version_1(world) as (first, second):
         await until(lambda: len(first.calls) == 4)
         assert sum(map(len, world.pool._waiting.values())) == 4
@@ -170,7 +170,7 @@ async def test_a_replica_that_is_about_to_serve_a_version_keeps_its_share(world,
 
 
 async def test_a_share_is_kept_for_a_short_time_only(world, monkeypatch):
-    monkeypatch.setattr("polyreme_trainer.orchestrator.replica_pool.SHARE_SECONDS", 0.05)
+    monkeypatch.setattr("polyreme_trainer.orchestrator.replicas.replica_pool.SHARE_SECONDS", 0.05)
     async with eight_groups_for_version_1(world) as (first, _):
         await until(lambda: len(first.calls) == 8)
 

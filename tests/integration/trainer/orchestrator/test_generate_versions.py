@@ -6,9 +6,9 @@ import pytest
 
 from polyreme.experience.ledger import Writer
 from polyreme.weights.canary import Canary
-from polyreme_rollout import weight_swap
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, SimulatedInferenceEngine
-from polyreme_trainer.orchestrator.generate import generate
+from polyreme_rollout.weights import weight_swap
+from polyreme_trainer.orchestrator.generation.generate import generate
 from polyreme_trainer.weight_sync.replica_client import SwapError
 from support.generation_world import generation_world
 from support.waiting import until

@@ -15,7 +15,7 @@ from polyreme.process.lifecycle import Child
 from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.main import orchestrate
-from polyreme_trainer.orchestrator.prompt_order import PromptOrder, sequence_seed
+from polyreme_trainer.orchestrator.prompts.prompt_order import PromptOrder, sequence_seed
 from support.simulated import ROWS, VOCAB
 from support.waiting import until
 

@@ -9,7 +9,7 @@ from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableE
 from polyreme.experience.run import RunState
 from polyreme_reward.server import serve
 from polyreme_trainer.orchestrator.main import orchestrate
-from polyreme_trainer.orchestrator.prompt_order import PromptOrder
+from polyreme_trainer.orchestrator.prompts.prompt_order import PromptOrder
 from support.simulated import ROWS
 from support.tiny_tokenizer import CHAT_TEMPLATE
 from support.waiting import until

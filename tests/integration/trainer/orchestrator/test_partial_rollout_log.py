@@ -14,10 +14,10 @@ from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_rollout.testing.simulated_engine import sample as sampled
 from polyreme_trainer.orchestrator import main
-from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.partial_rollouts import PartialRollouts, SteppedBackError
-from polyreme_trainer.orchestrator.prompt_order import sequence_seed
-from polyreme_trainer.orchestrator.rollout_parts import RolloutParts, join_parts
+from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollouts, SteppedBackError
+from polyreme_trainer.orchestrator.generation.rollout_parts import RolloutParts, join_parts
+from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from support.chunks import chunk, rollouts
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 

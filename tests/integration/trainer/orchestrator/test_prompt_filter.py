@@ -7,12 +7,12 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from polyreme.cli.fork import copy_start
-from polyreme.cli.run_directory import EMBEDDED
 from polyreme.experience.audit import LogSnapshot
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
-from polyreme_trainer.orchestrator.prompt_order import PromptOrder, retry_draw
+from polyreme.rundir.fork import copy_start
+from polyreme.rundir.run_directory import EMBEDDED
+from polyreme_trainer.orchestrator.prompts.prompt_order import PromptOrder, retry_draw
 from support.processes import command_line
 from support.simulated import ROWS
 from support.simulated_run import SimulatedRun, simulated_run

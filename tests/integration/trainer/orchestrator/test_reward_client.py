@@ -12,8 +12,8 @@ from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.process.backoff import Backoff
 from polyreme_reward.server import serve
-from polyreme_trainer.orchestrator.reward_client import RewardClient
-from polyreme_trainer.orchestrator.score_call import Question, ScoreError, verdict_of
+from polyreme_trainer.orchestrator.scoring.reward_client import RewardClient
+from polyreme_trainer.orchestrator.scoring.score_call import Question, ScoreError, verdict_of
 from support.proxy import bad_network
 from support.rewards import spelled
 from support.simulated import ROWS, config_tree, make_run
@@ -196,7 +196,7 @@ async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start)
 
 
 async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
-    monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client.RETRY_BACKOFF", Backoff(first=600.0, longest=600.0))
+    monkeypatch.setattr("polyreme_trainer.orchestrator.scoring.reward_client.RETRY_BACKOFF", Backoff(first=600.0, longest=600.0))
     run, config = await start(rewards=[{"name": "exact"}])
     rewards = RewardClient(run, config, spelled)
     scoring = asyncio.create_task(rewards.score([Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")]))

@@ -7,8 +7,8 @@ import pytest
 from polyreme.experience.run import RunState
 from polyreme_reward.server import serve
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths
-from polyreme_trainer.orchestrator import straggler_detection
 from polyreme_trainer.orchestrator.main import orchestrate
+from polyreme_trainer.orchestrator.replicas import straggler_detection
 from support.simulated import ROWS, config_tree, idle_learner, make_run, simulated_replica
 
 

@@ -15,7 +15,7 @@ from polyreme.config.teacher import TeacherConfig
 from polyreme.errors import ConfigError, UnavailableError
 from polyreme.process.backoff import Backoff
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.orchestrator.teacher_client import TeacherClient, TeacherError
+from polyreme_trainer.orchestrator.scoring.teacher_client import TeacherClient, TeacherError
 from support.raw_http import RawServer, raw_server, reply
 from support.simulated import ROWS, config_tree, make_run
 from support.tiny_tokenizer import model_files
@@ -25,7 +25,7 @@ MODELS = {"data": [{"id": "big", "max_model_len": 300}]}
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme_trainer.orchestrator.teacher_client.RETRY_BACKOFF", Backoff(first=0.01, longest=0.05))
+    monkeypatch.setattr("polyreme_trainer.orchestrator.scoring.teacher_client.RETRY_BACKOFF", Backoff(first=0.01, longest=0.05))
 
 
 @pytest.fixture

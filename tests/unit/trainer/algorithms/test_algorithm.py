@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyreme.config.presets import PRESETS, resolve
+from polyreme.config.recipes.presets import PRESETS, resolve
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
 from polyreme_trainer.algorithms.inputs import LossInputs

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyreme.config.recipe import Correction, GeometricMask, IcePop, SequenceTis, TokenTis, Veto
+from polyreme.config.recipes.recipe import Correction, GeometricMask, IcePop, SequenceTis, TokenTis, Veto
 from polyreme_trainer.algorithms.correction import correct
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import combine, finish

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from polyreme.config.presets import resolve
-from polyreme.config.recipe import SkipPrompts
-from polyreme.config.recipe_checks import check
+from polyreme.config.recipes.presets import resolve
+from polyreme.config.recipes.recipe import SkipPrompts
+from polyreme.config.recipes.recipe_checks import check
 from polyreme.errors import ConfigError
 from polyreme.experience.pass_rates import PassRate
 from polyreme_trainer.algorithms.filters import informative, reason_to_skip

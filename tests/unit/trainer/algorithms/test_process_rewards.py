@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polyreme.config.presets import PRESETS, resolve
+from polyreme.config.recipes.presets import PRESETS, resolve
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import TokenBatch
 from polyreme_trainer.algorithms.state import AlgorithmState, Moments

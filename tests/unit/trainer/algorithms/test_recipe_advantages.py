@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyreme.config.presets import resolve
+from polyreme.config.recipes.presets import resolve
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState, Moments
 from support.token_batches import full_batch, token_batch, with_greedy

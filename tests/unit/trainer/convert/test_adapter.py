@@ -12,7 +12,7 @@ from torch import Tensor
 from polyreme.config.trainer import LoraConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer.convert.command import Layers, convert
-from polyreme_trainer.megatron.peft_files import CONFIG, TENSORS, PeftAdapter, read_adapter
+from polyreme_trainer.megatron.huggingface.peft_files import CONFIG, TENSORS, PeftAdapter, read_adapter
 from support.models import tiny_family_model
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"

@@ -8,9 +8,9 @@ its Qwen3-Next.
 import pytest
 
 from polyreme_trainer.convert.names import engine_name, experts_engine_name, local_name
-from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families import known_families, read_architecture
-from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.huggingface import hf_mapping
+from polyreme_trainer.megatron.huggingface.families import known_families, read_architecture
+from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
 
 Names = dict[str, tuple[str, ...]]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from polyreme_trainer.convert import hf_directory
 from polyreme_trainer.convert.command import CheckpointFormat, Layers, convert
 from polyreme_trainer.convert.layout import FILE, TRACKER
-from polyreme_trainer.megatron.families import find_family, known_families
-from polyreme_trainer.megatron.hf_files import EXPERT_BIASES
+from polyreme_trainer.megatron.huggingface.families import find_family, known_families
+from polyreme_trainer.megatron.huggingface.hf_files import EXPERT_BIASES
 from support.models import tiny_family_model
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}

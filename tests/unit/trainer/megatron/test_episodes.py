@@ -11,18 +11,18 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polyreme.config.presets import PRESETS, resolve
+from polyreme.config.recipes.presets import PRESETS, resolve
 from polyreme.experience.record_checks import check_group
 from polyreme.experience.records import GroupRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import IGNORE, Sequences, pack
-from polyreme_trainer.megatron.iteration import Iteration, episodes_of, fresh_sequences
-from polyreme_trainer.megatron.iteration_losses import Losses
-from polyreme_trainer.megatron.roles import everything
-from polyreme_trainer.megatron.samples import collect
-from polyreme_trainer.megatron.shard import DataShard
+from polyreme_trainer.megatron.batches.batch import IGNORE, Sequences, pack
+from polyreme_trainer.megatron.batches.samples import collect
+from polyreme_trainer.megatron.parallel.shard import DataShard
+from polyreme_trainer.megatron.training.iteration import Iteration, episodes_of, fresh_sequences
+from polyreme_trainer.megatron.training.iteration_losses import Losses
+from polyreme_trainer.megatron.training.roles import everything
 from support.episodes import VOCABULARY, branched, episode_group, plain_episodes, single_group, with_turns
 
 CPU = torch.device("cpu")

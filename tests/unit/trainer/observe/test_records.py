@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
-from polyreme.cli.reader.scalars import scalars
-from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import DataError, StoreError
 from polyreme.experience.record_checks import check_group
@@ -22,6 +20,8 @@ from polyreme.experience.record_codec import decode_group, encode_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
+from polyreme.rundir.reader.scalars import scalars
+from polyreme.rundir.run_records import read_summary, write_end
 from polyreme_trainer.observe.records import Recorder, cut_torn_line, of_samples, sample_lines
 from support.configs import run_config
 
@@ -308,7 +308,7 @@ ON_A_FULL_DISK = """
 import asyncio, json, os, resource, sys, threading
 from contextlib import suppress
 from pathlib import Path
-from polyreme.cli.progress import stream_time
+from polyreme.rundir.progress import stream_time
 from polyreme.experience.run import RunState
 from polyreme_trainer.observe.records import Recorder
 from support.configs import run_config

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from polyreme.config.presets import resolve
+from polyreme.config.recipes.presets import resolve
 from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import split_steps, supervised
-from polyreme_trainer.megatron.followers import Followers
-from polyreme_trainer.megatron.hf_mapping import Rank
-from polyreme_trainer.megatron.iteration import Iteration
-from polyreme_trainer.megatron.roles import Role
-from polyreme_trainer.megatron.samples import collect
-from polyreme_trainer.megatron.shard import DataShard
-from polyreme_trainer.megatron.step import train_iteration
+from polyreme_trainer.megatron.batches.batch import split_steps, supervised
+from polyreme_trainer.megatron.batches.samples import collect
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
+from polyreme_trainer.megatron.parallel.shard import DataShard
+from polyreme_trainer.megatron.training.followers import Followers
+from polyreme_trainer.megatron.training.iteration import Iteration
+from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.step import train_iteration
 from polyreme_trainer.observe.metrics import iteration_record
 from polyreme_trainer.observe.registry import BESIDE, DEVICES, EPISODES, METRICS, OFFLOAD, REPLAY, ROUTING, find
 from support.configs import run_config

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from polyreme.cli.reader.scalars import stage_scalars
-from polyreme.cli.report import replay
+from polyreme.display.report import replay
+from polyreme.rundir.reader.scalars import stage_scalars
 from polyreme_trainer.launch.stage_progress import StageProgress, line_of
 from polyreme_trainer.observe.stage_records import StageRecorder
 

@@ -11,8 +11,8 @@ from threading import Event
 stopping = Event()
 signal.signal(signal.SIGTERM, lambda *_: stopping.set())  # before the slow imports
 
-from polyreme.cli.run_directory import read_config  # noqa: E402
 from polyreme.process import logging_setup  # noqa: E402
+from polyreme.rundir.run_directory import read_config  # noqa: E402
 from polyreme_trainer.observe.trackers.follow import follow  # noqa: E402
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from polyreme.cli.reader.scalars import scalars
-from polyreme.cli.run_records import write_atomically
 from polyreme.config.run import RunConfig
 from polyreme.config.trackers import TrackerSection
 from polyreme.errors import PolyremeError
+from polyreme.rundir.reader.scalars import scalars
+from polyreme.rundir.run_records import write_atomically
 from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun, Tracker, open_tracker
 
 POLL_SECONDS = 0.5

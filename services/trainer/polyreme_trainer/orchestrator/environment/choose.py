@@ -10,10 +10,10 @@ from polyreme_trainer.orchestrator.environment.episodes import Episodes
 from polyreme_trainer.orchestrator.environment.protocol import Environment
 from polyreme_trainer.orchestrator.environment.session import Bounds
 from polyreme_trainer.orchestrator.environment.single_turn import SingleTurn
-from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.sampler import Sampler
-from polyreme_trainer.orchestrator.scoring import Scoring
-from polyreme_trainer.orchestrator.token_budget import TokenBudget
+from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
+from polyreme_trainer.orchestrator.scoring.scoring import Scoring
 
 
 def make_environment(

@@ -27,8 +27,8 @@ from polyreme_trainer.data.tail import Message
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
 from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession
-from polyreme_trainer.orchestrator.live_servers import LiveServers
-from polyreme_trainer.orchestrator.prompt_order import sequence_seed
+from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
+from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
 
 logger = logging.getLogger(__name__)
 

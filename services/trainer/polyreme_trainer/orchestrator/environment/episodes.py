@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from polyreme.config.recipe import GreedyBaseline
+from polyreme.config.recipes.recipe import GreedyBaseline
 from polyreme.experience.records import EpisodeRecord, RewardPart
 from polyreme_trainer.data.tail import Message, Tail
 from polyreme_trainer.orchestrator.environment.finished import Finished, FinishedEpisodes
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Played, Task
 from polyreme_trainer.orchestrator.environment.session import Bounds, EpisodeSession
-from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.generation.sampler import Sampler
 from polyreme_trainer.orchestrator.tasks import together
 
 PART = "environment"

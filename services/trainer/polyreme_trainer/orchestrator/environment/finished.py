@@ -13,7 +13,7 @@ from polyreme.errors import DataError
 from polyreme.experience.record_codec import decode_group, encode_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, SampleRecord
 from polyreme_trainer.orchestrator.environment.protocol import Task
-from polyreme_trainer.orchestrator.rollout_parts import PartialRolloutError
+from polyreme_trainer.orchestrator.generation.rollout_parts import PartialRolloutError
 
 Finished = tuple[SampleRecord, EpisodeRecord]
 

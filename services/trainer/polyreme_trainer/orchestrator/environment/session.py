@@ -18,9 +18,9 @@ from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.experience.records import RewardPart, SampleRecord, Turn
 from polyreme_trainer.data.tail import Message, Tail
 from polyreme_trainer.orchestrator.environment.protocol import Task
-from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout, Span, merged
-from polyreme_trainer.orchestrator.prompt_order import sequence_seed
-from polyreme_trainer.orchestrator.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, Span, merged
+from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 
 
 @dataclass(frozen=True)

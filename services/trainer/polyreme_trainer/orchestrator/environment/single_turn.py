@@ -9,17 +9,17 @@ from functools import partial
 
 import numpy as np
 
-from polyreme.config.recipe import GreedyBaseline
+from polyreme.config.recipes.recipe import GreedyBaseline
 from polyreme.experience.records import SampleRecord
 from polyreme_trainer.orchestrator.environment.protocol import Played, Task
-from polyreme_trainer.orchestrator.generate import Generation
-from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout, PartialRollouts
-from polyreme_trainer.orchestrator.rollout_parts import RolloutParts
-from polyreme_trainer.orchestrator.sampler import Sampler
-from polyreme_trainer.orchestrator.score_call import Question
-from polyreme_trainer.orchestrator.scoring import Judgement, Scoring
-from polyreme_trainer.orchestrator.token_budget import TokenBudget
+from polyreme_trainer.orchestrator.generation.generate import Generation
+from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
+from polyreme_trainer.orchestrator.generation.rollout_parts import RolloutParts
+from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
+from polyreme_trainer.orchestrator.scoring.score_call import Question
+from polyreme_trainer.orchestrator.scoring.scoring import Judgement, Scoring
 
 
 class SingleTurn:

@@ -1,0 +1,1 @@
+"""`polyreme chat`: a conversation with a policy."""

@@ -1,0 +1,1 @@
+"""The commands of `polyreme`, a module each."""

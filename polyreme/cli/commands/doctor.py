@@ -1,0 +1,153 @@
+"""`polyreme doctor`: checks what this machine offers a run, and states how to fix what is missing.
+
+Invariant: the command measures and reports. It changes nothing that outlasts it: servers and processes that it starts end with it.
+"""
+
+import asyncio
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from polyreme.errors import ConfigError, PolyremeError
+from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.experience.store import connect
+from polyreme.net.ports import check_free, loopback
+from polyreme.net.redis_url import exposure, redis_option
+from polyreme.process.machine import memory_limit
+from polyreme.process.temp_root import REPLICA_ROOM, temp_root
+from polyreme.terminal.verdicts import (
+    TempFacts,
+    Verdict,
+    clock_verdict,
+    disk_verdict,
+    exit_code,
+    files_verdict,
+    loopback_verdict,
+    memory_verdict,
+    packages_verdict,
+    port_verdict,
+    python_verdict,
+    redis_verdict,
+    shared_memory_verdict,
+    temp_verdict,
+)
+from polyreme.weights.arena import SHARED_MEMORY
+
+GROUP = "polyreme.doctor"
+SERVICES = {
+    "polyreme-rollout": "rollout",
+    "polyreme-reward": "reward",
+    "polyreme-environment": "environment",
+    "polyreme-trainer": "trainer",
+}
+
+
+def doctor(
+    device: Annotated[
+        Literal["cpu", "cuda", "npu"] | None,
+        typer.Option(help="The device that runs will use. Default: those of this machine.", show_default=False),
+    ] = None,
+    redis: Annotated[str | None, redis_option("Redis to check. Default: the one that `polyreme up` would start.")] = None,
+    port: Annotated[list[int] | None, typer.Option(help="A port that must be free; may be repeated.")] = None,
+    directory: Annotated[Path, typer.Option(help="Where runs are written.")] = Path(),
+) -> None:
+    """Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk. Exits with 1 when a part is missing."""
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "nothing"
+        raise ConfigError(f"a directory of runs at {directory}", found, "Fix --directory.")
+    verdicts = []
+    for verdict in examine(device, redis, port or [], directory):
+        print(verdict.line, flush=True)
+        verdicts.append(verdict)
+    raise typer.Exit(exit_code(verdicts))
+
+
+def examine(device: str | None, redis: str | None, ports: list[int], directory: Path) -> Iterator[Verdict]:
+    """Yields the verdicts on this machine as they are found. Arguments as for `doctor`."""
+    yield python_verdict((sys.version_info.major, sys.version_info.minor))
+    installed = {name: installed_version(name) for name in ("polyreme", *SERVICES)}
+    yield packages_verdict("polyreme", installed, "Install what this machine runs: pip install ./services/NAME.")
+    yield memory_verdict(memory_limit())
+    room = os.statvfs(SHARED_MEMORY)
+    yield shared_memory_verdict(room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize)
+    yield disk_verdict(str(directory.resolve()), shutil.disk_usage(directory).free)
+    yield temp_verdict(temp_facts())
+    yield files_verdict(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield clock_verdict(time.time())
+    reached = loopback_or_failure()
+    yield loopback_verdict(*reached)
+    if reached[0] is None:
+        return  # no server could be reached
+    yield redis_verdict(redis or "started by `polyreme up`", redis_failure(redis), exposure(redis) if redis else "")
+    for number in ports:
+        yield port_verdict(number, port_failure(number))
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        yield from point.load()(device)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package; None when it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def temp_facts() -> TempFacts:
+    """The facts about the directory of temporary files."""
+    wanted = os.environ.get("TMPDIR", "")
+    try:
+        root = temp_root(REPLICA_ROOM)
+    except PolyremeError:
+        return TempFacts(wanted, None)
+    room = os.statvfs(root)
+    return TempFacts(
+        wanted and os.path.abspath(wanted), str(root), room.f_bavail * room.f_frsize, bool(room.f_flag & os.ST_NOEXEC)
+    )
+
+
+def loopback_or_failure() -> tuple[str | None, str]:
+    """This machine's loopback address and '', or None and why there is none."""
+    try:
+        return loopback(), ""
+    except PolyremeError as error:
+        return None, error.found
+
+
+def redis_failure(url: str | None) -> str | None:
+    """Why a run cannot use the Redis at `url`, or an embedded one when `url` is None; None: it can."""
+
+    async def reach(where: str) -> None:
+        await (await connect(where)).aclose()
+
+    try:
+        if url is not None:
+            asyncio.run(reach(url))
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            server = EmbeddedServer.start(Path(folder))
+            try:
+                asyncio.run(reach(server.url))
+            finally:
+                server.stop()
+    except PolyremeError as error:
+        return str(error)
+    return None
+
+
+def port_failure(port: int) -> str | None:
+    """Why a server cannot listen on the port on all addresses; None: it can."""
+    try:
+        check_free("0.0.0.0", port)
+    except PolyremeError as error:
+        return error.do
+    return None

@@ -1,0 +1,141 @@
+"""`polyreme init`: writes the files of a first run.
+
+Invariant: it asks no question that a flag answers. Without a terminal it asks nothing and uses the defaults. No file is overwritten.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, Device, find_columns, write_new_run
+from polyreme.config.base import NAME
+from polyreme.errors import ConfigError
+from polyreme.terminal.completion import one_of
+
+_TRIES = 5
+_RANDOM_WEIGHTS = """\
+note     The tiny model has random weights and a context of 256 characters. This
+         run shows that all parts work. To get a useful policy from your data,
+         set model.path to a model of yours."""
+_NO_ANSWERS = """\
+         It cannot learn from this data: no row has a reference answer, in the
+         column {label}, that its context holds with the prompt."""
+_NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="Folder for the files. Created if needed.")] = Path("."),
+    name: Annotated[str | None, typer.Option(help="Name of the run. Default: the folder's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help=f"Hugging Face directory, or `{TINY}`: a small model with random weights, to try a run.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help=f"Data file with one row per prompt, or `{SAMPLE}`: sample data.")] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Reward of a response: {', '.join(REWARDS)}, or a Python file with a function of yours.",
+            autocompletion=one_of(REWARDS),
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.", autocompletion=one_of(get_args(Device)))] = None,
+    prompt_key: Annotated[
+        str | None, typer.Option(help="Column of the data with the prompt. Default: the first usual name that the file has.")
+    ] = None,
+    label_key: Annotated[
+        str | None,
+        typer.Option(help="Column of the data with the reference answer. Default: the first usual name that the file has."),
+    ] = None,
+) -> None:
+    """Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags."""
+    usual = _NOT_IN_NAME.sub("-", folder.resolve().name.lower()).strip("-") or "run"
+    answers_name = name or _ask("Name of the run", usual, re.compile(NAME).match, "lower-case letters, digits and hyphens")
+    answers_model = _at_home(
+        model
+        or _ask(
+            f"Model: a Hugging Face directory, or `{TINY}` to try without one", TINY, _is_model, "a directory with config.json"
+        )
+    )
+    answers_data = _at_home(
+        data or _ask(f"Data: a file with one row per prompt, or `{SAMPLE}`", SAMPLE, _is_data, "a file or directory that exists")
+    )
+    devices = get_args(Device)
+    answers_reward = _at_home(
+        reward
+        or _ask(f"Reward: {', '.join(REWARDS)}, or a Python file", "python", _is_reward, "one of these, or a file that exists")
+    )
+    if not _is_reward(answers_reward):
+        raise ConfigError(
+            f"--reward as one of {', '.join(REWARDS)}, or a Python file that exists", repr(answers_reward), "Choose one of these."
+        )
+    answers_device = _one_of(
+        "--device", device or _ask("Device: cpu, cuda or npu", "cpu", devices.__contains__, "one of these"), devices
+    )
+    sample = answers_data == SAMPLE
+    columns = ("prompt", "answer") if sample else find_columns(Path(answers_data), prompt_key, label_key, answers_reward)
+    answers = Answers(
+        name=answers_name,
+        model=answers_model,
+        data=answers_data,
+        reward=answers_reward,
+        device=answers_device,  # type: ignore[arg-type]  # _one_of has checked it
+        prompt_key=columns[0],
+        label_key=columns[1],
+    )
+    for path in write_new_run(folder, answers):
+        print(f"wrote    {path}")
+    if answers_model == TINY and not sample:
+        print(_RANDOM_WEIGHTS)
+        if not (folder / "sft.jsonl").exists():
+            print(_NO_ANSWERS.format(label=answers.label_key))
+    print("\n".join(next_steps(folder)))
+
+
+def next_steps(folder: Path) -> list[str]:
+    """The commands that a new user runs next."""
+    config = folder / "run.yaml"
+    return [
+        f"next     polyreme config check {config}   # check everything before a start",
+        f"         polyreme up {config}             # train",
+    ]
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _ask(question: str, default: str, fits: Callable[[str], object], wanted: str) -> str:
+    """Asks a question, up to _TRIES times until the answer fits. The caller reports a last answer that does not fit."""
+    if not _is_terminal():
+        return default
+    for _ in range(_TRIES):
+        if fits(answer := str(typer.prompt(question, default=default)).strip()):
+            break
+        print(f"  expected {wanted}; found {answer!r}")
+    return answer
+
+
+def _is_model(answer: str) -> bool:
+    return answer == TINY or Path(_at_home(answer), "config.json").is_file()
+
+
+def _is_data(answer: str) -> bool:
+    return answer == SAMPLE or Path(_at_home(answer)).exists()
+
+
+def _is_reward(answer: str) -> bool:
+    return answer in REWARDS or (answer.endswith(".py") and Path(_at_home(answer)).is_file())
+
+
+def _at_home(path: str) -> str:
+    return os.path.expanduser(path)
+
+
+def _one_of(option: str, answer: str, choices: tuple[str, ...]) -> str:
+    if answer not in choices:
+        raise ConfigError(f"{option} as one of {', '.join(choices)}", repr(answer), "Choose one of these.")
+    return answer

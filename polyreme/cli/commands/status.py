@@ -1,0 +1,77 @@
+"""`polyreme status`: one line for each run below some folders or in a Redis.
+
+Invariant: it changes no run. A run that is both in a folder and in Redis has one line, with the data of Redis.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyreme.display.report import duration
+from polyreme.experience.listing import list_runs
+from polyreme.experience.store import connect
+from polyreme.net.redis_url import redis_option
+from polyreme.rundir.reader import run_directories
+from polyreme.rundir.run_status import RunStatus, directory_status, redis_status
+from polyreme.terminal.table import fitted
+from polyreme.terminal.terminal import TerminalConsole
+
+HEADER = ("RUN", "STATE", "ITERATION", "RESULT", "REWARD", "REPLICAS", "UPDATED", "PLACE")
+
+
+def status(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Run directories, or folders of them. Default: runs, if there is no --redis.")
+    ] = None,
+    redis: Annotated[str | None, redis_option("Lists every run of this Redis.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run.")] = False,
+) -> None:
+    """List runs: state, iteration, newest result, replicas, and why a run ended."""
+    folders = paths or ([] if redis else [Path("runs")])
+    directories = (directory for folder in folders for directory in run_directories(folder))
+    by_id = {found.run_id: found for found in map(directory_status, directories)}
+    if redis:
+        by_id |= {found.run_id: found for found in asyncio.run(_of_redis(redis))}
+    found = sorted(by_id.values(), key=lambda status: (-(status.updated or 0.0), status.run_id))
+    console = TerminalConsole(sys.stdout)
+    lines = [json.dumps(asdict(each)) for each in found] if as_json else status_lines(found, time.time(), console.table_width)
+    if lines:
+        console.print("\n".join(lines), soft_wrap=True)
+
+
+def status_lines(found: list[RunStatus], now: float, width: int | None = None) -> list[str]:
+    """The table of `found` at Unix time `now`, and below it the reasons of the runs that did not end well. `width`: as for `fitted`."""
+    if not found:
+        return ["no runs"]
+    lines = fitted(HEADER, [_cells(each, now) for each in found], width)
+    return lines + [f"{each.run_id}: {' '.join(each.reason.split())}" for each in found if each.reason]
+
+
+async def _of_redis(url: str) -> list[RunStatus]:
+    redis = await connect(url)
+    try:
+        return [redis_status(listed, url) for listed in await list_runs(redis)]
+    finally:
+        await redis.aclose()
+
+
+def _cells(status: RunStatus, now: float) -> tuple[str, ...]:
+    replicas = " ".join(f"{name}@{'-' if version is None else version}" for name, version in status.replicas.items())
+    of = "" if status.iterations is None else f"/{status.iterations}"
+    replay = "" if status.replayed is None else f", replaying {status.replayed} of {status.iteration}"
+    return (
+        status.run_id,
+        status.state,
+        "-" if status.iteration is None else f"{status.iteration}{of}{replay}",
+        "-" if status.value is None else f"{status.metric} {status.value:.3f}",
+        "-" if status.reward is None else f"{status.reward:.3f}",
+        replicas or "-",
+        "-" if status.updated is None else f"{duration(now - status.updated)} ago",
+        status.place,
+    )

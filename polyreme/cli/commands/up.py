@@ -1,0 +1,158 @@
+"""`polyreme up`: runs all processes of a run on this machine, in the foreground or detached.
+
+Invariant: every process that it starts ends with it. After Ctrl-C, SIGTERM or SIGHUP the trainer finishes its iteration and saves. A
+second signal ends everything at once. When this process is killed, the kernel signals its children, and they end theirs.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+from redis.asyncio import Redis
+from rich.console import Console
+
+from polyreme.cli.commands.detach import into_background
+from polyreme.cli.commands.session import Session
+from polyreme.config.load import load_config
+from polyreme.config.run import RunConfig
+from polyreme.display.summary import summary_lines
+from polyreme.errors import ConfigError
+from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.experience.store import connect
+from polyreme.net.redis_url import exposure, redis_option, without_password
+from polyreme.process.machine import other_users
+from polyreme.rundir.checks import check_run
+from polyreme.rundir.run_directory import EMBEDDED, RunFile, next_attempt, open_run
+from polyreme.rundir.start import Start, prepared
+from polyreme.terminal.completion import Overrides
+from polyreme.terminal.terminal import TerminalConsole
+from polyreme.weights.arena import SHARED_MEMORY, remove_stale
+
+
+def up(
+    config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    overrides: Overrides = None,
+    redis: Annotated[str | None, redis_option("Redis to use. Default: the run's own.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the directory's run.")] = False,
+    fork: Annotated[
+        bool, typer.Option("--fork", help="Start a new run in a new directory from the run's newest checkpoint.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the run's summary, and start nothing.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when the run has started, and continue in the background.")
+    ] = False,
+) -> None:
+    """Train: start every service of a run on this machine and watch it."""
+    console = TerminalConsole(sys.stdout)
+    if dry_run:
+        resolved = load_config(config, overrides or ())
+        console.print("\n".join(summary_lines(resolved, check_run(resolved))), soft_wrap=True)
+        return
+    with prepared(config, overrides or [], resume, fork) as start:
+        if start.finished:
+            console.print(start.finished, soft_wrap=True)
+            return
+        announce = into_background(start.config.run_dir / "up.log") if detach else None
+        status = asyncio.run(train(start, redis, console, announce))
+    raise typer.Exit(status)
+
+
+async def train(start: Start, redis_url: str | None, console: Console, announce: Callable[[str], None] | None = None) -> int:
+    """Runs every service of a prepared run to its end. Returns the exit status.
+
+    Args:
+        start: the prepared run, whose directory this process owns.
+        redis_url: Redis to use, or None for the run's own.
+        console: for the summary, the progress and the report.
+        announce: called with a message when the run has started.
+
+    Raises:
+        PolyremeError: the run failed.
+    """
+    config = start.config
+    url = redis_url or (without_password(start.existing.redis) if start.existing and start.existing.redis != EMBEDDED else None)
+    notices = [*start.notices, *filter(None, [exposure(url) if url else "", open_ports(config, other_users())])]
+    console.print("\n".join(summary_lines(config, notices)), soft_wrap=True)
+    async with _store(config, url, start.existing) as (redis, url, own):
+        run = await open_run(redis, config, start.existing, EMBEDDED if own else url, url, start.origin)
+        if start.origin:
+            console.print(f"forked from    {start.origin.run_id} at iteration {start.origin.iteration}", soft_wrap=True)
+        log_dir = next_attempt(config.run_dir)
+        console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
+        session = Session(config, run, url, own, log_dir, console)
+        console.print(f"Redis          {url}", soft_wrap=True)
+        console.print(f"page           {session.page}", soft_wrap=True)
+        if announce:
+            pid = os.getpid()
+            announce(
+                f"run {run.run_id} in {config.run_dir} continues in the background; `kill {pid}` saves and ends it; output: up.log"
+            )
+        try:
+            return await session.run(_stop_signals())
+        finally:
+            await _sweep(run.run_id)
+
+
+def open_ports(config: RunConfig, others: Sequence[int]) -> str:
+    """A warning if other users of this machine can call the run's services; else ''. `others`: their ids."""
+    if not others or (config.security is not None and (config.security.token_env or config.security.mutual)):
+        return ""
+    return (
+        f"other users of this machine ({len(others)} now) can call the run's ports: they can read samples and weights, and replace "
+        "weights. Set security.token_env"
+    )
+
+
+@asynccontextmanager
+async def _store(
+    config: RunConfig, url: str | None, existing: RunFile | None
+) -> AsyncIterator[tuple[Redis, str, EmbeddedServer | None]]:
+    """Yields the run's Redis: a client, its URL, and the server if it is the run's own, which ends with the block.
+
+    The run's own Redis keeps its previous port if that is free, so that manually started replicas find it again.
+    """
+    if url is None and (nodes := config.trainer.parallel.nodes) > 1:
+        raise ConfigError(
+            f"a Redis that all machines of the learner can reach (trainer.parallel.nodes = {nodes})",
+            "none: a run's own Redis listens on loopback only",
+            "Pass --redis URL.",
+        )
+    port = urlsplit(existing.redis_url).port if existing and existing.redis == EMBEDDED else None
+    server = await EmbeddedServer.open(config.run_dir / "redis", port or 0) if url is None else None
+    try:
+        address = str(without_password(server.url if server else url))  # the services find its password in their environment
+        redis = await connect(address)
+        try:
+            yield redis, address, server
+        finally:
+            await redis.aclose()
+    finally:
+        if server:
+            server.stop()
+
+
+def _stop_signals() -> "asyncio.Queue[int]":
+    """A queue of received SIGINT, SIGTERM and SIGHUP. SIGHUP stays ignored under `nohup`."""
+    received: asyncio.Queue[int] = asyncio.Queue()
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGINT, signal.SIGTERM, *hang_up):
+        asyncio.get_running_loop().add_signal_handler(number, received.put_nowait, number)
+    return received
+
+
+async def _sweep(run_id: str) -> None:
+    """Removes the run's arenas. Retries, since their owner may still be exiting."""
+    for _ in range(50):
+        remove_stale(run_id)
+        if not list(SHARED_MEMORY.glob(f"polyreme-{run_id}-weights-*")):
+            return
+        await asyncio.sleep(0.1)

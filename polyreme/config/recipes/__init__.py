@@ -1,0 +1,1 @@
+"""Algorithms as recipes: presets, their primitives, and the checks of both."""

@@ -1,0 +1,200 @@
+"""A run as text: one line per record while it runs, and a report at its end.
+
+Invariant: pure functions from records and Progress to strings.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from polyreme.config.run import RunConfig
+from polyreme.experience.run import RunState
+from polyreme.rundir.learning import learning_lines
+from polyreme.rundir.progress import SPLIT, Progress, Record, evaluation_of
+
+
+def plain_line(record: Record, progress: Progress, iterations: int) -> str | None:
+    """A record as a line of text, or None for kinds that are not shown."""
+    match record["kind"]:
+        case "iteration":
+            number = f"iteration {record['iteration']:>{len(str(iterations))}}/{iterations}"
+            if record.get("repeated"):
+                return f"{number}  {replay(record['iteration'], progress.newest)}"
+            versions = " ".join(f"{replica}@{version}" for replica, version in sorted(progress.versions.items()))
+            score = progress.score()
+            return (
+                f"{number}  reward {record['reward/mean']:.3f}"
+                f"  {progress.metric} {'-' if score is None else format(score, '.3f')}"
+                f"  length {record['response_length/mean']:.1f}  tokens/s {record['tokens_per_second']:,.0f}"
+                f"  {record['time/iteration']:.2f} s ({shares_of(record, progress)}){staleness_of(record)}  {versions}"
+                + ("  ALARM" if record.get("alarms") else "")  # the alarm's own record has the text
+            )
+        case "eval":
+            name, value = evaluation_of(record)
+            return f"evaluation of version {record['version']}: {name} {value:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"
+        case "eval_progress":
+            return f"evaluation of version {record['version']}: {evaluation_progress(record)}"
+        case "resumed" if record["iteration"] < progress.newest:
+            return replay(record["iteration"], progress.newest)
+        case "loading":
+            return loading_progress(record)
+        case "engine_start":
+            return f"replica: {engine_progress(record)}"
+        case "eval_failed":
+            return f"EVALUATION FAILED: {record['text']}"
+        case "sft":
+            left = progress.sft_remaining_seconds()
+            return (
+                f"warm start {record['phase']}: step {record['step']}/{record['steps']}  loss {record['loss']:.4f}"
+                f"  tokens/s {record['tokens_per_second']:,.0f}" + (f"  remaining about {duration(left)}" if left else "")
+            )
+        case "sft_done":
+            return f"warm start done in {record['seconds']:.1f} s"
+        case "gate":
+            return f"gate {record['name']}: {record['value']:.3g} (limit {record['limit']:.3g})"
+        case "saved":
+            return f"saved iteration {record['iteration']}: {record['path']}"
+        case "replicas":
+            return "replicas: " + (
+                ", ".join(f"{name} {url}".strip() for name, url in sorted(record["replicas"].items())) or "none"
+            )
+        case "restart":
+            return f"{record['process']} restarts: {record['text']}"
+        case "alarm":
+            return f"ALARM {record['text']}"
+        case "notice":
+            return f"{record['service']}: {record['text']}"
+    return None
+
+
+def replay(done: int, trained: int) -> str:
+    """That a resumed learner repeats iterations, or a stage steps, and how far it is.
+
+    Args:
+        done: the newest that it has repeated, or that its checkpoint has.
+        trained: the newest one before the resume.
+    """
+    return f"replaying {done} of {trained} after the resume"
+
+
+def loading_progress(record: Record) -> str:
+    """The progress of loading a role's weights, from a `loading` record."""
+    left = f", remaining about {duration(record['seconds_left'])}" if record["fraction"] < 1 else ""
+    return f"loading the {record['role']}: {record['fraction']:.0%}{left}"
+
+
+def engine_progress(record: Record) -> str:
+    """The state of a replica's engine, from an `engine_start` record."""
+    if "seconds" in record:
+        return f"{record['engine']} started on {record['host']} in {record['seconds']:.1f} s"
+    return f"{record['engine']} starts on {record['host']}"
+
+
+def activities(progress: Progress) -> Iterator[str]:
+    """What takes long at the moment and is no iteration, and about how long it still takes."""
+    yield from map(loading_progress, progress.loading.values())
+    if progress.replayed is not None:
+        yield replay(progress.replayed, progress.newest)
+    if sft := progress.sft:
+        left = progress.sft_remaining_seconds()
+        text = f"warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}"
+        yield text + ("" if left is None else f"  remaining about {duration(left)}")
+    if progress.evaluating:
+        yield f"evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}"
+
+
+def engine_starting(engine: Record, now: float) -> str:
+    """As `engine_progress`, with the duration until `now` of a start that is not complete."""
+    return engine_progress(engine) + ("" if "seconds" in engine else f", for {duration(now - engine['time'])}")
+
+
+def evaluation_progress(record: Record) -> str:
+    """The progress of an evaluation, from its `eval_progress` record."""
+    return f"{record['answered']} of {record['asked']} answers, remaining about {duration(record['seconds_left'])}"
+
+
+def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState = RunState.DONE, reason: str = "") -> list[str]:
+    """The final report: how the run ended, results before and after, five answers, the split of the time, the paths, what to do next."""
+    lines = [f"{state:8} {reason}"] if reason else []
+    if not config.iterations:  # an evaluation prints its own results
+        return [*lines, f"run      {run_dir}"]
+    lines += _result_lines(progress) + learning_lines(progress.not_learned())
+    seconds = progress.rl_seconds()
+    if seconds:
+        split = ", ".join(f"{name} {value / seconds:.0%}" for name, value in progress.time_split().items())
+        rate = progress.iterations * config.samples_per_iteration / seconds
+        lines.append(f"time     warm start {progress.sft_seconds:.1f} s, reinforcement learning {seconds:.1f} s: {split}")
+        lines.append(f"speed    {rate:.1f} samples/s")
+    lines.append(f"run      {run_dir}")
+    if progress.saved:
+        lines.append(f"model    {progress.saved['hf_path']}")
+    return lines + next_lines(config, run_dir, state, progress.saved["hf_path"] if progress.saved else None)
+
+
+def next_lines(config: RunConfig, run_dir: Path, state: RunState, model: str | None) -> list[str]:
+    """The commands that a user needs after a run that ended in `state`. `model`: the trained model's directory, if there is one."""
+    looks = [
+        (f"ui {run_dir}", "curves, samples and events in a browser"),
+        (f"samples {run_dir}", "what it was trained on"),
+        *([(f"chat {run_dir}", "ask its policy")] if model else []),
+    ]
+    match state:
+        case RunState.DONE:
+            judged = [(f"eval {run_dir / 'config.yaml'} --model {model}", "its policy on the held-out prompts")]
+            steps = [
+                *looks,
+                *(judged if model and config.evaluation_sets else []),
+                (f"compare {run_dir} OTHER", "beside another run"),
+            ]
+        case RunState.STOPPED:
+            steps = [*looks, (f"status {run_dir}", "its progress; `polyreme up ... --resume` continues it")]
+        case _:
+            steps = [(f"logs {run_dir}", "what its processes logged; `polyreme up ... --resume` continues it")]
+    width = max(len(words) for words, _ in steps if not words.startswith("eval "))  # a long path stands out by itself
+    return [f"{'next' if not place else '':8} polyreme {words:{width}}  # {about}" for place, (words, about) in enumerate(steps)]
+
+
+def _result_lines(progress: Progress) -> list[str]:
+    """The evaluations before and after training, or why one is missing, and answers from the newest one."""
+    before, after, trained = progress.score(first=True), progress.score_after(), progress.newest
+    if not (progress.evaluations or progress.failed_evaluations):
+        return []
+    first = f"{progress.metric:8} " + ("unknown" if before is None else f"{before:.3f}") + " before"
+    if after is None and (why := progress.failed_evaluations.get(trained)):
+        return [f"{first}; UNKNOWN after {trained} iterations, since version {trained} was not evaluated: {why}"]
+    if after is None:
+        newest = max(progress.evaluations, default=0)
+        between = "" if newest < max(1, progress.first) else f", {progress.evaluations[newest]:.3f} after iteration {newest}"
+        return [f"{first}{between}; version {trained} was not evaluated: the run ended before"]
+    lines = [f"{first}, {after:.3f} after iteration {trained}"]
+    for example in (progress.evaluation or {}).get("examples", ())[:5]:
+        prompt, response, label = (shortened(str(example[key])) for key in ("prompt", "response", "label"))
+        lines.append(f"  {example['score']:g}  {prompt} -> {response}  (right: {label})")
+    return lines
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """A text on one line. A long text loses its middle."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
+
+
+def shares_of(record: Record, progress: Progress, names: bool = True) -> str:
+    """Shares of an iteration's time: the learner's waiting, training and writing, and separately the replicas' idle time."""
+    total = record["time/iteration"] or 1.0
+    shares = [(key.removeprefix("time/").removeprefix("learner_"), record.get(key, 0.0) / total) for key in SPLIT.values()]
+    if (idle := progress.rollout_wait(record["iteration"])) is not None:
+        shares.append(("rollouts wait", idle))
+    return " ".join(f"{name} {share:.0%}" if names else f"{share:.0%}" for name, share in shares)
+
+
+def staleness_of(record: Record) -> str:
+    """Number of samples with staleness 0/1/..., or '' when all are on-policy."""
+    samples = record.get("staleness/samples", ())
+    return f"  staleness {'/'.join(map(str, samples))}" if len(samples) > 1 else ""
+
+
+def duration(seconds: float) -> str:
+    """A duration as 0:05, 12:34 or 1:02:03."""
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,164 @@
+"""The source of a run's records: its directory or its Redis.
+
+Invariant: a source only reads, except `ask_to_stop`. A call may come from a thread with a running event loop, as in a notebook.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from polyreme.errors import ConfigError
+from polyreme.experience.listing import list_run
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.store import connect
+from polyreme.net.redis_url import without_password
+from polyreme.rundir.progress import Record, stream_time
+from polyreme.rundir.run_directory import NO_REDIS, RunFile, no_run, read_run_file, read_settings, redis_of
+from polyreme.rundir.run_records import parsed
+from polyreme.rundir.run_status import RunStatus, directory_status, redis_status
+
+Value = TypeVar("Value")
+_ATTACH_SECONDS = 5.0
+
+
+class RunSource(Protocol):
+    """Reads one run.
+
+    Attributes:
+        run_id: id of the run.
+        run_dir: its directory, or None when only its Redis is known.
+    """
+
+    run_id: str
+    run_dir: Path | None
+
+    def status(self) -> RunStatus: ...
+    def settings(self) -> dict[str, Any]:
+        """The resolved configuration as plain values."""
+
+    def records(self, after: str) -> tuple[str, list[Record]]:
+        """The records after a cursor ("": from the first one on), and the new cursor. Each has its Unix `time`."""
+
+    def ask_to_stop(self) -> None:
+        """Asks the run to save and end after its current iteration."""
+
+
+class DirectorySource:
+    """Reads a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        found = read_run_file(run_dir)
+        if found is None:
+            raise no_run(run_dir, do="Pass output_dir/name of a run, or a Redis URL.")
+        self.run_dir: Path | None = run_dir
+        self.run_id, self._folder = found.run_id, run_dir
+
+    def status(self) -> RunStatus:
+        return directory_status(self._folder)
+
+    def settings(self) -> dict[str, Any]:
+        return read_settings(self._folder)
+
+    def records(self, after: str) -> tuple[str, list[Record]]:
+        offset, found = int(after or 0), []
+        try:
+            with open(self._folder / "metrics.jsonl", "rb") as file:
+                file.seek(offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # still being written
+                    offset += len(line)
+                    if (record := parsed(line, self._folder / "metrics.jsonl")).get("run") == self.run_id:
+                        found.append(record)
+        except FileNotFoundError:
+            pass
+        return str(offset), found
+
+    def ask_to_stop(self) -> None:
+        found = read_run_file(self._folder)
+        in_redis(_redis_of(self._folder, found), self.run_id, _drain)
+
+
+class RedisSource:
+    """Reads a run in Redis. Old records may be missing there: the trainer removes those that are in the run directory."""
+
+    run_dir: Path | None = None
+
+    def __init__(self, url: str, run_id: str | None) -> None:
+        self._url = str(without_password(url))
+        self.run_id = in_redis(self._url, run_id, _run_id)
+
+    def status(self) -> RunStatus:
+        async def look(run: Run) -> RunStatus:
+            return redis_status(await list_run(run.redis, run.run_id), self._url)
+
+        return in_redis(self._url, self.run_id, look)
+
+    def settings(self) -> dict[str, Any]:
+        async def look(run: Run) -> dict[str, Any]:
+            return (await run.config()).model_dump(mode="json")
+
+        return in_redis(self._url, self.run_id, look)
+
+    def records(self, after: str) -> tuple[str, list[Record]]:
+        async def look(run: Run) -> tuple[str, list[Record]]:
+            cursor, found = after or "0", []
+            while batch := await run.records(cursor, block_ms=0):
+                cursor = batch[-1][0]
+                found += [{"time": stream_time(at), "id": at, **record} for at, record in batch]
+            return cursor, found
+
+        return in_redis(self._url, self.run_id, look)
+
+    def ask_to_stop(self) -> None:
+        in_redis(self._url, self.run_id, _drain)
+
+
+def open_source(place: str | Path, run_id: str | None = None) -> RunSource:
+    """The source of a run directory, or of a Redis URL. `run_id`: with a URL, a run other than the newest."""
+    if isinstance(place, str) and place.partition("://")[0] in ("redis", "rediss", "unix"):
+        return RedisSource(place, run_id)
+    if isinstance(place, str) and "://" in place:
+        raise ConfigError(
+            "a run directory, or the URL of a run's Redis (redis://..., rediss://..., unix://...)",
+            f"{place.partition('://')[0]}://...",
+            "run.json and the first lines of `polyreme up` have the URL.",
+        )
+    if run_id is not None:
+        raise ConfigError("a Redis URL with a run id", f"the path {place}", "Omit run_id: a directory has one run.")
+    return DirectorySource(Path(place))
+
+
+def in_redis(url: str, run_id: str | None, look: Callable[[Run], Coroutine[Any, Any, Value]]) -> Value:
+    """Connects to Redis, attaches to the run (None: the newest one) and awaits `look(run)`.
+
+    Raises:
+        StoreError, UnavailableError: Redis or the run cannot be reached. Other errors are those of `look`.
+    """
+
+    async def call() -> Value:
+        redis = await connect(url)
+        try:
+            return await look(await Run.attach(redis, run_id, _ATTACH_SECONDS))
+        finally:
+            await redis.aclose()
+
+    with ThreadPoolExecutor(1) as thread:  # the calling thread may have a running event loop
+        return thread.submit(lambda: asyncio.run(call())).result()
+
+
+def _redis_of(run_dir: Path, found: RunFile | None) -> str:
+    if found is None or found.redis == NO_REDIS:
+        raise ConfigError(f"a run with a Redis at {run_dir}", "a stage, which has none", "Send SIGTERM to its process.")
+    return redis_of(run_dir, found)
+
+
+async def _run_id(run: Run) -> str:
+    return run.run_id
+
+
+async def _drain(run: Run) -> None:
+    if not (await run.state())[0].ended:
+        await run.set_state(RunState.DRAINING, "stop requested")

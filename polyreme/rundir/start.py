@@ -1,0 +1,91 @@
+"""Prepares the start of `polyreme up` and `polyreme train`: a new run, a resumed run, or a fork.
+
+Invariant: this process owns the run directory for the whole block of `prepared`, and a fork that does not start leaves no directory.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyreme.config.load import load_config
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError
+from polyreme.experience.run import RunState
+from polyreme.rundir.checks import check_run
+from polyreme.rundir.fork import copy_start, plan_fork
+from polyreme.rundir.run_directory import Origin, RunFile, check_resumable, claim, owned, read_config, read_run_file
+from polyreme.rundir.run_records import read_summary
+from polyreme.rundir.start_day import dated, first_day
+
+
+@dataclass(frozen=True)
+class Start:
+    """A decision about what to start.
+
+    Attributes:
+        config: configuration of the run, with the fork's name for a fork.
+        existing: the run to continue, or None for a new run.
+        origin: origin of a new fork.
+        finished: why there is nothing to start, or '' when there is.
+        notices: notices of the checks.
+    """
+
+    config: RunConfig
+    existing: RunFile | None = None
+    origin: Origin | None = None
+    finished: str = ""
+    notices: Sequence[str] = ()
+
+
+@contextmanager
+def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: str | None = None) -> Iterator[Start]:
+    """Loads and checks the configuration, locks the run directory for the block, and decides which run to start.
+
+    Args:
+        path: the run's YAML file.
+        overrides: key=value overrides of the configuration.
+        resume: continue the directory's run. A service that is started again and again (`only`) starts a new one where there is none,
+            unless an override names the run.
+        fork: start a new run from a copy of the newest checkpoint.
+        only: as in `check_run`.
+
+    Raises:
+        ConfigError: the configuration or one of its files is invalid, the directory is in use, or it holds a run and neither flag is set.
+    """
+    if resume and fork:
+        raise ConfigError("--resume or --fork", "both", "Pass one of them.")
+    config = load_config(path, overrides)
+    if resume and (only is None or any(each.startswith("name=") for each in overrides)):
+        check_resumable(config)
+    notices = check_run(config, only)
+    if not fork:
+        with owned(config.run_dir):
+            existing = claim(config, resume)
+            config = dated(config, first_day(config.run_dir, existing.run_id if existing else None))
+            yield Start(config, existing, finished=_finished(config, existing), notices=notices)
+        return
+    own_run_dir = load_config(path, [each for each in overrides if not each.startswith("name=")]).run_dir
+    parent, config = plan_fork(config, own_run_dir)
+    forked = read_run_file(parent)
+    config = dated(config, first_day(parent, forked.run_id if forked else None))
+    was_there = config.run_dir.exists()
+    try:
+        with owned(config.run_dir):
+            yield Start(config, origin=copy_start(parent, config), notices=notices)
+    finally:
+        if not was_there and read_run_file(config.run_dir) is None:
+            shutil.rmtree(config.run_dir, ignore_errors=True)  # the fork did not start
+
+
+def _finished(config: RunConfig, existing: RunFile | None) -> str:
+    """A message when the run has trained all configured iterations, else ''."""
+    if existing is None:
+        return ""
+    summary = read_summary(config.run_dir)
+    done = summary.get("run") == existing.run_id and summary.get("state") == RunState.DONE
+    trained = read_config(config.run_dir).iterations
+    if not done or config.iterations > trained:
+        return ""
+    return f"run {existing.run_id} is done after {trained} iterations. To train it further, resume with iterations={2 * trained}."

@@ -1,0 +1,1 @@
+"""The HTTP interface of a replica: `/v1`, health, metrics."""

@@ -1,0 +1,1 @@
+"""Versions of the weights: their arrival, staging, swap and relay."""

@@ -1,0 +1,1 @@
+"""Samples as packed micro-batches: flat per-token arrays, cut for attention and for context ranks."""

@@ -1,0 +1,259 @@
+"""Sequences in one row of tokens, one after the other, and the description of them that attention needs.
+
+Sequences that begin alike, as the samples of one prompt do, may have these first tokens in common: everything but attention is then computed
+once for all of them.
+
+Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment adds tokens
+at the end only, as a separate sequence. The queries of a sequence belong to the last of the tokens whose keys they see.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyreme_trainer.megatron.batches.attention_blocks import plan_blocks
+from polyreme_trainer.megatron.batches.context_cut import Cut, runs
+from polyreme_trainer.megatron.mcore import PackedSeqParams
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PackedIds:
+    """The tokens of several sequences.
+
+    Attributes:
+        ids: int64 [t], all tokens.
+        lengths: the number of tokens of each sequence, 1 or more.
+        places: int64 [sum of lengths], the token at each place of the sequences, one sequence after the other. None: the sequences have no
+            tokens in common, so the tokens are in this order.
+    """
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+    places: IntArray | None = None
+
+    @classmethod
+    def of_rows(cls, ids: Tensor) -> Self:
+        """The rows of int64 ids [b, s], each a sequence of s tokens. Its results have the rows' padding, if there is any, at the same places."""
+        return cls(ids.reshape(-1), (ids.shape[1],) * ids.shape[0])
+
+    @classmethod
+    def of(cls, ids: "Tensor | PackedIds") -> "PackedIds":
+        """`ids`, which are packed or the rows of `of_rows`."""
+        return ids if isinstance(ids, PackedIds) else cls.of_rows(ids)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of one number per token."""
+        return self.ids.shape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tokens."""
+        return self.ids.device
+
+    def aligned(self, multiple: int) -> "PackedIds":
+        """The same with a number of tokens that `multiple` divides; id 0 is added at the end."""
+        count = len(self.ids)
+        if not (missing := -count % multiple):
+            return self
+        places = None if self.places is None else np.append(self.places, np.arange(count, count + missing))
+        return PackedIds(torch.nn.functional.pad(self.ids, (0, missing)), (*self.lengths, missing), places)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The places of t tokens in sequences that have some of them in common.
+
+    Attributes:
+        tokens: int64 [p], the token at each of the p places.
+        order: int64 [p], the places of the first token, then those of the second, ...
+        starts: int64 [t], the first entry of each token in `order`.
+        first: int64 [t], the first place of each token.
+    """
+
+    tokens: Tensor
+    order: Tensor
+    starts: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, places: IntArray, device: torch.device) -> Self:
+        """The copies at `PackedIds.places`."""
+        order, counts = np.argsort(places, kind="stable"), np.bincount(places)
+        starts = np.cumsum(counts) - counts
+        return cls(*(torch.from_numpy(each).to(device) for each in (places, order, starts, order[starts])))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Padded blocks in which attention runs where no kernel takes packed sequences.
+
+    Attributes:
+        shapes: rows and width of each block.
+        gather: int64 [p], the token at each of the p positions of all blocks; padding repeats a sequence's last token. None: p = t, and the
+            positions are the tokens in their order.
+        scatter: int64 [t], each token's position.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    gather: Tensor | None
+    scatter: Tensor
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """megatron-core's parameters of packed sequences, with the rotary angles of all tokens.
+
+    Attributes:
+        lengths: the number of queries of each sequence.
+        key_lengths: the number of keys of each sequence.
+        features: the width of all queries of this rank.
+        full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, features / 2] in the compute
+            dtype.
+        halves: on a rank that has a part of each sequence, the packings of its queries, one for each half; otherwise empty.
+        keys: for a half, the positions of its keys among the gathered keys.
+        copies: the tokens that sequences have in common; None: there are none.
+    """
+
+    lengths: tuple[int, ...] = ()
+    key_lengths: tuple[int, ...] = ()
+    features: int = 1
+    full: tuple[Tensor, ...] = field(default=(), repr=False)
+    sliding: tuple[Tensor, ...] = field(default=(), repr=False)
+    halves: "tuple[Packing, ...]" = field(default=(), repr=False)
+    keys: Tensor | None = field(default=None, repr=False)
+    copies: Copies | None = field(default=None, repr=False)
+    _bands: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    def band(self, window: int, dtype: torch.dtype) -> Tensor:
+        """[s, s] for the longest sequence: 0 where the row's position attends to the column's, else minus infinity.
+
+        All layers share it. Its first rows and columns are the mask of a shorter sequence.
+        """
+        if (window, dtype) not in self._bands:
+            width = max(self.lengths)
+            is_seen = torch.ones(width, width, dtype=torch.bool, device=self.cu_seqlens_q.device).tril_().triu_(1 - window)
+            scores = torch.zeros(width, width, dtype=dtype, device=is_seen.device)
+            self._bands[window, dtype] = scores.masked_fill_(~is_seen, float("-inf"))
+        return self._bands[window, dtype]
+
+    def mask(self, number: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """The mask to add to the scores of block `number`, [queries, keys] or [rows, 1, queries, keys]; None: causal. All layers share it."""
+        width = self.blocks.shapes[number][1]
+        if self.blocks is self.key_blocks:
+            return None if window is None or width <= window else self.band(window, dtype)[:width, :width]
+        if (number, window, dtype) not in self._masks:
+            lengths, seen = (np.array(each, dtype=np.int64) for each in (self.lengths, self.key_lengths))
+            sizes = [rows * width for rows, width in self.blocks.shapes]
+            places = torch.from_numpy(runs(seen - lengths, lengths)).to(self.cu_seqlens_q.device)
+            places = places if self.blocks.gather is None else places.index_select(0, self.blocks.gather)
+            row = places.split(sizes)[number].view(-1, 1, width, 1)
+            column = torch.arange(self.key_blocks.shapes[number][1], device=places.device)
+            is_seen = (column <= row) if window is None else (column <= row) & (column > row - window)
+            scores = torch.zeros(is_seen.shape, dtype=dtype, device=places.device)
+            self._masks[number, window, dtype] = scores.masked_fill_(~is_seen, float("-inf"))
+        return self._masks[number, window, dtype]
+
+    @cached_property
+    def _plan(self) -> list[IntArray]:
+        return plan_blocks(np.array(self.key_lengths, dtype=np.int64), self.features)
+
+    @cached_property
+    def key_blocks(self) -> Blocks:
+        """The blocks of the keys."""
+        return cut_blocks(np.array(self.key_lengths, dtype=np.int64), self._plan, self.cu_seqlens_q.device)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The blocks of the queries. They contain the same sequences as the blocks of the keys, and equal these if every key has a query."""
+        if self.lengths == self.key_lengths:
+            return self.key_blocks
+        return cut_blocks(np.array(self.lengths, dtype=np.int64), self._plan, self.cu_seqlens_q.device)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The number of queries up to the end of each sequence."""
+        return np.cumsum(self.lengths).tolist()
+
+    @cached_property
+    def key_ends(self) -> list[int]:
+        """The number of keys up to the end of each sequence."""
+        return np.cumsum(self.key_lengths).tolist()
+
+
+def packing(
+    packed: PackedIds, features: int, full: Tensor, sliding: Tensor | None, dtype: torch.dtype, cut: Cut | None = None
+) -> Packing:
+    """The description of `packed` for attention.
+
+    Args:
+        features: the width of all queries of this rank.
+        full, sliding: the rotary angles of the first positions, fp32 [positions, features / 2]; `sliding` None: as `full`.
+        dtype: the compute dtype.
+        cut: the tokens of a context rank; None: all. Then the sequences have no tokens in common.
+    """
+    assert cut is None or packed.places is None, "context ranks cut sequences with their own tokens"
+    lengths, device, longest = packed.lengths, packed.device, max(packed.lengths)
+    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
+    copies = None if packed.places is None else Copies.of(packed.places, device)
+    if cut is not None:
+        positions = positions.index_select(0, cut.tokens)
+    if copies is not None:
+        positions = positions.index_select(0, copies.first)
+
+    def rotation(angles: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            part.to(dtype).index_select(0, positions).unsqueeze(1) for part in (angles[:longest].cos(), angles[:longest].sin())
+        )
+
+    rotated = rotation(full)
+    halves = () if cut is None else cut.halves
+    return replace(
+        _of_lengths(lengths, lengths, features, device),
+        full=rotated,
+        sliding=rotated if sliding is None else rotation(sliding),
+        copies=copies,
+        halves=tuple(replace(_of_lengths(half.lengths, half.key_lengths, features, device), keys=half.keys) for half in halves),
+    )
+
+
+def _of_lengths(lengths: tuple[int, ...], key_lengths: tuple[int, ...], features: int, device: torch.device) -> Packing:
+    """The packing of sequences with these numbers of queries and keys."""
+    starts, key_starts = (torch.from_numpy(np.cumsum([0, *each], dtype=np.int32)).to(device) for each in (lengths, key_lengths))
+    return Packing(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=key_starts,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(key_lengths),
+        lengths=lengths,
+        key_lengths=key_lengths,
+        features=features,
+    )
+
+
+def cut_blocks(lengths: IntArray, plan: list[IntArray], device: torch.device) -> Blocks:
+    """The planned blocks of sequences that stand one after the other. `plan`: see `plan_blocks`."""
+    starts = np.cumsum(lengths) - lengths
+    shapes: list[tuple[int, int]] = []
+    gathered: list[IntArray] = []
+    scatter, base = np.empty(int(lengths.sum()), dtype=np.int64), 0
+    for part in plan:
+        width, columns = int(lengths[part].max()), np.arange(lengths[part].max())
+        tokens = starts[part][:, None] + np.minimum(columns, lengths[part][:, None] - 1)
+        real = columns < lengths[part][:, None]
+        scatter[tokens[real]] = base + np.flatnonzero(real)
+        shapes.append((len(part), width))
+        gathered.append(tokens.ravel())
+        base += tokens.size
+    gather = np.concatenate(gathered)
+    moved = base != len(scatter) or bool((gather != np.arange(base)).any())
+    return Blocks(tuple(shapes), torch.from_numpy(gather).to(device) if moved else None, torch.from_numpy(scatter).to(device))

@@ -1,0 +1,1 @@
+"""Checkpoints: written in the background, verified, loaded in any layout."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: their layers, and how tokens are routed."""

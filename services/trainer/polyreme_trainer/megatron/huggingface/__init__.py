@@ -1,0 +1,1 @@
+"""Hugging Face directories: the mapping of their tensors, their files, families of models, adapters."""

@@ -1,0 +1,1 @@
+"""The layers that megatron-core's model is built from, by device."""

@@ -1,0 +1,187 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) inside megatron-core's parallel linear layers: x W' + scale (x A') B', with W frozen.
+
+The adapter joins the layer's matrix product, before bias, reduction over tensor ranks and any norm that follows, so the same code serves
+both model specs and sequence parallelism. It runs on the layer's own kernel. A fused layer (queries, keys and values; gate and up) has an A
+for each of its projections, as Hugging Face and PEFT separate them.
+
+Every tensor rank computes with its part of A or of B. The other one of the two is whole on every rank, and each rank gets only a part of its
+gradient. The parts are summed once per optimizer step, which exchanges less than a sum for each micro-batch.
+
+Invariant: without an optimizer step B is zero, and a model with new adapters is the model without them.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from polyreme.config.trainer import LoraConfig
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, hf_shapes, param_shapes, rank_slices, stage_rows
+from polyreme_trainer.megatron.huggingface.lora_mapping import LORA_A, A, B, adapter_architecture, projection_of
+from polyreme_trainer.megatron.mcore import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    parallel_state,
+)
+
+
+class Adapter:
+    """The adapter of one parallel layer. It takes the place of the layer's matrix product.
+
+    Args:
+        layer: megatron-core's layer, with the parameters `weight`, `lora_a` and `lora_b`.
+        owner: [rows of the weight, projections], 1 where the row belongs to the projection of that A; None: all rows to a single one.
+        scale: the factor of the adapter's output.
+    """
+
+    def __init__(self, layer: Any, owner: Tensor | None, scale: float) -> None:
+        self.layer, self.owner, self.scale, self.on = layer, owner, scale, True
+        self._product: Callable[..., Tensor] = layer._forward_impl
+        layer._forward_impl = self
+
+    def __call__(self, *, input: Tensor, allreduce_dgrad: bool, sequence_parallel: bool = False, **options: Any) -> Tensor:
+        """The layer's matrix product with the adapter's, from the arguments of megatron-core's `_forward_impl`."""
+        if not self.on:
+            return self._product(input=input, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel, **options)
+        # Both products read this one copy of the input, so the gradients of both are summed over the ranks in one collective.
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=self.layer.tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=self.layer.tp_group)
+        options |= {"allreduce_dgrad": False, "sequence_parallel": False}
+        output = self._product(input=input, **options)
+        options |= {"bias": None}
+        inner = self._product(input=input, **options | {"weight": self.layer.lora_a})
+        outer = self._product(input=inner, **options | {"weight": self.wide_b()})
+        return torch.add(output, outer, alpha=self.scale)
+
+    def wide_b(self) -> Tensor:
+        """B as one matrix for the stacked A: [rows, projections * rank], zero where row and column belong to different projections."""
+        b = self.layer.lora_b
+        return b if self.owner is None else (self.owner.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """W + scale B A, computed in float32 and rounded to the weight's dtype."""
+        weight = self.layer.weight
+        return weight.float().addmm(self.wide_b().float(), self.layer.lora_a.float(), alpha=self.scale).to(weight.dtype)
+
+
+class Merged(Mapping[str, Tensor]):
+    """A model's weights with its adapters added, computed at access. The newest result is cached, because a parameter has several slices."""
+
+    def __init__(self, params: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
+        self._params, self._adapters = params, adapters
+        self._newest: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._adapters:
+            return self._params[name].detach()
+        if self._newest is None or self._newest[0] != name:
+            self._newest = name, self._adapters[name].merged()
+        return self._newest[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+class Adapters:
+    """The adapters of this rank's shard of a model. All other parameters are frozen, except for a value head.
+
+    Args:
+        module: the rank's part of the model, see `join_chunks`.
+        arch: the model's architecture.
+        here: this rank.
+        lora: the section of the configuration. Raises ConfigError for targets that the model does not have.
+        seed: the seed of every A. The A are the same on every layout.
+
+    Attributes:
+        arch: the mapping table of the trained parameters.
+        params: the trained parameters by name.
+    """
+
+    def __init__(self, module: Any, arch: Architecture, here: Rank, lora: LoraConfig, seed: int) -> None:
+        self.lora, self.arch = lora, adapter_architecture(arch, lora)
+        self._layers: dict[str, Adapter] = {}
+        self._partial: list[torch.nn.Parameter] = []
+        module.requires_grad_(False)
+        shapes = param_shapes(self.arch, here)
+        for row, _ in stage_rows(self.arch, here):
+            where, _, kind = row.param.rpartition(".")
+            layer = module.get_submodule(where)
+            if kind not in (A, B):  # the value head
+                layer.weight.requires_grad_(True)
+                continue
+            made = torch.nn.Parameter(layer.weight.new_zeros(shapes[row.param]))
+            layer.register_parameter(kind, made)
+            if row.share == "all" and here.tp > 1:
+                self._partial.append(made)
+            if kind == B:
+                self._layers[f"{where}.weight"] = Adapter(layer, self._owner(where, layer, here), lora.scale)
+        self.params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        self._start(here, seed)
+        if here.pp_rank == 0 and module.config.recompute_granularity is not None:
+            module.embedding.register_forward_hook(_differentiable)
+
+    def _owner(self, where: str, layer: Any, here: Rank) -> Tensor | None:
+        """Which projection's A each row of a layer's weight uses, see `Adapter`."""
+        pieces = [piece for piece in rank_slices(self.arch, here) if piece.param.rpartition(".")[0] == where]
+        places = {
+            projection_of(piece.hf_name): piece.param_index[0].start // self.lora.rank
+            for piece in pieces
+            if piece.param.endswith(A)
+        }
+        owner = layer.weight.new_zeros(layer.weight.shape[0], len(places))
+        for piece in pieces:
+            if piece.param.endswith(B):
+                owner[piece.param_index[0], places[projection_of(piece.hf_name)]] = 1
+        return None if owner.shape[1] == 1 and bool(owner.all()) else owner
+
+    @torch.no_grad()
+    def _start(self, here: Rank, seed: int) -> None:
+        """Draws every A as PEFT does, uniformly within 1 / sqrt(in) (`kaiming_uniform_` with a = sqrt(5)). Every B is zero."""
+        shapes = hf_shapes(self.arch)
+        for piece in rank_slices(self.arch, here):
+            if piece.hf_name.endswith(LORA_A):
+                generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {piece.hf_name}".encode()) >> 1)
+                bound = 1 / math.sqrt(shapes[piece.hf_name][1])
+                whole = torch.empty(shapes[piece.hf_name]).uniform_(-bound, bound, generator=generator)
+                self.params[piece.param][piece.param_index].copy_(whole[piece.hf_index])
+
+    def merge(self, params: Mapping[str, Tensor]) -> Merged:
+        """The model's weights with the adapters added. `params`: the model's own parameters."""
+        return Merged(params, self._layers)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within the block, the adapters are switched off."""
+        for adapter in self._layers.values():
+            adapter.on = False
+        try:
+            yield
+        finally:
+            for adapter in self._layers.values():
+                adapter.on = True
+
+    def sum_gradients(self) -> None:
+        """Sums the gradients of which each tensor rank has a part. Collective over the tensor ranks; called once per optimizer step."""
+        if not self._partial:
+            return
+        gradients = [param.main_grad for param in self._partial]  # type: ignore[attr-defined]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        torch.distributed.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
+        for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _differentiable(_module: Any, _arguments: Any, embedded: Tensor) -> Tensor:
+    """Layers are recomputed only where their input has a gradient, and the output of a frozen embedding has none."""
+    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded

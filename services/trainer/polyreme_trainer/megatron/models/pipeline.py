@@ -1,0 +1,92 @@
+"""Micro-batches through a model whose layers may be cut into stages, one per pipeline rank.
+
+With several stages, megatron-core's schedules pass hidden states forwards and gradients backwards between the ranks (one forward, one
+backward; interleaved where a rank has several chunks of the model). Only the last stage's last chunk has the model's output, so only there a
+job's `compute` is called.
+
+Invariant: a job's `compute` sees the model as if it were whole: `ShardedModel.hidden` of the job's ids returns final hidden states.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme_trainer.megatron.batches.packing import PackedIds
+from polyreme_trainer.megatron.mcore import (
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    parallel_state,
+)
+from polyreme_trainer.megatron.models.model import ShardedModel
+
+
+@dataclass(frozen=True)
+class Job:
+    """One micro-batch.
+
+    Attributes:
+        ids: the model's inputs, packed or int64 [b, s].
+        compute: computes a scalar from the model's output for `ids`. This scalar is differentiated.
+        context: the context manager of the micro-batch's forward pass.
+    """
+
+    ids: Tensor | PackedIds
+    compute: Callable[[], Tensor]
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def run_whole(jobs: Iterable[Job], backward: bool) -> None:
+    """Runs jobs one after the other on a model of one stage. `backward`: whether to differentiate."""
+    for job in jobs:
+        with job.context():
+            value = job.compute()
+        if backward:
+            value.backward()
+
+
+def run_stages(model: ShardedModel, jobs: Iterable[Job], backward: bool) -> None:
+    """Runs jobs through all stages. Collective over them, with the same jobs on each. Their number is a multiple of `Rank.micro_batch_group`."""
+    every = list(jobs)
+    if not every:
+        return
+
+    def forward(queue: Any, chunk: Any) -> tuple[Tensor, None]:
+        job = next(queue)
+        with job.context():
+            return (job.compute() if chunk.post_process else model.hidden(job.ids, chunk)), None
+
+    several = len(model.chunks) > 1
+    schedule = forward_backward_pipelining_with_interleaving if several else forward_backward_pipelining_without_interleaving
+    with model.device.megatron():
+        schedule(
+            forward_step_func=forward,
+            data_iterator=[iter(every) for _ in model.chunks],
+            model=model.chunks,
+            num_microbatches=len(every),
+            seq_length=1,  # the stages send each other the true shapes (`variable_seq_lengths`)
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+
+
+@torch.no_grad()
+def on_every_stage(model: ShardedModel, ids: Tensor, compute: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+    """`compute()` of the last stage, float32 of `shape`, on all stages. Collective over them."""
+    if model.rank.pp == 1:
+        return compute()
+    result = torch.empty(shape, dtype=torch.float32, device=ids.device)
+
+    def keep() -> Tensor:
+        result.copy_(compute())
+        return result.new_zeros(())
+
+    idle = Job(ids[:1, :1], lambda: result.new_zeros(()))
+    run_stages(model, [Job(ids, keep), *[idle] * (model.rank.micro_batch_group - 1)], backward=False)
+    torch.distributed.broadcast(
+        result, parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group()
+    )
+    return result

@@ -1,0 +1,1 @@
+"""Training: an iteration, its steps and losses, roles and their optimizers."""

@@ -1,0 +1,1 @@
+"""Versions of the actor, written into the arena."""

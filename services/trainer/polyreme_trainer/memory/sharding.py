@@ -1,0 +1,68 @@
+"""How the memory of a learner's models is divided among its ranks.
+
+Invariant: a kind of parallelism divides the estimate in this module only. The other modules read the divisors.
+"""
+
+from dataclasses import dataclass, field
+
+from polyreme.config.trainer import ParallelConfig
+from polyreme_trainer.megatron.huggingface.families.base import Architecture
+from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """One rank's share.
+
+    Attributes:
+        rank: the rank's coordinates among the tensor, pipeline and expert ranks, which determine its parameters.
+        optimizer_ranks: ranks over which each parameter's optimizer state is divided. The state of experts is divided only among the ranks
+            that have the same experts.
+        sequence_ranks: ranks over which the activations outside of attention and MLP are divided.
+        micro_batches: number of micro-batches whose activations exist at once, counted per virtual stage: a micro-batch counts once in each.
+        context_ranks: ranks that share the tokens of a micro-batch; each has all keys and values.
+    """
+
+    rank: Rank = field(default_factory=Rank)
+    optimizer_ranks: int = 1
+    sequence_ranks: int = 1
+    micro_batches: int = 1
+    context_ranks: int = 1
+
+    @property
+    def expert_optimizer_ranks(self) -> int:
+        """Ranks over which the optimizer state of each expert is divided."""
+        return self.optimizer_ranks * self.rank.tp // self.rank.expert_places
+
+    def layers(self, arch: Architecture) -> int:
+        """The layers of one virtual stage."""
+        return arch.layers // (self.rank.pp * self.rank.vpp)
+
+    @property
+    def first(self) -> bool:
+        """Whether the rank has the embedding."""
+        return self.rank.pp_rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the rank has the output layer."""
+        return self.rank.pp_rank == self.rank.pp - 1
+
+
+def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
+    """The different shares of the layout: one for each pipeline stage. All ranks of a stage hold the same amount.
+
+    With several data or context ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for itself and one for each stage
+    after it before the first gradient arrives. With virtual stages it starts two for each stage after it; before these it starts one for each
+    stage in each of its virtual stages except the last (Narayanan et al. 2021, section 2.2).
+    """
+    sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
+    stages, virtual = parallel.pipeline, parallel.virtual_pipeline
+    experts = 0 if parallel.expert_tensor in (None, parallel.tensor) else parallel.expert_tensor
+    result = []
+    for stage in range(stages):
+        rank = Rank(0, parallel.tensor, stage, stages, 0, parallel.expert, vpp=virtual, etp=experts)
+        later = stages - stage - 1
+        alive = 1 + (later if virtual == 1 else 2 * later + (virtual - 1) * stages)
+        result.append(Sharding(rank, parallel.copies, sequence, alive, parallel.context))
+    return result

@@ -1,0 +1,1 @@
+"""Evaluations: when they are due, their answers, their metrics."""

@@ -1,0 +1,1 @@
+"""Generation: calls of replicas, samples in progress, budgets of tokens."""

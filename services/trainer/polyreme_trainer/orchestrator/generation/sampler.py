@@ -1,0 +1,63 @@
+"""Samples from the policy over all replicas, with the run's settings.
+
+Invariant: the seed of a token depends only on the run's seed, the group's index and attempt, the sample, and the number of tokens before it.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from polyreme.config.run import RunConfig
+from polyreme.experience.ledger import Admission
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.orchestrator.generation.generate import Generation, generate
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
+from polyreme_trainer.orchestrator.generation.token_budget import NextPart
+from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
+from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The policy of a run, as its replicas serve it."""
+
+    run_id: str
+    config: RunConfig
+    template: Template
+    pool: ReplicaPool
+
+    def of_group(self, admission: Admission, prompt_ids: np.ndarray) -> Generation:
+        """The request for the samples of a group. `prompt_ids`: int32 [p]."""
+        config = self.config
+        return Generation(
+            run_id=self.run_id,
+            name=f"group-{admission.index}-{admission.attempt}",
+            prompt_ids=prompt_ids,
+            count=config.group_size,
+            max_new=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+            stop_ids=self.template.stop_ids,
+            seed=partial(sequence_seed, config.seed, admission.index, admission.attempt),
+            min_version=admission.version,
+        )
+
+    async def sample(
+        self,
+        wanted: Generation,
+        partial: PartialRollouts | None = None,
+        next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
+        prefer: str | None = None,
+    ) -> list[PartialRollout]:
+        """See `generate`."""
+        rollout = self.config.rollout
+        return await generate(
+            self.pool,
+            wanted,
+            chunk_timeout=rollout.chunk_timeout,
+            progress_timeout=rollout.start_timeout,
+            partial=partial,
+            next_part=next_part,
+            prefer=prefer,
+        )

@@ -1,0 +1,164 @@
+"""The token budget of partial rollouts: a sample pauses after its budget of an iteration, and continues with the next version.
+
+Invariant: no policy version samples more than the budget of a sample, except in groups that the learner's next plan cannot do without. A paused
+sample keeps its tokens, log-probabilities and versions; the replica that continues it computes the prefix again.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+
+from polyreme.experience.ledger import ExperienceLog, Unplanned
+from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
+
+
+@dataclass(frozen=True)
+class NextPart:
+    """The tokens that one call may add.
+
+    Attributes:
+        tokens: the maximum for each sample, by index; all other samples stay paused.
+        min_version: the oldest version that may sample them.
+    """
+
+    tokens: dict[int, int]
+    min_version: int
+
+
+def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int) -> NextPart:
+    """The samples that may continue at the learner's `version`, and their limits. Empty when all have used the budget of that version. Pure.
+
+    A sample that has used the budget of its newest version needs a newer one. All samples of a call share its `min_version`.
+    """
+    ready, min_version = [], 0
+    for sample in unfinished:
+        newest = max((span[0] for span in sample.spans), default=0)
+        is_spent = _tokens_since(sample, newest) >= budget
+        if is_spent and newest >= version:
+            continue
+        ready.append(sample)
+        min_version = max(min_version, version if is_spent else newest)
+    return NextPart({sample.index: budget - _tokens_since(sample, min_version) for sample in ready}, min_version)
+
+
+def needed(unplanned: Unplanned, paused: Set[int], groups: int, staleness: int) -> set[int]:
+    """The paused groups that must continue at once, because the learner waits for its next plan. Pure.
+
+    Of the groups that iterations up to d must train, the next plan (iteration i) must take all but `groups` x (d - i); the last d gives the
+    whole plan. If too few of them are ready or running, the oldest paused groups continue.
+    """
+    if unplanned.planned != unplanned.version:
+        return set()
+    found: set[int] = set()
+    for later in range(staleness + 1):
+        newest = unplanned.version + later - staleness  # the newest version that must be trained by iteration i + later
+        flying = [index for version, index in unplanned.in_flight if version <= newest]
+        ready = sum(version <= newest for version in unplanned.appended)
+        must = len(flying) + ready - groups * later if later < staleness else groups
+        running = sum(index not in paused or index in found for index in flying)
+        waiting = [index for index in flying if index in paused and index not in found]
+        found.update(waiting[: max(0, must - ready - running)])
+    return found
+
+
+@dataclass(eq=False)
+class _Paused:
+    """A group whose unfinished samples are all paused."""
+
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class TokenBudget:
+    """The budget of all groups of a run.
+
+    Args:
+        tokens: the tokens of a sample per iteration.
+        groups: the number of groups per iteration.
+        staleness: the run's maximum staleness.
+        experience: has the learner's version and the groups that its next plan can take.
+        partial_log: saves paused groups.
+        held: the version at which an evaluation holds the replicas, if any. Groups that have used its budget stay paused.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        groups: int,
+        staleness: int,
+        experience: ExperienceLog,
+        partial_log: PartialRolloutLog,
+        held: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self.tokens, self._groups, self._staleness = tokens, groups, staleness
+        self._held = held
+        self._experience, self._partial_log = experience, partial_log
+        self._paused: dict[int, _Paused] = {}
+        self._recorded: set[int] = set()  # groups that are paused in the log
+        self._granted: set[int] = set()  # groups that get a part beyond the budget
+        self._version, self._waited, self._beyond = -1, 0, 0
+        self._new_pause, self._updating = asyncio.Event(), asyncio.Lock()
+
+    async def next_part(self, index: int, rollouts: PartialRollouts) -> NextPart:
+        """The tokens that the next call of a group may add. Waits while all unfinished samples of the group are paused."""
+        while True:
+            unfinished = rollouts.unfinished()
+            if (part := next_part(unfinished, self.tokens, self._version)).tokens:
+                self._granted.discard(index)
+                return part
+            if index in self._granted:
+                self._granted.remove(index)
+                self._beyond += 1
+                return NextPart(dict.fromkeys((sample.index for sample in unfinished), self.tokens), 0)
+            await self._pause(index, rollouts)
+
+    async def update(self) -> None:
+        """Resumes the groups that have a budget again, and those that the learner's next plan needs. Records which ones stay paused."""
+        async with self._updating:
+            self._resume(await self._experience.unplanned())
+            still = {index for index, paused in self._paused.items() if not paused.resumed.is_set()}
+            if still != self._recorded:
+                await self._experience.set_paused(still)
+                self._recorded = still
+
+    def _resume(self, unplanned: Unplanned) -> None:
+        held = self._held()
+        served = unplanned.version if held is None else min(unplanned.version, held)
+        is_new, self._version = served != self._version, served
+        granted = needed(unplanned, self._paused.keys() - self._granted, self._groups, self._staleness)
+        self._granted |= granted
+        for index, paused in self._paused.items():
+            if is_new or index in granted:
+                paused.resumed.set()
+
+    async def follow_pauses(self) -> None:
+        """Saves each group that pauses, and updates. Never returns."""
+        while True:
+            await self._new_pause.wait()
+            self._new_pause.clear()
+            await self._partial_log.save(self._paused.keys())
+            await self.update()
+
+    def take(self) -> dict[str, int]:
+        """Metrics since the last call: the number of samples that waited after using their budget, and the number of parts beyond it."""
+        waited, beyond = self._waited, self._beyond
+        self._waited = self._beyond = 0
+        return {"rollout/paused_samples": waited, "rollout/parts_beyond_budget": beyond}
+
+    async def _pause(self, index: int, rollouts: PartialRollouts) -> None:
+        paused = self._paused[index] = _Paused()
+        self._waited += len(rollouts.unfinished())
+        self._new_pause.set()
+        try:
+            await paused.resumed.wait()
+        except asyncio.CancelledError:  # the attempt has expired, or the run ends
+            self._granted.discard(index)
+            raise
+        finally:
+            if self._paused.get(index) is paused:  # a later attempt may have replaced it
+                del self._paused[index]
+
+
+def _tokens_since(sample: PartialRollout, version: int) -> int:
+    """The number of its tokens that `version` or newer versions sampled."""
+    return sum(end - start for each, start, end in sample.spans if each >= version)

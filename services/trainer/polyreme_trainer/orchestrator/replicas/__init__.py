@@ -1,0 +1,1 @@
+"""Replicas: who is there, who gets the next call, who is slow."""

@@ -1,0 +1,289 @@
+"""The live rollout replicas, the versions that they serve, and the claims on them.
+
+Invariant: the targets are the live leases with our API version, and every claim returns its promised tokens when it ends. Work waits here,
+not in a replica, except during the swap to its version: it goes to a replica with capacity, the oldest policy version first, then in order of arrival. Therefore long
+answers leave no replica idle, a new replica gets work at once, and a stalled one delays only its running samples. For a short time after
+the first replica has staged a version, those that have yet to stage it keep their share.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from polyreme.api.v1 import rollout_pb2_grpc
+from polyreme.config.security import SecurityConfig
+from polyreme.errors import UnavailableError
+from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import Run
+from polyreme.net import rpc
+from polyreme_trainer.orchestrator.replicas.claim import Claim, call_after
+from polyreme_trainer.orchestrator.replicas.idle_time import IdleTime
+from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
+from polyreme_trainer.orchestrator.replicas.router import SUSPENSION, Target, choose, fair_share
+from polyreme_trainer.orchestrator.replicas.straggler_detection import Pace, stragglers
+
+logger = logging.getLogger(__name__)
+
+STRAGGLER_CHECK_INTERVAL = 0.5
+SHARE_SECONDS = 10.0
+"""Seconds after a version is first staged in which samples are kept for replicas that have yet to stage it."""
+CHECKS_PER_TIMEOUT = 10
+"""Availability checks per timeout while a claim waits."""
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A caller that waits for a claim."""
+
+    tokens: int
+    sequences: int
+    avoid: Set[str]
+    prefer: str | None
+    claim: asyncio.Future[Claim]
+
+
+class ReplicaPool:
+    """Replicas by lease and commit.
+
+    Args:
+        start_timeout: seconds without a usable replica after which the run fails.
+        capacity: number of samples that a replica decodes at once.
+        security: security settings of the replicas' ports.
+
+    Attributes:
+        held: the version at which replicas are held for its evaluation; None: they follow the newest.
+        idle_time: idle time of the replicas.
+    """
+
+    def __init__(
+        self, run: Run, experience: ExperienceLog, start_timeout: float, capacity: int, security: SecurityConfig | None = None
+    ) -> None:
+        self._security = security
+        self._run, self._experience, self._start_timeout, self._capacity = run, experience, start_timeout, capacity
+        self._servers = LiveServers(run, "rollout")
+        self._targets: dict[str, Target] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, rollout_pb2_grpc.RolloutServiceStub] = {}
+        self._paces: dict[str, Pace] = {}
+        self._claims: set[Claim] = set()
+        self._served: dict[str, tuple[int, int]] = {}
+        self._stalls: dict[str, float] = {}
+        self._term, self._published = 0, -1
+        self._last_commit = "0"
+        self._newest, self._shared_until = (0, -1), 0.0  # term and version; monotonic seconds
+        self._waiting: dict[int, deque[_Waiter]] = {}  # by min_version
+        self.held: int | None = None
+        self._asleep = False
+        self.idle_time = IdleTime(time.monotonic())
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    async def wait_for(self, count: int) -> None:
+        """Waits for `count` replicas. Raises UnavailableError after `start_timeout`."""
+        await self._servers.wait_for(count, self._start_timeout, "rollout.start_timeout")
+
+    async def refresh(self) -> None:
+        """Updates the targets from the leases and the commits. Ends calls on replicas without a lease."""
+        leases = await self._servers.live()
+        self._published = await self._experience.version()
+        for gone in self._targets.keys() - leases.keys():
+            logger.warning("replica %s left", gone)
+            await self._remove(gone)
+        for new in leases.keys() - self._targets.keys():
+            self._targets[new], self._paces[new] = Target(new), Pace()
+            self.idle_time.joined(new, time.monotonic())
+            self._channels[new] = rpc.connect(leases[new].address, self._security)
+            self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])
+            logger.info("replica %s at %s joined", new, leases[new].address)
+        await self.take_commits()
+
+    async def take_commits(self) -> None:
+        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica."""
+        for entry, commit in await self._experience.commits(self._last_commit):
+            self._last_commit = entry
+            self._take_commit(commit)
+        for target in self._targets.values():
+            self._paces[target.id].stall = self._stalls.get(target.id, 0.0)
+            served = self._served.get(target.id, (target.version, target.term))
+            if served != (target.version, target.term):
+                target.version, target.term = served
+                target.backoff_until, target.failures = 0.0, 0
+            newest = target.version if target.staged is None else target.staged
+            if newest is not None and (target.term, newest) > self._newest:
+                self._newest = target.term, newest
+                self._shared_until = time.monotonic() + SHARE_SECONDS
+                call_after(SHARE_SECONDS, self._grant_claims)
+        self._grant_claims()
+
+    def _take_commit(self, commit: dict[str, Any]) -> None:
+        """Takes one entry of the commits: a replica has staged or committed a version."""
+        replica, version, term = commit["replica"], commit["version"], commit["term"]
+        target = self._targets.get(replica)
+        if commit["state"] == "staged":
+            served, served_term = self._served.get(replica, (-1, None))
+            if target is not None and served_term == term and served < version:
+                target.staged = version
+            return
+        self._served[replica] = (version, term)
+        self._term = max(self._term, term)
+        self._stalls[replica] = commit["stall_seconds"]
+        if target is not None:
+            target.staged = None
+
+    @asynccontextmanager
+    async def claim(
+        self, tokens: int, sequences: int, min_version: int, avoid: Set[str] = frozenset(), prefer: str | None = None
+    ) -> AsyncIterator[Claim]:
+        """Waits for a replica with capacity that serves `min_version` or newer, for `sequences` samples of `tokens` in total.
+
+        Of several, it takes `prefer`, else the least loaded one, and one of `avoid` only when there is no other.
+
+        Raises:
+            UnavailableError: no usable replica was present for `start_timeout`; the message lists the replicas.
+        """
+        waiter = _Waiter(tokens, sequences, avoid, prefer, asyncio.get_running_loop().create_future())
+        queue = self._waiting.setdefault(min_version, deque())
+        queue.append(waiter)
+        try:
+            self._grant_claims()
+            await self._wait_for_capacity(waiter, min_version)
+            yield waiter.claim.result()
+        finally:
+            if waiter.claim.done():
+                self._end(waiter.claim.result())
+            else:
+                queue.remove(waiter)
+
+    async def watch_stragglers(self) -> None:
+        """Suspends replicas that do not keep pace with their peers. Their calls end and continue elsewhere. Never returns."""
+        checked = time.monotonic()
+        while True:
+            await asyncio.sleep(STRAGGLER_CHECK_INTERVAL)
+            now = time.monotonic()
+            if self._asleep or now - checked > 3 * STRAGGLER_CHECK_INTERVAL:  # this process stalled itself
+                for pace in self._paces.values():
+                    pace.reset(now)
+            checked = now
+            active = {name: pace for name, pace in self._paces.items() if self._targets[name].suspended_until <= now}
+            for name, reason in stragglers(active, now).items():
+                if target := self._targets.get(name):  # it may have left while a notice about another one was sent
+                    await self._suspend(target, reason, now)
+
+    def set_asleep(self, asleep: bool) -> None:
+        """Records whether colocated replicas have left their devices to the learner. While they have, running calls wait, and no claim is
+        granted."""
+        if asleep == self._asleep:
+            return
+        self._asleep = asleep
+        for claim in self._claims:
+            claim.suspend(asleep)
+        for pace in self._paces.values():
+            pace.reset(time.monotonic())
+        self._grant_claims()
+
+    def serves_newer(self, version: int) -> bool:
+        """Whether a replica of the current term serves a newer version than this one."""
+        current = [target for target in self._targets.values() if target.term >= self._term]
+        return any(target.version is not None and target.version > version for target in current)
+
+    async def close(self) -> None:
+        for replica in list(self._targets):
+            await self._remove(replica)
+
+    def _grant_claims(self) -> None:
+        """Gives free capacity to the waiting callers."""
+        if self._asleep:
+            return
+        now = time.monotonic()
+        for version in sorted(self._waiting):
+            queue = self._waiting[version]
+            capacity = min(self._capacity, self._share(version, now))
+            while queue:
+                target = self._choose(version, now, capacity, queue[0].avoid, queue[0].prefer)
+                if target is None:
+                    return  # then there is none for a newer version either
+                waiter = queue.popleft()
+                waiter.claim.set_result(self._begin(target, waiter, now))
+            del self._waiting[version]
+
+    def _choose(
+        self, min_version: int, now: float, capacity: float, avoid: Set[str] = frozenset(), prefer: str | None = None
+    ) -> Target | None:
+        usable = self._targets.values()
+        return choose(usable, min_version=min_version, term=self._term, now=now, capacity=capacity, avoid=avoid, prefer=prefer)
+
+    def _share(self, version: int, now: float) -> float:
+        if now >= self._shared_until:
+            return math.inf
+        waiting = sum(waiter.sequences for waiter in self._waiting[version])
+        return fair_share(self._targets.values(), min_version=version, term=self._term, now=now, waiting=waiting)
+
+    def _begin(self, target: Target, waiter: _Waiter, now: float) -> Claim:
+        stub, pace = self._stubs[target.id], self._paces[target.id]
+        claim = Claim(target, stub, waiter.tokens, waiter.sequences, pace, now, self._grant_claims)
+        self._claims.add(claim)
+        self.idle_time.began(target.id, now)
+        return claim
+
+    def _end(self, claim: Claim) -> None:
+        now = time.monotonic()
+        self._claims.discard(claim)
+        self.idle_time.ended(claim.target.id, now)
+        claim.end(now)
+
+    async def _wait_for_capacity(self, waiter: _Waiter, min_version: int) -> None:
+        """Raises UnavailableError when no replica that could serve the claim, busy or not, was present for `start_timeout`."""
+        deadline = time.monotonic() + self._start_timeout
+        while not (await asyncio.wait((waiter.claim,), timeout=self._start_timeout / CHECKS_PER_TIMEOUT))[0]:
+            now = time.monotonic()
+            # No replica can serve it yet: a resumed learner trains up to it again, or an evaluation holds an older version.
+            is_coming = self._asleep or self._published < min_version or (self.held is not None and self.held < min_version)
+            if is_coming or self._choose(min_version, now, math.inf):
+                deadline = now + self._start_timeout
+            elif now >= deadline:
+                raise UnavailableError(
+                    f"a rollout replica that serves version {min_version} within rollout.start_timeout = {self._start_timeout:.0f} s",
+                    self._describe(now),
+                    "See the replicas' logs, start one with `polyreme rollout`, or raise the timeout.",
+                )
+
+    async def _remove(self, replica: str) -> None:
+        target = self._targets.pop(replica)
+        self.idle_time.left(replica, time.monotonic())
+        self._cut_calls(target)
+        del self._stubs[replica], self._paces[replica]
+        # The calls end at once, by their deadline. A channel closed under a call would look like a cancellation of its task.
+        await self._channels.pop(replica).close(grace=1.0)
+
+    def _cut_calls(self, target: Target) -> None:
+        for claim in self._claims:
+            if claim.target is target:
+                claim.cut()
+
+    async def _suspend(self, target: Target, reason: str, now: float) -> None:
+        target.suspensions += 1
+        seconds = SUSPENSION.delay(target.suspensions)
+        target.suspended_until = now + seconds
+        call_after(seconds, self._grant_claims)
+        self._cut_calls(target)
+        text = f"replica {target.id} is suspended for {seconds:.0f} s: {reason}"
+        logger.warning("%s", text)
+        await self._run.emit({"kind": "notice", "service": "orchestrator", "text": text})
+
+    def _describe(self, now: float) -> str:
+        present = [
+            f"{t.id} ({'no version yet' if t.version is None else f'version {t.version}'}"
+            + (f", failing or too slow, next call in {t.available_at() - now:.0f} s" if t.available_at() > now else "")
+            + ")"
+            for t in self._targets.values()
+        ]
+        return ", ".join(filter(None, [*present, self._servers.refused])) or "no replica"

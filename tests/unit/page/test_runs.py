@@ -1,0 +1,85 @@
+"""The runs of a page, which are kept up to date."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from polyreme.page.runs import Runs
+from polyreme.rundir.reader import RunReader, run_directories
+from support.seeded_run import record_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Runs `first` and `second`."""
+    for seed, name in enumerate(("first", "second")):
+        record_run(tmp_path / name, iterations=1, seed=seed)
+    return tmp_path
+
+
+def break_stat(folder: Path, error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `stat` of the folder's run.json fail. File modes would not suffice, since the tests may run as root."""
+    stat = Path.stat
+
+    def failing(path: Path, *, follow_symlinks: bool = True) -> object:
+        if path == folder / "run.json":
+            raise error
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", failing)
+
+
+def test_a_folder_that_may_not_be_read_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_stat(folder / "first", PermissionError("not yours"), monkeypatch)
+    assert run_directories(folder) == [folder / "second"]
+    assert "first" in caplog.text and "not yours" in caplog.text
+    caplog.clear()
+    runs = Runs([folder])
+    for _ in range(3):
+        runs.refresh()
+    assert runs.indexed == {"second"}
+    assert caplog.text.count("not yours") == 1
+
+
+def test_a_run_that_is_deleted_meanwhile_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_stat(folder / "first", FileNotFoundError(), monkeypatch)
+    assert run_directories(folder) == [folder / "second"]
+
+
+def test_an_error_in_one_run_leaves_the_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refresh = RunReader.refresh
+    fails = True
+
+    def failing(reader: RunReader) -> bool:
+        if fails and reader.name == "first":
+            raise KeyError("iteration")
+        return refresh(reader)
+
+    monkeypatch.setattr(RunReader, "refresh", failing)
+    runs = Runs([folder])
+    for _ in range(3):
+        runs.refresh()
+    assert runs.indexed == {"second"}
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    fails = False
+    runs.refresh()
+    assert runs.indexed == {"first", "second"}
+
+
+async def test_the_end_of_following_is_logged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    runs = Runs([folder])
+    monkeypatch.setattr(runs, "refresh", fail)
+    with pytest.raises(RuntimeError):
+        await asyncio.wait_for(runs.follow(), 60)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]

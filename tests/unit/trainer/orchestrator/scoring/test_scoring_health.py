@@ -1,0 +1,17 @@
+"""The conditions under which scoring as a whole counts as down."""
+
+from polyreme_trainer.orchestrator.scoring.scoring_health import Health
+
+
+def test_health() -> None:
+    health = Health(outage_timeout=10.0)
+    assert not health.waits(0.0)
+    health.failed(5.0, "group 1")
+    health.failed(6.0, "group 1")
+    assert not health.waits(6.0)
+    health.failed(8.0, "group 2")
+    assert health.waits(14.9) and not health.waits(15.0)
+    health.succeeded()
+    assert not health.waits(8.0)
+    health.failed(8.0)
+    assert health.waits(8.0)
