@@ -9,6 +9,7 @@ Invariant: a verdict is a pure function of measured facts, so it is the same on 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 GIB = 2**30
@@ -42,6 +43,14 @@ class Verdict:
 def exit_code(verdicts: Sequence[Verdict]) -> int:
     """0 when nothing is missing, else 1."""
     return int(any(verdict.level == "missing" for verdict in verdicts))
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package; None when it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def python_verdict(version: tuple[int, int]) -> Verdict:

@@ -105,8 +105,7 @@ def test_the_orchestrator_and_the_supervisor_have_no_torch() -> None:
         "command",
         "stage_command",
         "stage_checks",
-        "memory_estimate",
-        "megatron.memory",
+        "memory",
         "stages",
         "launch.trainer_process",
         "launch.stage_process",
@@ -176,7 +175,14 @@ def test_nothing_is_pickled() -> None:
 
 
 CORE_ARROWS = {
-    "cli": {"gateway", "experience", "import_config", "dataset", "net", "config", "weights", "process", "errors"},
+    "cli": {
+        *("page", "display", "rundir", "terminal", "gateway", "experience"),
+        *("import_config", "dataset", "net", "config", "weights", "process", "errors"),
+    },
+    "page": {"display", "rundir", "experience", "net", "config", "process", "errors"},
+    "display": {"rundir", "terminal", "experience", "dataset", "config", "errors"},
+    "rundir": {"terminal", "experience", "net", "dataset", "config", "errors"},
+    "terminal": {"errors"},
     "gateway": {"experience", "net", "config", "process", "errors"},
     "experience": {"net", "config", "process", "errors", "api"},
     "net": {"config", "process", "errors"},
@@ -195,11 +201,25 @@ TRAINER_ARROWS = {
     "orchestrator": {"algorithms", "data"},
     "observe": set(),
     "stages": {"algorithms", "learner", "data", "observe"},
+    "memory": {"megatron", "stages"},
     "megatron": {"algorithms", "learner", "data", "weight_sync"},
     "algorithms": set(),
     "data": set(),
 }
 """Trainer rooms that may import only these rooms."""
+
+MEGATRON_ARROWS = {
+    "models": {"parallel", "layers", "experts", "offload", "batches", "huggingface", "device", "mcore"},
+    "layers": {"parallel", "experts", "batches", "huggingface", "mcore"},
+    "experts": {"parallel", "batches", "huggingface", "mcore"},
+    "parallel": {"batches", "huggingface", "device", "mcore"},
+    "batches": {"huggingface", "mcore"},
+    "offload": {"mcore"},
+    "huggingface": {"atomic"},
+    "versions": {"models", "huggingface"},
+    "training": {"models", "parallel", "offload", "batches", "huggingface", "mcore"},
+}
+"""Rooms of `megatron` that may import only these rooms and modules of it."""
 
 
 PROTOCOLS = ("engine", "stage_engine", "gates", "leader", "saving")
@@ -232,7 +252,9 @@ def arrows(package: str) -> dict[str, set[str]]:
     return found
 
 
-ROOMS = {package: {room(module, package) for module, _ in modules() if under(module, package)} - {""} for package in PACKAGES}
+HOUSES = (*PACKAGES, "polyreme_trainer.megatron", "polyreme_trainer.orchestrator")
+"""The packages that have rooms."""
+ROOMS = {package: {room(module, package) for module, _ in modules() if under(module, package)} - {""} for package in HOUSES}
 
 
 def test_the_core_is_drawn_as_it_is() -> None:
@@ -250,12 +272,23 @@ def test_the_trainers_lower_rooms_import_nothing_above_them() -> None:
     assert not {source: targets for source, targets in extra.items() if targets}
 
 
+def test_the_models_rooms_import_nothing_above_them() -> None:
+    actual = arrows("polyreme_trainer.megatron")
+    extra = {source: actual.get(source, set()) - allowed for source, allowed in MEGATRON_ARROWS.items()}
+    assert not {source: targets for source, targets in extra.items() if targets}
+
+
+def test_services_do_not_use_the_command_line() -> None:
+    """What a service shares with the commands is in the core's rooms: a service works without `polyreme.cli`."""
+    assert not offenders(SERVICES, ("polyreme.cli",))
+
+
 def test_weight_sync_and_stages_use_only_the_learners_protocol_and_leader() -> None:
     above = tuple(f"polyreme_trainer.learner.{name}" for name in ("loop", "run_client", "__main__"))
     assert not offenders(("polyreme_trainer.weight_sync", "polyreme_trainer.stages", "polyreme_trainer.megatron"), above)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", HOUSES)
 def test_no_circle_of_rooms(package: str) -> None:
     """The rooms of a package can be ordered so that each imports only later ones."""
     imported: dict[str, set[str]] = {}

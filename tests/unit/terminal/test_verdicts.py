@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from polyreme.cli.commands.doctor import installed_version, port_failure
+from polyreme.cli.commands.doctor import port_failure
 from polyreme.terminal.verdicts import (
     GIB,
     TempFacts,
@@ -13,6 +13,7 @@ from polyreme.terminal.verdicts import (
     disk_verdict,
     exit_code,
     files_verdict,
+    installed_version,
     loopback_verdict,
     memory_verdict,
     packages_verdict,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from polyreme.config.trainer import OffloadConfig
-from polyreme_trainer.memory.state import PART_BYTES, Addend, ModelState
+from polyreme_trainer.megatron.offload import PART_BYTES
+from polyreme_trainer.memory.state import Addend, ModelState
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ WIDTHS = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4  # also of a bfloat16 weight: gradients are summed in float32
 MOMENTS_BYTES = 8
 MASTER_BYTES = 4  # for a weight that is not float32 itself
-PART_BYTES = 2**30
-"""The largest part of an offloaded optimizer's state that is on the device at a time; a single parameter's may be larger."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from polyreme.cli.commands.import_config import import_config
 from polyreme.config.load import load_config
 from polyreme.errors import ConfigError
 
-FILE = Path(__file__).parents[1] / "import_config" / "files" / "verl_grpo.sh"
+FILE = Path(__file__).parents[2] / "import_config" / "files" / "verl_grpo.sh"
 
 
 def test_the_written_file_loads_and_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,9 @@
 import pytest
 
 from polyreme.config.trainer import OffloadConfig
+from polyreme_trainer.megatron.offload import PART_BYTES
 from polyreme_trainer.memory.phases import resting, training_phase
-from polyreme_trainer.memory.state import PART_BYTES, Addend, ModelState
+from polyreme_trainer.memory.state import Addend, ModelState
 
 GIB = 2**30
 

@@ -1,1 +1,1 @@
-"""The model spec for CPU, and its layers."""
+"""What a CPU needs where megatron-core expects CUDA."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron import mcore
+from polyreme_trainer.megatron.offload import PART_BYTES
 from polyreme_trainer.megatron.offload.fragments import Fragment
 from polyreme_trainer.megatron.offload.host_memory import HostMemory
 from polyreme_trainer.megatron.offload.offload import Movable
-from polyreme_trainer.memory.state import PART_BYTES
 
 
 class OptimizerParts:
