@@ -182,7 +182,7 @@ CORE_ARROWS = {
     "page": {"display", "rundir", "experience", "net", "config", "process", "errors"},
     "display": {"rundir", "terminal", "experience", "dataset", "config", "errors"},
     "rundir": {"terminal", "experience", "net", "dataset", "config", "errors"},
-    "terminal": {"errors"},
+    "terminal": {"config", "errors"},
     "gateway": {"experience", "net", "config", "process", "errors"},
     "experience": {"net", "config", "process", "errors", "api"},
     "net": {"config", "process", "errors"},

@@ -19,6 +19,12 @@ from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.own import OwnAlgorithm
 
 
+def longest_episode(config: RunConfig) -> int:
+    """The largest number of tokens that the policy may sample in an episode."""
+    answer, environment = config.rollout.max_new_tokens, config.environment
+    return answer if environment is None else min(environment.max_turns * answer, config.rollout.max_model_len)
+
+
 def load_algorithm(config: RunConfig) -> Algorithm:
     """The algorithm of a run.
 
@@ -26,7 +32,7 @@ def load_algorithm(config: RunConfig) -> Algorithm:
         ConfigError: the source differs from the one that the run was configured with, has no usable function, or has a function that
             fails on a synthetic batch.
     """
-    longest, source = config.rollout.max_new_tokens, config.algorithm.source
+    longest, source = longest_episode(config), config.algorithm.source
     if source is None:
         return Algorithm(config.recipe, longest)
     code = source.code()

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.checks import _check_functions
-from polyreme_trainer.megatron.training.own_algorithm import load_algorithm, synthetic_batch
+from polyreme_trainer.megatron.training.own_algorithm import load_algorithm, longest_episode, synthetic_batch
 from support.configs import ALGORITHM, run_config
 
 LOSS = "def loss(inputs):\n    return {}\n"
@@ -20,6 +21,14 @@ def loaded(folder: Path, code: str, **algorithm: Any) -> Any:
     path.write_text(code)
     section = AlgorithmConfig.model_validate({**(algorithm or ALGORITHM), "source": {"file": path}})
     return load_algorithm(run_config(folder, algorithm=section))
+
+
+def test_an_episode_of_several_turns_may_be_longer_than_an_answer(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    assert longest_episode(config) == config.rollout.max_new_tokens
+    environment = EnvironmentConfig(file=tmp_path / "environment.py", max_turns=2)
+    played = run_config(tmp_path, reward=None, environment=environment)
+    assert longest_episode(played) == min(2 * config.rollout.max_new_tokens, config.rollout.max_model_len)
 
 
 def test_a_function_replaces_the_recipe_s_own_and_all_else_stays(tmp_path: Path) -> None:
