@@ -107,7 +107,9 @@ def test_the_installed_megatron_core_has_what_the_optimizer_calls() -> None:
 
 
 def check_optimizer(package: PackageSource) -> None:
-    names = "".join((OURS / f"{name}.py").read_text() for name in ("optimizer", "optimizer_parts", "fragments"))
+    names = "".join(
+        (OURS / f"{name}.py").read_text() for name in ("training/optimizer", "offload/optimizer_parts", "offload/fragments")
+    )
     for (module, kind), methods in OPTIMIZER_METHODS.items():
         found = methods_of(package, module, kind)
         assert [name for name in methods if name not in found or f".{name}(" not in names] == [], kind
@@ -122,7 +124,7 @@ def test_torch_takes_the_call_of_its_packed_attention() -> None:
     assert isinstance(place, tuple) and isinstance(place[1], ast.FunctionDef)
     positional = [each.arg for each in place[1].args.args]
     keywords = {each.arg for each in place[1].args.kwonlyargs}
-    [call] = calls(OURS / "accelerator.py", {"varlen_attn"})
+    [call] = calls(OURS / "layers" / "accelerator.py", {"varlen_attn"})
     assert positional[: call.positional] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert set(call.keywords) <= keywords | set(positional[call.positional :])
 
@@ -131,7 +133,9 @@ def test_torch_takes_the_call_of_its_packed_attention() -> None:
 def test_torch_npu_has_what_the_device_module_calls() -> None:
     npu = pinned("torch-npu")
     assert npu.find("torch_npu.contrib", "transfer_to_npu") is not None
-    nodes = [node for path in (OURS / "device.py", OURS / "self_test.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [
+        node for path in (OURS / "device.py", OURS / "probes" / "self_test.py") for node in ast.walk(ast.parse(path.read_text()))
+    ]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _names_a_backend(node.value)}
     assert {"is_available", "set_device", "mem_get_info", "synchronize", "empty_cache", "max_memory_allocated"} <= used
     assert {name for name in used if npu.find("torch_npu.npu", name) is None} == set()
@@ -144,7 +148,7 @@ def test_torch_npu_takes_the_call_of_its_packed_attention() -> None:
     start = documentation.index("torch_npu.npu_fusion_attention(Tensor query")
     signature = documentation[start : documentation.index("->", start)]
     parameters = [each.split("=")[0].split()[-1].rstrip(")") for each in signature.partition("(")[2].split(",")]
-    [call] = calls(OURS / "accelerator.py", {"npu_fusion_attention"})
+    [call] = calls(OURS / "layers" / "accelerator.py", {"npu_fusion_attention"})
     assert set(call.keywords) <= set(parameters[call.positional :])
     assert parameters[: call.positional] == ["query", "key", "value", "head_num", "input_layout"]
 
