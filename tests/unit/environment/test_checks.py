@@ -57,7 +57,7 @@ def test_an_environment_that_cannot(tmp_path: Path, code: str | None, section: d
         ({"trainer": {"moe": {"replay_routes": True}}}, "replay_routes does not go"),
         ({"data": {"template": "none"}}, "needs data.template: chat"),
         ({"data": {"eval": "eval.jsonl"}}, "with `environment`, see reward/mean"),
-        ({"algorithm": {"preset": "gdpo"}}, "an advantage per reward"),
+        ({"algorithm": {"advantage": {"kind": "per_part"}}}, "an advantage per reward"),
         ({"rollout": {"tokens_per_iteration": 4}, "max_staleness": 8}, "its episodes do not pause"),
     ],
 )

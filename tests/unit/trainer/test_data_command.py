@@ -191,7 +191,7 @@ def test_a_row_that_a_run_would_refuse_is_named(config: Path, complaint: str, ca
 
 def test_a_label_key_that_no_row_has_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="the columns are answer, prompt"):
-        report(capsys, config, None, ["data.label_key=gold"])
+        report(capsys, config, "data.label_key=gold")
 
 
 def test_conversations_of_a_warm_start_are_reported(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

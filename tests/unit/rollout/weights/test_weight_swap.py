@@ -93,8 +93,10 @@ class SwapMachine(RuleBasedStateMachine):
         self.term = max(self.term, self.redis_term)
         if term < self.term:
             return "ABORTED"
+        if self.failures >= FAILURES_TO_QUARANTINE:
+            return "FAILED_PRECONDITION"
         self.term = term
-        return "FAILED_PRECONDITION" if self.failures >= FAILURES_TO_QUARANTINE else None
+        return None
 
     @initialize()
     def start(self) -> None:
