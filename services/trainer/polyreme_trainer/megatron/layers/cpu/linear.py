@@ -28,12 +28,17 @@ def _made_by_intel() -> bool:
 
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_ONEDNN_TYPES = {torch.float32}
+"""The types of products that oneDNN computes on this processor: bfloat16 needs AVX-512 or newer."""
+if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    _ONEDNN_TYPES.add(torch.bfloat16)
 _MKL = torch.backends.mkl.is_available() and _made_by_intel()
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, k] @ weight [m, k].T + bias [m]. Transposed views are not copied."""
-    if not _ONEDNN or (_MKL and x.dtype == torch.float32) or not x.numel():  # an expert without tokens
+    by_onednn = _ONEDNN and x.dtype in _ONEDNN_TYPES and not (_MKL and x.dtype == torch.float32)
+    if not by_onednn or not x.numel():  # an expert without tokens
         return torch.nn.functional.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
