@@ -60,7 +60,9 @@ async def serve(
         version, about = pool.about
         logger.info("the environment %s: %s", version, about)
         app = make_app(lambda: pool.available and not pool.draining, metrics)
-        http = await stack.enter_async_context(serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security))
+        http = await stack.enter_async_context(
+            serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security, names=endpoint.names)
+        )
         servicer = EnvironmentServicer(pool, metrics)
         server = await stack.enter_async_context(
             rpc.serve(endpoint.host, endpoint.port, servicer.add_to, [NAME], grace, config.security)
