@@ -15,6 +15,7 @@ from polyreme.api.v1 import environment_pb2_grpc, experience_pb2
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError, RunFailedError, UnavailableError
 from polyreme.net import rpc
+from polyreme.net.endpoint import Endpoint
 from polyreme_environment.server import serve
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
@@ -99,6 +100,14 @@ async def serving(config, **options):
             yield lease, partial(Stream, environment_pb2_grpc.EnvironmentServiceStub(channel))
         finally:
             await channel.close()
+
+
+async def test_http_answers_to_the_name_that_it_is_advertised_by_and_to_no_other(config):
+    endpoint = Endpoint(advertise="players.example")
+    async with serving(config, endpoint=endpoint) as (lease, _), httpx.AsyncClient(trust_env=False) as http:
+        url = f"http://127.0.0.1:{lease.http_address.rpartition(':')[2]}/health"
+        found = [(await http.get(url, headers={"host": host})).status_code for host in ("players.example", "other.example")]
+        assert found == [200, 421]
 
 
 async def test_an_episode_and_what_the_service_says_about_it(config):
