@@ -4,6 +4,7 @@ Invariant: a computation under a limit ends soon after it, unless it is in a sin
 exclude by limits on size. The limit counts the process's own processor time, so other load of the machine changes no result.
 """
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -27,9 +28,13 @@ def limited(seconds: float) -> Iterator[None]:
         raise OverBudget
 
     before = signal.signal(signal.SIGVTALRM, stop)
+    collecting = gc.isenabled()
+    gc.disable()  # Python ignores what is raised inside of a collection, and reports it as an error of whatever it ran there
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.05)  # again, in case that a handler of the block has swallowed it
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        if collecting:
+            gc.enable()

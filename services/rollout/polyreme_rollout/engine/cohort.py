@@ -110,10 +110,9 @@ def sample(logits: torch.Tensor, requests: list[EngineRequest], places: list[int
             scores[row] = cut(scores[row], request.sampling)
     logprobs = scores.log_softmax(-1)
     bounds = logprobs.double().exp().cumsum(-1)
-    draws = torch.tensor(
-        [uniform(request.seed, place) for request, place in zip(requests, places, strict=True)], device=logits.device
-    )
-    drawn = torch.searchsorted(bounds, (draws.double() * bounds[:, -1])[:, None], right=True)[:, 0]
+    uniforms = [uniform(request.seed, place) for request, place in zip(requests, places, strict=True)]
+    draws = torch.tensor(uniforms, dtype=bounds.dtype, device=bounds.device)
+    drawn = torch.searchsorted(bounds, (draws * bounds[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, scores.argmax(-1), drawn.clamp(max=logits.shape[-1] - 1))
     return tokens.tolist(), logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
 

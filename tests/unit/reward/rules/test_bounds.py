@@ -1,5 +1,6 @@
 """Explosive formulas are bounded before they are computed."""
 
+import gc
 import time
 
 import pytest
@@ -85,3 +86,22 @@ def test_a_budget_ends_a_computation_and_no_later_one() -> None:
     begin = time.process_time()
     while time.process_time() - begin < 0.1:
         pass
+
+
+def test_a_budget_that_ends_beside_a_collection_is_not_lost_in_it() -> None:
+    def slow(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+        begin = time.process_time()
+        while len(collections) < 5 and time.process_time() - begin < 0.2:
+            pass
+
+    collections: list[str] = []
+    gc.callbacks.append(slow)
+    try:
+        with pytest.raises(OverBudget), limited(0.05):  # an exception inside of `slow` would be ignored, with a warning
+            for _ in range(10_000_000):
+                cycle: list[object] = []
+                cycle.append(cycle)
+    finally:
+        gc.callbacks.remove(slow)
+    assert gc.isenabled()
