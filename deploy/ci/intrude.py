@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 METHODS = {
     "rollout": ("/polyreme.api.v1.RolloutService/Generate", "/polyreme.api.v1.WeightsService/Commit"),
+    "environment": ("/polyreme.api.v1.EnvironmentService/Run",),
     "reward": ("/polyreme.api.v1.RewardService/Score", "/polyreme.api.v1.RewardService/ListRewards"),
 }
 

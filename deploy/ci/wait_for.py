@@ -1,8 +1,8 @@
-"""Waits for a condition on a run's records, inside its trainer's container: `wait_for.py EXPRESSION SECONDS`.
+"""Waits for a condition on a run's records, inside its trainer's container: `wait_for.py EXPRESSION SECONDS [NAME]`.
 
 The expression can use `iterations` (the newest iteration), `reward(first, last)` (mean over these iterations), `serving` (replicas that
 committed one of the newest versions), `streamed` (those of them that received a version as a stream), `kinds` (of all records) and `state`.
-The exit status is 0 when the expression holds, and 1 when the time is over.
+NAME is the run's, by default sevens. The exit status is 0 when the expression holds, and 1 when the time is over.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ async def state() -> str:
 
 def main() -> None:
     expression, seconds = sys.argv[1], float(sys.argv[2])
-    path = Path("/runs/sevens/metrics.jsonl")
+    path = Path("/runs", sys.argv[3] if len(sys.argv) > 3 else "sevens", "metrics.jsonl")
     deadline = time.monotonic() + seconds
     while True:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []

@@ -1,4 +1,5 @@
 # The reward image: `docker build -f deploy/docker/reward.Dockerfile .`. It has no torch; with REQUIREMENTS=reward-torch it does.
+# The gateway and the environment service run from it, too: they need nothing else.
 # Every external source is a build argument, so that the image can be built in a closed network: docs/deploy.md has the list.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 ARG REDIS_IMAGE=reward
@@ -37,7 +38,8 @@ COPY pyproject.toml README.md /src/
 COPY requirements/cpu.txt /src/requirements/
 COPY polyreme /src/polyreme
 COPY services/reward /src/services/reward
-RUN install.sh packages /src /src/services/reward
+COPY services/environment /src/services/environment
+RUN install.sh packages /src /src/services/reward /src/services/environment
 
 FROM runtime AS reward
 COPY --from=dependencies /opt/polyreme /opt/polyreme
