@@ -61,6 +61,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("ui-episodes") / "runs"
+    record_run(folder / "tools", iterations=2, seed=3, episodes=True)
+    with served(str(folder)) as address:
+        yield address
+
+
 @contextmanager
 def served(*words: str, **environment: str) -> Iterator[str]:
     """Runs `polyreme ui`. Yields its address."""
@@ -274,6 +282,27 @@ def test_the_configuration_shows_what_is_not_a_default(address: str, open_page: 
     page.locator("summary", has_text="trainer").click()
     expect(keys.filter(has_text="trainer.")).not_to_have_count(few)
     assert keys.count() > few
+
+
+@pytest.mark.parametrize(("size", "theme"), [(WIDE, "light"), (NARROW, "dark")])
+def test_an_episode_is_a_conversation(episodes: str, open_page: Any, pictures: Path, size: Any, theme: str) -> None:
+    page = open_page(f"{episodes}#/life/tools/0.2", size, theme)
+    messages = page.locator(".conversation > li")
+    expect(messages).to_have_count(5)
+    expect(page.locator(".conversation > li.sampled")).to_have_count(2)
+    call = messages.nth(2)
+    expect(call).to_contain_text("turn 1")
+    expect(call).to_contain_text('add({"a": 2, "b": 3})')
+    expect(call.locator(".bad")).to_have_text("expected two numbers")
+    expect(page.locator(".steps")).to_contain_text("at the most turns")
+    page.get_by_label("log-probability").check()
+    shaded = "(tokens) => tokens.map((token) => token.style.background !== '')"
+    assert page.locator("p.tokens > span").evaluate_all(shaded)[:6] == [True, True, True, False, False, False]
+    found = Axe().run(page).response["violations"]
+    assert not [each["id"] for each in found if each["impact"] in SERIOUS]
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    if size == WIDE:
+        page.screenshot(path=pictures / "ui-episode.png", full_page=False)
 
 
 def test_colours_of_events_say_their_severity(address: str, open_page: Any) -> None:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.experience.record_codec import encode_group
-from polyreme.experience.records import GroupRecord, RewardCall, RewardPart, SampleRecord
+from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme_trainer.observe.records import Recorder
@@ -81,10 +82,42 @@ def made_group(random: np.random.Generator, index: int, iteration: int, right_sh
     )  # fmt: skip
 
 
+def made_episodes(group: GroupRecord) -> GroupRecord:
+    """The group as episodes of two turns: the policy calls a tool, reads its result, and answers."""
+    samples, episodes = [], []
+    for number, sample in enumerate(group.samples):
+        asked, read = np.array([4, 15, 5], np.int32), np.array([14, 9, 14], np.int32)
+        error = "expected two numbers" if number == 2 else ""
+        call = ToolCall("add", '{"a": 2, "b": 3}', "" if error else "5", 0.4, error)
+        first = Turn(0, len(asked), 0.0, 0.8, (call,))
+        last = Turn(len(asked) + len(read), len(asked) + len(read) + len(sample), sample.score, 0.6)
+        zeros = np.zeros(len(read), np.float32)
+        whole = replace(
+            sample,
+            token_ids=np.concatenate([asked, read, sample.token_ids]),
+            logprobs=np.concatenate([np.full(len(asked), -0.2, np.float32), zeros, sample.logprobs]),
+            loss_mask=np.concatenate([np.ones(len(asked), np.uint8), zeros.astype(np.uint8), sample.loss_mask]),
+            spans=[(sample.spans[0][0], 0, len(asked)), *((version, start + 6, end + 6) for version, start, end in sample.spans)],
+            turns=(first, last),
+            episode=number,
+        )
+        samples.append(whole)
+        messages = [
+            {"role": "system", "content": "Use the tool."},
+            {"role": "user", "content": [{"type": "text", "text": group.prompt}]},
+            {"role": "assistant", "content": f"<tool_call>{call.name}</tool_call>"},
+            {"role": "tool", "content": call.error or call.result},
+            {"role": "assistant", "content": sample.text},
+        ]
+        outcome = pb.OUTCOME_TURNS if number == 2 else pb.OUTCOME_STOP
+        episodes.append(EpisodeRecord(outcome, json.dumps(messages), 0.5))
+    return replace(group, samples=samples, episodes=episodes)
+
+
 def used(groups: list[GroupRecord]) -> TrainedSamples:
     """Group-relative advantages and equal weights."""
     samples = [(group, sample) for group in groups for sample in group.samples]
-    advantages = [np.full(len(sample), sample.score - group.mean_reward, dtype=np.float32) for group, sample in samples]
+    advantages = [np.full(sample.sampled_tokens, sample.score - group.mean_reward, dtype=np.float32) for group, sample in samples]
     return TrainedSamples(
         np.concatenate(advantages), np.full(len(samples), 1 / len(samples), np.float32), np.ones((len(samples), 1), np.int32)
     )
@@ -154,8 +187,10 @@ def made_run(iterations: int, seed: int, started: float, group_count: int = GROU
     yield {"kind": "restart", "process": "rollout-1", "text": "exit status 137", "time": end}, [], None
 
 
-def record_run(run_dir: Path, iterations: int, seed: int, groups: int = GROUPS, state: RunState = RunState.DONE) -> None:
-    """Writes the directory of such a run."""
+def record_run(
+    run_dir: Path, iterations: int, seed: int, groups: int = GROUPS, state: RunState = RunState.DONE, *, episodes: bool = False
+) -> None:
+    """Writes the directory of such a run. `episodes`: its groups are episodes of two turns with a tool."""
     run_dir.mkdir(parents=True)
     config = run_config(run_dir.parent, name=run_dir.name, output_dir=run_dir.parent, iterations=iterations)
     (run_dir / "config.yaml").write_text(config.to_yaml())
@@ -171,6 +206,9 @@ def record_run(run_dir: Path, iterations: int, seed: int, groups: int = GROUPS, 
             started, lines = time.time() - SECONDS * iterations - 10, list[tuple[str, dict[str, Any]]]()
             for number, (line, made, trained) in enumerate(made_run(iterations, seed, started, groups)):
                 if line["kind"] == "iteration":
+                    if episodes:
+                        made = [made_episodes(group) for group in made]
+                        trained = used(made)
                     by_iteration[line["iteration"]] = (
                         [encode_group(group) for group in made],
                         trained.encode() if trained else None,

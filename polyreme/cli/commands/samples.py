@@ -67,9 +67,33 @@ def sample_text(sample: Sample) -> list[str]:
     place = f"iteration {sample['iteration']}, group {sample['group']}" if "group" in sample else f"version {sample['version']}"
     parts = ", ".join(f"{name} {part['raw']:g}" for name, part in sample["parts"].items())
     score = f"{sample['score']:g}" + (f" ({parts})" if len(sample["parts"]) > 1 else "")
-    head = f"{place}: reward {score}, {sample['tokens']} tokens, {sample['finish_reason']}"
-    texts = {name: shortened(str(sample[name]), 1000) for name in ("prompt", "response", "label")}
-    return [head, *(f"  {name:8} {text}" for name, text in texts.items())]
+    head = f"{place}: reward {score}, {sample['tokens']} tokens, {sample.get('outcome', sample['finish_reason'])}"
+    messages = sample.get("messages")
+    texts = {name: _shown(sample[name]) for name in (["label"] if messages else ["prompt", "response", "label"])}
+    return [head, *(conversation_text(sample) if messages else ()), *(f"  {name:9} {text}" for name, text in texts.items())]
+
+
+def conversation_text(sample: Sample) -> list[str]:
+    """The messages of an episode, each on one line; below a turn of the policy its reward and its tool calls.
+
+    The last answers are the turns: the first messages may contain answers, too, as examples.
+    """
+    messages, lines = sample["messages"], list[str]()
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = dict(zip(answers[-len(sample["turns"]) :], sample["turns"], strict=False))
+    for place, message in enumerate(messages):
+        lines.append(f"  {message['role']:9} {_shown(message.get('content') or '')}")
+        if turn := turns.get(place):
+            lines += [
+                f"    {call['name']}({_shown(call['arguments'])}): {_shown(call['error'] or call['result'])}"
+                for call in turn["tool_calls"]
+            ]
+            lines += [f"    reward {turn['reward']:g}"] if turn["reward"] else []
+    return lines
+
+
+def _shown(value: object) -> str:
+    return shortened(str(value), 1000)
 
 
 def _range(option: str, text: str | None) -> Range:

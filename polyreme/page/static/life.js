@@ -2,6 +2,7 @@
 
 import {html} from "./vendor/preact.js";
 import {link} from "./address.js";
+import {Branches, Conversation} from "./conversation.js";
 import {Empty, Failure, clock, number, seconds, useAnswer} from "./parts.js";
 import {Tokens} from "./tokens.js";
 import {offline, source} from "./source.js";
@@ -43,6 +44,13 @@ function Peers({run, sample}) {
       <td>${peer.id === sample.id ? null : html`<a href=${link("compare", [run.name, peer.id, sample.id])}>compare</a>`}</td></tr>`)}</tbody></table></div></section>`;
 }
 
+const BOUNDS = {turns: "at the most turns", tokens: "at the most tokens", time: "at the longest time", length: "at the longest length"};
+
+const ended = ({outcome, finish}) => BOUNDS[outcome ?? finish] ?? outcome ?? finish;
+
+// The seconds of turns or tool calls together, as text; null without any.
+const spent = (parts) => (parts?.length ? seconds(parts.reduce((sum, part) => sum + part.seconds, 0)) : null);
+
 export function Life({run, at}) {
   const id = at.words[1];
   const {value: sample, error, asked} = useAnswer(() => source.sample(run.name, id), [run.name, id]);
@@ -51,16 +59,20 @@ export function Life({run, at}) {
   if (sample === null) return html`<${Empty} title=${`No sample ${id}`}>The id of a sample is GROUP.SAMPLE; that of an evaluation answer is vVERSION.ROW.<//>`;
   const trained = sample.kind === "train";
   const began = sample.began, generated = began && began + sample.generate_seconds, scored = generated && generated + sample.score_seconds;
+  const calls = (sample.turns ?? []).flatMap((turn) => turn.tool_calls);
   const staleness = trained && sample.oldest !== null ? sample.step - 1 - sample.oldest : null;
   return html`<article class="life">
     <header><h2>Sample ${sample.id}</h2><span class="score-large">${number(sample.score)}</span>
       <span class="soft">${trained ? `trained in iteration ${sample.step}` : `answer of version ${sample.step}`}</span></header>
-    <div class="texts"><section><h3>Prompt</h3><pre tabindex="0">${sample.prompt}</pre>${sample.label ? html`<p class="soft">label: <code>${sample.label}</code></p>` : null}</section>
-      <section><h3>Response</h3><pre tabindex="0">${sample.response || "(empty)"}</pre></section></div>
+    <${Branches} run=${run} sample=${sample} />
+    ${sample.messages?.length ? html`<${Conversation} sample=${sample} />${sample.label ? html`<p class="soft">label: <code>${sample.label}</code></p>` : null}`
+      : html`<div class="texts"><section><h3>Prompt</h3><pre tabindex="0">${sample.prompt}</pre>${sample.label ? html`<p class="soft">label: <code>${sample.label}</code></p>` : null}</section>
+      <section><h3>Response</h3><pre tabindex="0">${sample.response || "(empty)"}</pre></section></div>`}
     <ol class="steps">
       <${Step} title="Generated" when=${clock(began)}>
         <${Facts} of=${{"replica": sample.replicas?.join(", then "), "took": sample.generate_seconds ? `${seconds(sample.generate_seconds)} (its group)` : null, "prompt tokens": sample.prompt_tokens,
-          "tokens": number(sample.tokens), "ended": sample.finish === "length" ? "at the longest length" : sample.finish, "attempt": sample.attempt, "mean log-probability": sample.logprob === null ? null : number(sample.logprob)}} />
+          "tokens": number(sample.tokens), "ended": ended(sample), "turns": sample.turns?.length || null, "tool calls": calls.length || null,
+          "sampling": spent(sample.turns), "tools": spent(calls), "environment": sample.environment_seconds === undefined ? null : seconds(sample.environment_seconds), "attempt": sample.attempt, "mean log-probability": sample.logprob === null ? null : number(sample.logprob)}} />
         ${sample.spans ? html`<${Spans} sample=${sample} />` : null}
       <//>
       <${Step} title="Scored" when=${clock(generated)}>

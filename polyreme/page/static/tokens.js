@@ -4,16 +4,19 @@ import {html} from "./vendor/preact.js";
 import {choose, useAddress} from "./address.js";
 import {number} from "./parts.js";
 
-// The numbers per token of a sample, by kind; null if the run did not record them.
+// The numbers per token of a sample, by kind; null if the run did not record them. Tokens that the environment wrote have none.
 function columns(sample) {
   const count = sample.token_ids.length;
   const advantage = Array.isArray(sample.advantages) ? sample.advantages : Array.isArray(sample.advantage) ? sample.advantage
     : typeof sample.advantage === "number" ? Array(count).fill(sample.advantage) : null;
-  const version = Array(count).fill(null);
+  const version = Array(count).fill(null), turns = sample.turns ?? [];
   for (const [number, start, end] of sample.spans ?? []) version.fill(number, start, end);
+  const sampled = Array(count).fill(!turns.length);
+  for (const {start, end} of turns) sampled.fill(true, start, end);
+  const ofPolicy = (values) => values && values.map((value, place) => (sampled[place] ? value : null));
   return {
-    "log-probability": sample.logprobs ?? null,
-    advantage,
+    "log-probability": ofPolicy(sample.logprobs ?? null),
+    advantage: ofPolicy(advantage),
     version: version.some((each) => each !== null) ? version : null,
     "token reward": sample.token_rewards ?? null,
     teacher: sample.teacher_logprobs ?? null,
@@ -28,7 +31,7 @@ function background(kind, value, values) {
     return `background: color-mix(in srgb, var(--run-${versions.indexOf(value) % 8}) 26%, transparent)`;
   }
   const likely = kind === "log-probability" || kind === "teacher";
-  const top = likely ? 6 : Math.max(1e-9, ...values.map(Math.abs));
+  const top = likely ? 6 : Math.max(1e-9, ...values.map(Math.abs)); // the absolute value of null is 0
   const share = Math.min(1, Math.abs(value) / top);
   return `background: color-mix(in srgb, var(${likely || value < 0 ? "--low" : "--high"}) ${Math.round(share * 55)}%, transparent)`;
 }
@@ -47,6 +50,7 @@ export function Tokens({sample}) {
 }
 
 function legend(kind, values) {
+  values = values.filter((value) => value !== null);
   if (!values.length) return "";
   if (kind === "version") return `versions ${[...new Set(values)].join(", ")}`;
   return `${kind}: mean ${number(values.reduce((sum, value) => sum + value, 0) / values.length)}, lowest ${number(Math.min(...values))}, highest ${number(Math.max(...values))}`;

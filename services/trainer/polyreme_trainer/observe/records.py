@@ -227,10 +227,13 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
 
 
 def episode_fields(group: GroupRecord, sample: SampleRecord) -> Record:
-    """The fields of a trajectory's line: its episode, why that ended, its turns, and the conversation."""
+    """The fields of a trajectory's line: its episode, why that ended, its turns, and the conversation. `trajectories`: the positions of the
+    episode's samples, if there are several."""
     episode = group.episodes[sample.episode]
+    positions = [position for position, other in enumerate(group.samples) if other.episode == sample.episode]
     return {
         "episode": sample.episode,
+        **({"trajectories": positions} if len(positions) > 1 else {}),
         "outcome": Outcome.Name(episode.outcome).removeprefix("OUTCOME_").lower(),
         "environment_seconds": round(episode.seconds, _DIGITS),
         "turns": [{**turn._asdict(), "tool_calls": [call._asdict() for call in turn.tool_calls]} for turn in sample.turns],

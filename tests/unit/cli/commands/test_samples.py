@@ -78,6 +78,28 @@ def test_an_answer_of_an_evaluation_names_its_version() -> None:
     assert "b c" in lines[2]
 
 
+def test_an_episode_is_a_conversation_with_its_turns() -> None:
+    call = {"name": "add", "arguments": '{"a": 1}', "result": "3", "seconds": 0.1, "error": ""}
+    failed = {**call, "name": "div", "result": "", "error": "division by zero"}
+    turns = [{"start": 0, "end": 2, "reward": 0.5, "seconds": 0.1, "tool_calls": [call, failed]}]
+    turns.append({"start": 4, "end": 5, "reward": 0.0, "seconds": 0.1, "tool_calls": []})
+    said = [
+        ("user", "an example"),
+        ("assistant", "shown"),
+        ("user", "task"),
+        ("assistant", "first"),
+        ("tool", "3"),
+        ("assistant", "last"),
+    ]
+    messages = [{"role": role, "content": content} for role, content in said]
+    sample = {"iteration": 1, "group": 2, "score": 0.5, "parts": {}, "tokens": 3, "finish_reason": "stop", "label": "x"}
+    lines = sample_text({**sample, "outcome": "turns", "turns": turns, "messages": messages})
+    assert lines[0] == "iteration 1, group 2: reward 0.5, 3 tokens, turns"
+    assert [line.split() for line in lines[1:5]] == [[*f"{role} {content}".split()] for role, content in said[:4]]
+    assert lines[5:8] == ['    add({"a": 1}): 3', '    div({"a": 1}): division by zero', "    reward 0.5"]
+    assert lines[8:] == ["  tool      3", "  assistant last", "  label     x"]
+
+
 def test_the_first_samples_are_of_different_prompts(run_dir: Path) -> None:
     """Those of a group would all be answers to one prompt."""
     runner, app = CliRunner(), build_app(["samples"])

@@ -203,7 +203,12 @@ def test_a_trajectory_has_its_episode_and_its_turns() -> None:
     assert (line["episode"], line["outcome"], line["environment_seconds"]) == (0, "turns", 0.25)
     call = {"name": "add", "arguments": "{}", "result": "3", "seconds": 0.0, "error": ""}
     assert line["turns"] == [{"start": 0, "end": turn.end, "reward": 0.5, "seconds": 0.1, "tool_calls": [call]}]
-    assert line["messages"] == messages
+    assert line["messages"] == messages and "trajectories" not in line
+    branches = [replace(plain.samples[0], turns=(turn,))] * 2
+    assert [each["trajectories"] for each in sample_lines(replace(plain, samples=branches, episodes=[episode]))] == [
+        [0, 1],
+        [0, 1],
+    ]
 
 
 async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
