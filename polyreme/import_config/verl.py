@@ -15,6 +15,7 @@ from polyreme.import_config.verl_algorithm import ACTOR, MODE, Fixed, algorithm
 from polyreme.import_config.verl_engine_keys import sizes_of
 from polyreme.import_config.verl_keys import RULES
 from polyreme.import_config.verl_optimizer import optimizer
+from polyreme.import_config.verl_turns import environment
 
 DEFAULTS = {
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
@@ -165,6 +166,8 @@ def _rewards(values: Values) -> tuple[Any, str]:
     if values["algorithm.adv_estimator"] == "gdpo":
         keys = values.get("algorithm.gdpo_reward_keys") or []
         weights = values.get("algorithm.gdpo_reward_weights") or [1.0] * len(keys)
+        if isinstance(keys, Unresolved) or isinstance(weights, Unresolved):
+            return [placeholder("reward")], f"CHECK: the file does not say which parts and weights: {keys}, {weights}"
         parts = [placeholder(key, weight=weight) for key, weight in zip(keys, weights, strict=True)]
         return parts or [{"name": "math"}], "CHECK: gdpo_reward_keys; write a function for each part that compute_score returns"
     if function:
@@ -184,4 +187,4 @@ def _rewards(values: Values) -> tuple[Any, str]:
     return [{"name": "math"}], "CHECK: verl chooses a function by data_source; built-in here are math, numeric, exact, code, ..."
 
 
-VERL = System("verl", "verl", RULES, DEFAULTS, _fixed, epochs="trainer.total_epochs")
+VERL = System("verl", "verl", RULES, DEFAULTS, _fixed, epochs="trainer.total_epochs", environment=environment)

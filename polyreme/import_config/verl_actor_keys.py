@@ -20,7 +20,6 @@ ROLLOUT, MODEL, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "a
 GAE = when("algorithm.adv_estimator", "gae")
 _SENSES = re.compile(r"[\d.-]vl\b|\bvl[\d.-]|internvl|llava|omni|vision|-\d\.?\d?v\b|minicpm-[ov]", re.IGNORECASE)
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-TURNS = "several turns or tools; this run has one answer per prompt"
 NO_CRITIC = "no critic without adv_estimator: gae"
 WHOLE = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 
@@ -83,7 +82,6 @@ DATA = (
     *lost("the chat template has no options here; write them into the template", "data.apply_chat_template_kwargs.*"),
     *lost("the tokenizer is in model.path", "data.tokenizer", f"{MODEL}.tokenizer_path"),
     *lost("set reward.choose_by to this column", "data.reward_fn_key", unless=(None, "data_source")),
-    *lost(TURNS, "data.tool_config_path", "data.function_tool_path", another_run=True),
     *idle("generation goes on until a batch is full", "data.gen_batch_size"),
     *idle("evaluation only: it sends all its prompts at once", "data.val_batch_size", "data.validation_shuffle"),
     *lost("images, audio and video are not read: prompts are texts", "data.image_key", "data.video_key", "data.audio_key",

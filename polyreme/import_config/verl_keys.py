@@ -15,7 +15,6 @@ from polyreme.import_config.verl_actor_keys import (
     NO_CRITIC,
     REF,
     ROLLOUT,
-    TURNS,
     WHOLE,
     optimizer_keys,
     without_critic,
@@ -31,6 +30,7 @@ from polyreme.import_config.verl_algorithm import (
     rejection,
 )
 from polyreme.import_config.verl_engine_keys import ENGINES
+from polyreme.import_config.verl_turns import MULTI_TURNS
 
 V1 = "trainer.v1"
 
@@ -73,15 +73,8 @@ ROLLOUTS = (
     *lost("a response ends at the end token", f"{ROLLOUT}.ignore_eos", unless=(None, False)),
     *lost("every sample of a batch is trained", f"{ROLLOUT}.over_sample_rate", unless=(None, 0)),
     *lost("replicas have the learner's weights", f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization_config_file"),
-    *lost(TURNS, f"{ROLLOUT}.multi_turn.enable", unless=(None, False), another_run=True),
-    *lost(TURNS, f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.interaction_config_path",
-          f"{ROLLOUT}.multi_turn.function_tool_path", f"{ROLLOUT}.agent.agent_loop_config_path", another_run=True),
-    *lost(TURNS, f"{ROLLOUT}.agent.default_agent_loop", unless=(None, "single_turn_agent"), another_run=True),
+    *MULTI_TURNS,
     *lost("the engine is vLLM", f"{ROLLOUT}.agent.custom_async_server.*"),
-    *lost(TURNS, f"{ROLLOUT}.multi_turn.max_*_turns", f"{ROLLOUT}.multi_turn.max_turns", unless=(None, 1), another_run=True,
-          off=lambda values: "multi_turn.enable: false" if values.get(f"{ROLLOUT}.multi_turn.enable") is False else ""),
-    *lost(TURNS, f"{ROLLOUT}.multi_turn.*", another_run=True,
-          off=lambda values: "" if values.get(f"{ROLLOUT}.multi_turn.enable") else "only used with several turns"),
     Rule(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
     Rule(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
     Rule(f"{ROLLOUT}.max_num_seqs", "rollout.max_num_seqs"),
