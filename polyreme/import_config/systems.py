@@ -17,7 +17,7 @@ from polyreme.import_config.reading.read import read_file
 from polyreme.import_config.rules import ITERATIONS, Fate, System, Values
 from polyreme.import_config.trl import TRL, refuse_others, trainer_of, with_plain_options
 from polyreme.import_config.trl_batches import TRAINER
-from polyreme.import_config.verl import VERL, with_older_names
+from polyreme.import_config.verl.system import VERL, with_older_names
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
 _PREPARED = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from polyreme.import_config.environments import CLASS, PLACEHOLDER
 from polyreme.import_config.rules import Environment, Values, idle, lost, part_of
-from polyreme.import_config.verl_actor_keys import ROLLOUT
+from polyreme.import_config.verl.actor_keys import ROLLOUT
 
 TURNS = f"{ROLLOUT}.multi_turn"
 CODE = (

@@ -2,7 +2,7 @@
 
 Keys and defaults: verl/trainer/config/ppo_trainer.yaml, ppo_megatron_trainer.yaml and the files that they include.
 
-Invariant: this module and the others that begin with `verl_` are the only places that know verl's keys.
+Invariant: this folder is the only place that knows verl's keys.
 """
 
 import math
@@ -10,12 +10,12 @@ from typing import Any
 
 from polyreme.import_config.convert import minibatches, path, placeholder, product, ratio
 from polyreme.import_config.rules import Lost, System, Unresolved, Values
-from polyreme.import_config.verl_actor_keys import MODEL, ROLLOUT
-from polyreme.import_config.verl_algorithm import ACTOR, MODE, Fixed, algorithm
-from polyreme.import_config.verl_engine_keys import sizes_of
-from polyreme.import_config.verl_keys import RULES
-from polyreme.import_config.verl_optimizer import optimizer
-from polyreme.import_config.verl_turns import environment
+from polyreme.import_config.verl.actor_keys import MODEL, ROLLOUT
+from polyreme.import_config.verl.algorithm import ACTOR, MODE, Fixed, algorithm
+from polyreme.import_config.verl.engine_keys import sizes_of
+from polyreme.import_config.verl.keys import RULES
+from polyreme.import_config.verl.optimizer import optimizer
+from polyreme.import_config.verl.turns import environment
 
 DEFAULTS = {
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",

@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 from polyreme.import_config.rules import ITERATIONS, PART, Lost, Values
-from polyreme.import_config.verl_algorithm import Fixed
-from polyreme.import_config.verl_engine_keys import engine_of
+from polyreme.import_config.verl.algorithm import Fixed
+from polyreme.import_config.verl.engine_keys import engine_of
 
 _MINIMA = ("min_lr", "lr_min", "min_lr_ratio", "min_lr_factor")
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}

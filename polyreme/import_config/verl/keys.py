@@ -7,7 +7,7 @@ from typing import Any
 
 from polyreme.import_config.convert import above, given, lookup, name, path, positive, trackers, when
 from polyreme.import_config.rules import PART, Lost, Noted, Off, Rule, Values, idle, lost, part_of
-from polyreme.import_config.verl_actor_keys import (
+from polyreme.import_config.verl.actor_keys import (
     ACTORS,
     DATA,
     GAE,
@@ -19,7 +19,7 @@ from polyreme.import_config.verl_actor_keys import (
     optimizer_keys,
     without_critic,
 )
-from polyreme.import_config.verl_algorithm import (
+from polyreme.import_config.verl.algorithm import (
     ACTOR,
     CORRECTION,
     DISTILLATION,
@@ -29,8 +29,8 @@ from polyreme.import_config.verl_algorithm import (
     kl_in_reward,
     rejection,
 )
-from polyreme.import_config.verl_engine_keys import ENGINES
-from polyreme.import_config.verl_turns import MULTI_TURNS
+from polyreme.import_config.verl.engine_keys import ENGINES
+from polyreme.import_config.verl.turns import MULTI_TURNS
 
 V1 = "trainer.v1"
 

@@ -7,7 +7,7 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 
 from polyreme.import_config.convert import above, given, lookup, product
 from polyreme.import_config.rules import Rule, Values, idle, lost, part_of
-from polyreme.import_config.verl_algorithm import ACTOR
+from polyreme.import_config.verl.algorithm import ACTOR
 
 MEGATRON = f"{ACTOR}.megatron"
 TRANSFORMER = f"{MEGATRON}.override_transformer_config"

@@ -8,13 +8,13 @@ from typing import Any
 
 from polyreme.import_config.convert import adapters, lookup, path, paths, when
 from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
-from polyreme.import_config.verl_algorithm import (
+from polyreme.import_config.verl.algorithm import (
     ACTOR,
     clip_ratio,
     kl_loss_type,
 )
-from polyreme.import_config.verl_engine_keys import MEGATRON
-from polyreme.import_config.verl_optimizer import schedule
+from polyreme.import_config.verl.engine_keys import MEGATRON
+from polyreme.import_config.verl.optimizer import schedule
 
 ROLLOUT, MODEL, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.ref"
 GAE = when("algorithm.adv_estimator", "gae")
@@ -117,7 +117,7 @@ MODELS = (
 
 
 def optimizer_keys(section: str, target: str) -> tuple[Rule, ...]:
-    """The fates of the keys of an optimizer; `verl_optimizer.optimizer` computes its settings."""
+    """The fates of the keys of an optimizer; `optimizer.optimizer` computes its settings."""
     names = (
         "lr",
         "weight_decay",
