@@ -5,7 +5,7 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 
 from typing import Any
 
-from polyreme.import_config.convert import above, given, lookup, name, path, positive, trackers, when
+from polyreme.import_config.convert import given, lookup, name, path, positive, trackers, when
 from polyreme.import_config.rules import PART, Lost, Noted, Off, Rule, Values, idle, lost, part_of
 from polyreme.import_config.verl.actor_keys import (
     ACTORS,
@@ -33,6 +33,22 @@ from polyreme.import_config.verl.engine_keys import ENGINES
 from polyreme.import_config.verl.turns import MULTI_TURNS
 
 V1 = "trainer.v1"
+
+
+def _answers(value: Any, values: Values) -> Any:
+    sampled = value == 1 and values.get(f"{ROLLOUT}.val_kwargs.do_sample")
+    return Noted(value, "CHECK: verl samples this one (val_kwargs.do_sample)") if sampled else value
+
+
+def _evaluated(value: Any, values: Values) -> Any:
+    cut = [
+        f"{key} {values[name]}"
+        for key in ("top_p", "top_k")
+        if values.get(name := f"{ROLLOUT}.val_kwargs.{key}") not in (None, 1, -1, 0)
+    ]
+    if not isinstance(value, int | float) or value <= 0:
+        return Off("greedy")
+    return Noted(value, f"CHECK: with {', '.join(cut)} in verl, from the whole distribution here") if cut else value
 
 
 def _fitting(key: str) -> Any:
@@ -83,8 +99,8 @@ ROLLOUTS = (
     Rule(f"{ROLLOUT}.name", "rollout.engine", "", lambda value, _: Noted("vllm", "" if value == "vllm" else "vLLM generates here")),
     Rule(f"{ROLLOUT}.dtype", "model.dtype", "", lookup({"bfloat16": "bfloat16", "float32": "float32"})),
     Rule(f"{ROLLOUT}.enable_rollout_routing_replay", "trainer.moe.replay_routes"),
-    Rule(f"{ROLLOUT}.val_kwargs.n", "eval_answers", "one answer is greedy, several are sampled"),
-    Rule(f"{ROLLOUT}.val_kwargs.temperature", "eval_temperature", "of several answers", above(0)),
+    Rule(f"{ROLLOUT}.val_kwargs.n", "eval_answers", "one answer is greedy, several are sampled", _answers),
+    Rule(f"{ROLLOUT}.val_kwargs.temperature", "eval_temperature", "of several answers", _evaluated),
     *idle("evaluation only: one answer is greedy, several are drawn from the whole distribution", f"{ROLLOUT}.val_kwargs.*"),
     *idle("speed and memory of generation", *(f"{ROLLOUT}.{each}" for each in (
         "mode", "log_prob_*", "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine", "max_num_batched_tokens", "disable_log_stats",

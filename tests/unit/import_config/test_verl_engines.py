@@ -100,3 +100,14 @@ def test_a_filter_that_sees_the_penalty_is_said(metric: str, penalty: bool, lost
 def test_a_key_of_the_newer_trainer_that_is_unknown_is_said() -> None:
     found, _ = import_text(script({"trainer.v1.sampler.prioritise": True}), suffix=".sh")
     assert [entry.fate for entry in found.lost] == [Fate.UNKNOWN]
+
+
+def test_evaluations_that_sample_otherwise_are_to_be_decided() -> None:
+    """DAPO's script: one answer, sampled with top_p 0.7; here one answer is greedy, and several are from the whole distribution."""
+    base = "actor_rollout_ref.rollout.val_kwargs."
+    values = {f"{base}n": 1, f"{base}do_sample": True, f"{base}temperature": 1.0, f"{base}top_p": 0.7, f"{base}top_k": -1}
+    found, run = import_text(script(values), suffix=".sh")
+    assert (run.eval_answers, run.eval_temperature) == (1, 1.0)
+    assert "CHECK" in found.comments["eval_answers"] and "top_p 0.7" in found.comments["eval_temperature"]
+    found, _ = import_text(script(values | {f"{base}n": 8, f"{base}top_p": 1.0}), suffix=".sh")
+    assert "CHECK" not in found.comments["eval_answers"] + found.comments["eval_temperature"]
