@@ -33,6 +33,11 @@ def when(key: str, *wanted: Any) -> Callable[[Any, Values], Any]:
     return lambda value, values: value if values.get(key) in choices else Off(needs)
 
 
+def unless_given(key: str, convert: Callable[[Any, Values], Any]) -> Callable[[Any, Values], Any]:
+    """The conversion, unless another key has a value, which the other system then reads instead."""
+    return lambda value, values: Off(f"{key} is read instead") if values.get(key) else convert(value, values)
+
+
 def adapters(alpha: str, default: float) -> Callable[[Any, Values], Any]:
     """A rank of adapters with the value of the key `alpha`. Rank 0 stands for training all weights."""
     return lambda rank, values: {"rank": rank, "alpha": values.get(alpha, default)} if rank else Off("all weights are trained")

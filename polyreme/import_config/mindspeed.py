@@ -9,6 +9,7 @@ Invariant: this module and `mindspeed_keys` are the only places that know MindSp
 from typing import Any
 
 from polyreme.import_config.convert import KL, minibatches, placeholder, product, ratio, refused
+from polyreme.import_config.environments import CLASS, PLACEHOLDER
 from polyreme.import_config.mindspeed_keys import (
     ACTOR,
     CRITIC,
@@ -20,7 +21,7 @@ from polyreme.import_config.mindspeed_keys import (
     SCHEDULES,
     TRAIN,
 )
-from polyreme.import_config.rules import ITERATIONS, System, Values
+from polyreme.import_config.rules import ITERATIONS, Environment, System, Unresolved, Values
 
 Fixed = dict[str, tuple[Any, str]]
 STAGES = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "ppo"}
@@ -198,8 +199,10 @@ def _rewards(values: Values) -> tuple[Any, str]:
     """Every verifier is one of ours, with a CHECK where its values differ, or a file to be written; without rules, a reward model."""
     if not values[f"{RL}.rule_reward"]:
         return [{"model": "FILL_IN/reward-model"}], "CHECK: rule_reward: false; a directory with a sequence classifier"
-    names = values[f"{RL}.verifier_function"]
-    weights = values.get(f"{RL}.verifier_weight", [1.0] * len(names))
+    names, weights = values[f"{RL}.verifier_function"], values.get(f"{RL}.verifier_weight", [1.0])
+    if isinstance(names, Unresolved) or isinstance(weights, Unresolved):
+        return [placeholder("reward")], f"CHECK: the file does not say which verifiers and weights: {names}, {weights}"
+    weights = weights if f"{RL}.verifier_weight" in values else [1.0] * len(names)
     found: dict[str, dict[str, Any]] = {}
     notes = []
     for name, weight in zip(names, weights, strict=False):
@@ -212,7 +215,25 @@ def _rewards(values: Values) -> tuple[Any, str]:
     return list(found.values()), f"CHECK: {origin}; {'; '.join(notes)}" if notes else origin
 
 
-MINDSPEED = System("mindspeed", "MindSpeed RL", RULES, DEFAULTS, _fixed)
+def _environment(values: Values) -> Environment | None:
+    """The tools of a run of several turns. Each call is a turn, and an answer follows the last."""
+    if not values.get(f"{RL}.multi_turn_enable"):
+        return None
+    calls, tools = values.get(f"{RL}.max_tool_calls"), values.get(f"{RL}.tool_config_path")
+    return Environment(
+        file=PLACEHOLDER,
+        origin=f"tool_config_path: {tools}",
+        turns=calls + 1 if calls else None,
+        turns_origin="max_tool_calls + 1",
+        key=f"{RL}.multi_turn_enable",
+        value=True,
+        loss=f"several turns: write its tools as {CLASS}",
+        tokens=values[f"{RL}.max_prompt_length"]
+        + (values.get(f"{RL}.max_total_response_length") or values[f"{SAMPLING}.max_tokens"]),
+    )
+
+
+MINDSPEED = System("mindspeed", "MindSpeed RL", RULES, DEFAULTS, _fixed, environment=_environment)
 _SHARED = frozenset(
     {*OPTIMIZER, "expert_model_parallel_size", "moe_tp_extend_ep", "recompute_granularity"}
     | {f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")}

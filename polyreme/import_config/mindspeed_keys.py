@@ -11,7 +11,6 @@ from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lo
 TRAIN, ACTOR, CRITIC, RL, GENERATE = "megatron_training", "actor_config", "critic_config", "rl_config", "generate_config"
 SAMPLING = f"{GENERATE}.sampling_config"
 GAE = when(f"{RL}.adv_estimator", "gae")
-TURNS = "several turns or tools; this run has one answer per prompt"
 WHOLE = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 OPTIMIZER: dict[str, tuple[str, Any]] = {
@@ -40,6 +39,10 @@ def _schedule(value: Any, values: Values) -> Any:
 
 def _without_critic(values: Values) -> str:
     return "" if values[f"{RL}.adv_estimator"] == "gae" else "no critic without adv_estimator: gae"
+
+
+def _one_turn(values: Values) -> str:
+    return "" if values.get(f"{RL}.multi_turn_enable") else "only used with multi_turn_enable"
 
 
 def _kl_penalty(value: Any, values: Values) -> Any:
@@ -117,7 +120,8 @@ ACTORS = (
     Rule(f"{ACTOR}.recompute_granularity", "trainer.recompute", "selective: the activations inside each MLP",
          lookup({"selective": "selective", "full": "full"}, None)),
     Rule(f"{ACTOR}.micro_batch_size", "trainer.micro_batch_tokens", "x (max_prompt_length + max_tokens)",
-         lambda value, values: value * (values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
+         lambda value, values: Off("packing sizes bound, with use_dynamic_bsz") if values.get(f"{RL}.use_dynamic_bsz")
+         else value * (values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
     *idle("a Megatron checkpoint: `polyreme convert` makes a Hugging Face directory for model.path", f"{ACTOR}.load"),
     *idle("checkpoints are in output_dir/name", f"{ACTOR}.save"),
     *part_of("trainer.critic.optimizer", *(f"{CRITIC}.{key}" for key in OPTIMIZER if key != "lr_decay_style")),
@@ -159,11 +163,13 @@ LEARNING = (
     *part_of("algorithm.shaping.overlong", f"{RL}.overlong_buffer*", f"{RL}.rollout_max_tokens"),
     *lost("a mini-batch consists of whole groups; MindSpeed RL mixes the samples of groups", f"{RL}.shuffle_mini_batch",
           unless=(None, False)),
-    *lost(TURNS, f"{RL}.multi_turn_enable", unless=(None, False), another_run=True),
-    *lost(TURNS, *(f"{RL}.{key}" for key in (
-        "tool_config_path", "max_tool_calls", "max_parallel_calls", "max_total_response_length", "max_tool_response_length",
-        "tool_response_truncate_side", "tool_parser_format", "multi_turn_*")), another_run=True,
-          off=lambda values: "" if values.get(f"{RL}.multi_turn_enable") else "only used with multi_turn_enable"),
+    *part_of("environment.file", f"{RL}.multi_turn_enable", f"{RL}.tool_config_path"),
+    *part_of("environment.max_turns", f"{RL}.max_tool_calls"),
+    *part_of("rollout.max_model_len", f"{RL}.max_total_response_length"),
+    *lost("a longer message is a failure here (environment.max_message_chars): cut it in the environment", f"{RL}.max_tool_response_length",
+          f"{RL}.tool_response_truncate_side", off=_one_turn),
+    *lost("the environment reads the calls in an answer, and answers them", f"{RL}.max_parallel_calls", f"{RL}.tool_parser_format",
+          f"{RL}.multi_turn_*", off=_one_turn),
     *part_of("trainer.parallel.data", f"{RL}.actor_resource.num_npus"),
     *idle("all roles share the learner's ranks", f"{RL}.*_resource.*", f"{RL}.*_resource"),
     Rule(f"{RL}.use_wandb", "trackers", "", lambda value, _: [{"kind": "wandb"}] if value else Off("no wandb")),

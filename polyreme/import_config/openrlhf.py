@@ -9,7 +9,7 @@ from typing import Any
 
 from polyreme.import_config.convert import above, adapters, choice, given, overlong, path, positive, when
 from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
-from polyreme.import_config.openrlhf_parts import PER_GROUP, PRESETS, fixed
+from polyreme.import_config.openrlhf_parts import PER_GROUP, PRESETS, environment, fixed
 from polyreme.import_config.rules import Lost, Noted, Off, Rule, System, Unresolved, Values, idle, lost, part_of
 
 ESTIMATOR = "algo.advantage.estimator"
@@ -143,8 +143,7 @@ RULES = (
     Rule("train.colocate_all", "placement", "true: colocated; async_enable needs separate",
          lambda value, values: "colocated" if value and not values.get("train.async_enable") else Off("separate devices")),
     *idle("all roles share the learner's ranks", "train.colocate_actor_ref", "train.colocate_critic_reward"),
-    *lost("an agent with its own steps and rewards; Polyreme has agents of its own, see the documentation", "train.agent_func_path",
-          another_run=True),
+    *part_of("environment.file", "train.agent_func_path"),
     *part_of("trainer.parallel.data", "actor.num_nodes", "actor.num_gpus_per_node"),
     *(rule for role in ("actor", "critic") for rule in (
         Rule(f"{role}.optim", f"trainer.{'critic.' * (role == 'critic')}optimizer", "adam",
@@ -279,4 +278,4 @@ DEFAULTS = {
     "ds.param_dtype": "bf16",
 }  # fmt: skip
 
-OPENRLHF = System("openrlhf", "OpenRLHF", RULES, DEFAULTS, fixed, epochs="train.num_episodes")
+OPENRLHF = System("openrlhf", "OpenRLHF", RULES, DEFAULTS, fixed, epochs="train.num_episodes", environment=environment)

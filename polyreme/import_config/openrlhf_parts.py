@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyreme.import_config.convert import path, placeholder, product, ratio
-from polyreme.import_config.rules import Lost, Unresolved, Values
+from polyreme.import_config.environments import CLASS
+from polyreme.import_config.rules import Environment, Lost, Unresolved, Values
 
 PRESETS = {
     "gae": "ppo",
@@ -33,7 +34,7 @@ def fixed(values: Values) -> Fixed:
         "placement": ("separate", "without colocate_all, or with async_enable"),
         "data.template": ("chat" if values.get("data.apply_chat_template") else "none", "apply_chat_template"),
         "algorithm.aggregation": _aggregation(values),
-        "reward.rewards": rewards(values),
+        **({} if values.get("train.agent_func_path") else {"reward.rewards": rewards(values)}),
         **_lengths(values),
         **_batches(values),
         **_ranks(values),
@@ -95,8 +96,6 @@ def _ranks(values: Values) -> Fixed:
 
 def rewards(values: Values) -> tuple[Any, str]:
     """The rewards, and what to check about them. Every one that the command line names is in the list."""
-    if agent := values.get("train.agent_func_path"):
-        return [placeholder("agent")], f"CHECK: the agent {agent} also gives the rewards; write them as a function"
     if remote := values.get("reward.remote_url"):
         return _remote(remote, values)
     if model := values.get("reward.model_name_or_path"):
@@ -104,6 +103,22 @@ def rewards(values: Values) -> tuple[Any, str]:
         listed = [{"model": name} for name in names]
         return listed, "CHECK: reward.model_name_or_path, as directories on this machine" + _weights(len(names))
     return [placeholder("reward")], "CHECK: the command line names no reward"
+
+
+def environment(values: Values) -> Environment | None:
+    """The agent's file, which gives the rewards, too; its last answer is the agent's decision."""
+    key = "train.agent_func_path"
+    if not (agent := values.get(key)):
+        return None
+    return Environment(
+        file=path(agent, values),
+        origin=f"agent_func_path: {agent}",
+        turns=None,
+        turns_origin="limit of turns: the agent decides",
+        key=key,
+        value=agent,
+        loss=f"an agent: change its AgentInstance or AgentExecutor into {CLASS}",
+    )
 
 
 def _remote(remote: Any, values: Values) -> tuple[Any, str]:

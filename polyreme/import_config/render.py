@@ -11,7 +11,8 @@ import yaml
 
 from polyreme.config.run import RunConfig
 from polyreme.config.section import known_keys
-from polyreme.import_config.rules import Entry, Fate, Imported
+from polyreme.import_config.application import Entry, Imported
+from polyreme.import_config.rules import Fate
 
 
 def text_of(found: Imported, title: str, file: str) -> str:

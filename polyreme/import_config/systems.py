@@ -7,15 +7,17 @@ import math
 from pathlib import Path
 
 from polyreme.errors import ConfigError
+from polyreme.import_config.application import Entry, Imported, apply, known_values
+from polyreme.import_config.environments import play
 from polyreme.import_config.mindspeed import MINDSPEED, with_inherited
 from polyreme.import_config.openrlhf import OPENRLHF
 from polyreme.import_config.openrlhf_names import with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
 from polyreme.import_config.reading.read import read_file
-from polyreme.import_config.rules import ITERATIONS, Entry, Fate, Imported, System, Values, apply
+from polyreme.import_config.rules import ITERATIONS, Fate, System, Values
 from polyreme.import_config.trl import TRL, refuse_others, trainer_of, with_plain_options
-from polyreme.import_config.trl_parts import TRAINER
-from polyreme.import_config.verl import VERL, with_older_names
+from polyreme.import_config.trl_batches import TRAINER
+from polyreme.import_config.verl.system import VERL, with_older_names
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
 _PREPARED = {
@@ -49,16 +51,23 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
         refuse_others(values)
         trainer = trainer_of(f"{path.name} {read.program}")
         values = {**values, TRAINER: trainer} if trainer else values
+    found = translate(system, values, rows)
+    found.lost[:0] = [Entry(words, None, "", None, why, Fate.LOST) for words, why in read.notes]
+    return system, found
+
+
+def translate(system: System, values: Values, rows: int | None = None) -> Imported:
+    """The import of values under the keys of the system's rules. Raises ConfigError as `apply` does."""
     found = apply(system, values)  # the first time, for the number of iterations, of which other keys are a part
-    count, comment = _iterations(found, system, {**system.defaults, **values}, rows)
+    count, comment = _iterations(found, system, known_values(system, values), rows)
     found = apply(system, {**values, ITERATIONS: count})
     if "iterations" not in found.values:
         found.values["iterations"], found.comments["iterations"] = count, comment
     for key, file in _REQUIRED.items():
         if key not in found.values:
             found.values[key], found.comments[key] = file, f"CHECK: the file does not name {file.removeprefix('FILL_IN/')}"
-    found.lost[:0] = [Entry(words, None, "", None, why, Fate.LOST) for words, why in read.notes]
-    return system, found
+    play(found, system.environment(known_values(system, values)))
+    return found
 
 
 def prepared(system: System, values: Values) -> Values:

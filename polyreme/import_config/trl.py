@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from polyreme.errors import ConfigError
-from polyreme.import_config.convert import above, adapters, choice, given, name, path, trackers, when
+from polyreme.import_config.convert import above, adapters, choice, given, name, path, trackers, unless_given, when
 from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
 from polyreme.import_config.reading.launch import value_of
 from polyreme.import_config.rules import Lost, Off, Rule, System, Values, flatten, idle, lost, part_of
-from polyreme.import_config.trl_parts import datasets, fixed, reference, steps, warmup_steps
+from polyreme.import_config.trl_batches import steps, warmup_steps
+from polyreme.import_config.trl_parts import datasets, environment, fixed, reference
 
 DPO, SFT = "Use `polyreme dpo` (docs/stages.md).", "Use `polyreme sft` (docs/stages.md)."
 OTHERS = {
@@ -83,7 +84,8 @@ def _without(key: str) -> Callable[[Values], str]:
 
 RULES = (
     Rule("model_name_or_path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
-    Rule("dataset_name", "data.train", "CHECK: a file or directory on this machine, not the name of a repository", path),
+    Rule("dataset_name", "data.train", "CHECK: a file or directory on this machine, not the name of a repository",
+         unless_given("datasets", unless_given("dataset_mixture.datasets", path))),
     Rule("datasets", "data.train", "", datasets),
     Rule("dataset_mixture.datasets", "data.train", "", datasets),
     Rule("dataset_prompt_column", "data.prompt_key"),
@@ -133,14 +135,14 @@ RULES = (
     *lost("no penalty of repetition in sampling", "repetition_penalty", unless=(None, 1)),
     *lost("no other options of sampling", "generation_kwargs", "generation_kwargs.*"),
     *lost("no grammar of answers", "vllm_guided_decoding_regex", "vllm_structured_outputs_regex"),
-    *lost("tools and several turns: Polyreme has environments and agents of its own, see the documentation", "tools", "environment_factory",
-          "max_tool_calling_iterations", "rollout_func", another_run=True),
+    *part_of("environment.file", "tools", "environment_factory", "rollout_func"),
+    *part_of("environment.max_turns", "max_tool_calling_iterations"),
     Rule("learning_rate", "trainer.optimizer.lr"),
     Rule("lr_scheduler_type", "trainer.optimizer.schedule", "", schedule("lr_scheduler_kwargs")),
     Rule("lr_scheduler_type", "trainer.optimizer.min_lr", "with lr_scheduler_kwargs", minimum("learning_rate", _min_ratio)),
     *part_of("trainer.optimizer.min_lr", "lr_scheduler_kwargs.min_lr", "lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.power"),
     *lost("no such option of the schedule", "lr_scheduler_kwargs.*", "lr_scheduler_kwargs"),
-    Rule("warmup_ratio", "trainer.optimizer.warmup", "a part of the run", warmup_ratio("lr_scheduler_type")),
+    Rule("warmup_ratio", "trainer.optimizer.warmup", "a part of the run", unless_given("warmup_steps", warmup_ratio("lr_scheduler_type"))),
     Rule("warmup_steps", "trainer.optimizer.warmup", "", warmup_steps),
     Rule("optim", "trainer.optimizer", "", _optimizer),
     *lost("arguments of the optimizer", "optim_args"),
@@ -239,7 +241,7 @@ DEFAULTS = {
     "gradient_checkpointing": True,
 }
 
-TRL = System("trl", "TRL", RULES, DEFAULTS, fixed, epochs="num_train_epochs")
+TRL = System("trl", "TRL", RULES, DEFAULTS, fixed, epochs="num_train_epochs", environment=environment)
 
 
 def with_plain_options(values: Values) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import yaml
 from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig
+from polyreme.import_config.application import Imported
 from polyreme.import_config.render import text_of
-from polyreme.import_config.rules import Imported
 from polyreme.import_config.systems import import_file
 from polyreme_trainer.megatron.training.optimizer import learning_rate
 

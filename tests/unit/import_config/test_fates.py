@@ -5,9 +5,10 @@ import yaml
 
 from polyreme.config.load import parse_config
 from polyreme.errors import ConfigError
+from polyreme.import_config.application import apply
 from polyreme.import_config.convert import choice, lookup
 from polyreme.import_config.render import report, text_of
-from polyreme.import_config.rules import Fate, Lost, Noted, Rule, System, Unresolved, apply, flatten, idle, lost, part_of
+from polyreme.import_config.rules import Fate, Lost, Noted, Rule, System, Unresolved, flatten, idle, lost, part_of
 from polyreme.import_config.systems import SYSTEMS
 
 TABLE = System(
@@ -113,3 +114,9 @@ def test_the_output_is_read_again_as_it_is() -> None:
     found.values["iterations"], found.comments["iterations"] = 1, "one"
     run = parse_config(yaml.safe_load(text_of(found, "verl", "odd")), "odd")
     assert run.group_size == 4 and [entry.key for entry in found.lost] == ['odd.key: "x"', "actor_rollout_ref.rollout.top_p"]
+
+
+def test_two_keys_of_a_file_for_one_of_ours_are_to_be_decided() -> None:
+    system = System("other", "Other", (Rule("new", "group_size"), Rule("old", "group_size"), Rule("steps", "iterations")))
+    assert "CHECK: old is in the file, too" in apply(system, {"old": 4, "new": 8}).comments["group_size"]
+    assert "CHECK" not in apply(system, {"new": 8, "steps": 3}).comments["group_size"]

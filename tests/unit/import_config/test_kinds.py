@@ -8,7 +8,8 @@ from polyreme.config.recipes.presets import PRESETS
 from polyreme.config.recipes.recipe import Aggregation, KlEstimator, Recipe
 from polyreme.config.section import subsections
 from polyreme.config.trainer import OptimizerConfig
-from polyreme.import_config.rules import ITERATIONS, apply
+from polyreme.import_config.application import apply
+from polyreme.import_config.rules import ITERATIONS
 from polyreme.import_config.systems import SYSTEMS, prepared
 
 VERL, ACTOR, CORRECTION = "verl", "actor_rollout_ref.actor", "algorithm.rollout_correction"

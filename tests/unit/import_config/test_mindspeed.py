@@ -108,7 +108,8 @@ def test_dapo_with_filtered_groups_and_experts() -> None:
 
 def test_several_turns_are_said_first() -> None:
     found, _ = import_text(text(rl_config={"multi_turn_enable": True, "tool_config_path": "t.yaml", "unheard": 1}))
-    assert [entry.fate for entry in found.lost] == [Fate.ANOTHER_RUN, Fate.ANOTHER_RUN, Fate.UNKNOWN]
+    assert [entry.fate for entry in found.lost] == [Fate.ANOTHER_RUN, Fate.UNKNOWN, Fate.LOST]
+    assert found.lost[-1].key == "reward.rewards"
 
 
 def test_offload_adapters_and_sampling() -> None:

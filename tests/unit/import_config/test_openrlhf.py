@@ -9,8 +9,9 @@ import yaml
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
+from polyreme.import_config.application import Imported
 from polyreme.import_config.openrlhf_names import RENAMED
-from polyreme.import_config.rules import Fate, Imported
+from polyreme.import_config.rules import Fate
 from polyreme.import_config.systems import SYSTEMS
 from support.imports import import_text, lost_keys, mathematics
 
@@ -200,7 +201,6 @@ def test_a_divergence_as_gate_is_a_loss_and_gspo_corrects_by_its_ratio() -> None
         ({"remote_rm_url": "$URL"}, [{"name": "remote", "file": "FILL_IN/remote.py"}], "does not say"),
         ({"remote_rm_url": "$DIR/r.py"}, [{"file": "$DIR/r.py", "function": "reward_func"}], "does not say where"),
         ({"remote_rm_url": None}, [{"name": "reward", "file": "FILL_IN/reward.py"}], "no reward"),
-        ({"agent_func_path": "agent.py"}, [{"name": "agent", "file": "FILL_IN/agent.py"}], "agent"),
     ],
 )
 def test_every_reward_appears(options: dict[str, Any], wanted: list[dict[str, Any]], check: str) -> None:
@@ -218,7 +218,6 @@ def test_every_reward_appears(options: dict[str, Any], wanted: list[dict[str, An
 @pytest.mark.parametrize(
     ("options", "lost"),
     [
-        ({"agent_func_path": "a.py", "top_p": 0.9}, ["train.agent_func_path", "rollout.top_p"]),
         ({"max_images_per_prompt": 2}, ["data.max_images_per_prompt"]),
         ({"top_p": 1.0, "max_images_per_prompt": 0, "prompt_split": "train", "lora_dropout": 0}, []),
         ({"input_template": "U: {}"}, ["data.input_template"]),
@@ -247,9 +246,8 @@ def test_what_changes_training_and_is_not_carried_over_is_listed(options: dict[s
 
 def test_an_agent_that_the_script_leaves_open_is_said_first() -> None:
     found, _ = import_text(command({**BASE, "top_p": 0.9}) + " --agent_func_path $AGENT", "openrlhf", rows=1024, suffix=".sh")
-    assert [entry.fate for entry in found.lost] == [Fate.ANOTHER_RUN, Fate.LOST] and lost_keys(found)[
-        0
-    ] == "train.agent_func_path"
+    assert found.lost[0].fate is Fate.ANOTHER_RUN and lost_keys(found)[0] == "train.agent_func_path"
+    assert found.values["environment.file"] == "$AGENT"
 
 
 def test_a_group_estimator_with_the_kl_in_the_reward_is_checked() -> None:

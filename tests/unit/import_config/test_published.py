@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from polyreme.errors import ConfigError
+from polyreme.import_config.application import apply
 from polyreme.import_config.openrlhf_names import RENAMED
-from polyreme.import_config.rules import ITERATIONS, Fate, apply, flatten
-from polyreme.import_config.systems import SYSTEMS, prepared
+from polyreme.import_config.rules import ITERATIONS, Fate, Unresolved, flatten
+from polyreme.import_config.systems import SYSTEMS, prepared, translate
 
 TABLES = sorted((Path(__file__).parent / "published").glob("*.yaml"))
 BASE: dict[str, dict[str, Any]] = {"verl": {"algorithm.adv_estimator": "grpo"}, "openrlhf": {"pretrain": "model"}}
@@ -77,3 +78,21 @@ def test_a_key_without_effect_never_sets_one_of_ours(path: Path) -> None:
             given = prepared(system, {**base, key: value})
             if all(rule.fate is Fate.IDLE for rule in system.rules_of(name_of(path.stem, key, given))):
                 assert apply(system, {**given, ITERATIONS: 100}).values == plain, key
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_a_value_that_a_file_leaves_open_is_said(path: Path) -> None:
+    """Such as `$EPOCHS`: in the list of losses, or among ours with CHECK, or refused; never a failure of the import."""
+    system = SYSTEMS[path.stem]
+    base = BASE.get(path.stem, {})
+    for key, _ in published(path):
+        given = prepared(system, {**base, key: Unresolved("$OPEN")})
+        try:
+            found = translate(system, given)
+        except ConfigError as error:
+            assert "$OPEN" in str(error), key
+            continue
+        checks = " ".join(comment for comment in found.comments.values() if "CHECK" in comment)
+        said = {entry.key for entry in (*found.lost, *found.idle, *found.parts)}
+        named = found.comments.get("name", "").startswith(key)  # a run's name changes nothing
+        assert named or name_of(path.stem, key, given) in said or "$OPEN" in checks + str(found.values), key

@@ -11,10 +11,11 @@ from polyreme.config.recipes.recipe import Clip, Gae, Kl
 from polyreme.config.run import RunConfig
 from polyreme.config.section import known_keys
 from polyreme.errors import ConfigError
+from polyreme.import_config.application import apply
 from polyreme.import_config.openrlhf_names import RENAMED
 from polyreme.import_config.reading.read import read_values
 from polyreme.import_config.render import text_of
-from polyreme.import_config.rules import Fate, apply
+from polyreme.import_config.rules import Fate
 from polyreme.import_config.systems import SYSTEMS, import_file
 
 FILES = sorted((Path(__file__).parent / "files").iterdir())

@@ -9,7 +9,7 @@ import yaml
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
-from polyreme.import_config.rules import Imported
+from polyreme.import_config.application import Imported
 from polyreme.import_config.systems import import_file
 from support.imports import import_text, lost_keys, mathematics
 
@@ -239,7 +239,7 @@ def test_the_gradient_of_the_kl(options: dict[str, Any], estimator: str) -> None
 @pytest.mark.parametrize(
     ("options", "lost"),
     [
-        ({"tools": ["search"], "top_p": 0.9}, ["tools", "top_p"]),
+        ({"tools": ["search"], "top_p": 0.9}, ["tools", "top_p", "reward.rewards"]),
         ({"top_k": 50, "min_p": 0.1, "repetition_penalty": 1.2}, ["top_k", "min_p", "repetition_penalty"]),
         ({"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}, []),
         ({"generation_kwargs": {"length_penalty": 2}}, ["generation_kwargs.length_penalty"]),
@@ -343,3 +343,29 @@ def test_a_model_and_data_that_the_file_does_not_name_must_be_filled_in() -> Non
     found, _ = import_text("num_generations: 4\nloss_type: grpo\n", "trl", rows=100)
     for key, value in (("model.path", "FILL_IN/model"), ("data.train", "FILL_IN/data")):
         assert found.values[key] == value and "CHECK" in found.comments[key]
+
+
+@pytest.mark.parametrize("order", [("warmup_steps", "warmup_ratio"), ("warmup_ratio", "warmup_steps")])
+def test_steps_of_warmup_win_over_a_part_of_the_run(order: tuple[str, str]) -> None:
+    """transformers' get_warmup_steps: the steps, if there are any; 8 steps of 2 per iteration are 4 iterations."""
+    options = {"warmup_steps": 8, "warmup_ratio": 0.5}
+    _, run = imported({**{key: options[key] for key in order}, "num_iterations": 2, "max_steps": 100})
+    assert run.trainer.optimizer.warmup == 4
+    assert imported({"warmup_steps": 0, "warmup_ratio": 0.5, "max_steps": 100})[1].trainer.optimizer.warmup == 50
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_mixture_wins_over_one_data_set(swapped: bool) -> None:
+    options: dict[str, Any] = {"dataset_name": "unused", "datasets": [{"path": "a"}, {"path": "b"}]}
+    text = yaml.safe_dump({**BASE, **(dict(reversed(options.items())) if swapped else options)}, sort_keys=False)
+    assert import_text(text, "trl", rows=1600)[0].values["data.train"] == ["a", "b"]
+
+
+def test_a_launcher_counts_processes_beside_nested_options() -> None:
+    """64 completions of 8 processes are 8 prompts."""
+    command = "accelerate launch --num_processes 8 grpo.py --model_name_or_path m --dataset_name d --num_generations 8 "
+    command += (
+        "--lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}' --lr_scheduler_type cosine_with_min_lr --reward_funcs accuracy_reward\n"
+    )
+    run = import_text(command, "trl", rows=1600, suffix=".sh")[1]
+    assert (run.groups_per_iteration, run.trainer.parallel.layout) == (8, "tensor 1 x data 8")

@@ -2,18 +2,20 @@
 
 Keys and defaults: verl/trainer/config/ppo_trainer.yaml, ppo_megatron_trainer.yaml and the files that they include.
 
-Invariant: this module and the others that begin with `verl_` are the only places that know verl's keys.
+Invariant: this folder is the only place that knows verl's keys.
 """
 
 import math
 from typing import Any
 
 from polyreme.import_config.convert import minibatches, path, placeholder, product, ratio
-from polyreme.import_config.rules import System, Unresolved, Values
-from polyreme.import_config.verl_actor_keys import MEGATRON, MODEL, ROLLOUT
-from polyreme.import_config.verl_algorithm import ACTOR, Fixed, algorithm
-from polyreme.import_config.verl_keys import RULES
-from polyreme.import_config.verl_optimizer import optimizer
+from polyreme.import_config.rules import Lost, System, Unresolved, Values
+from polyreme.import_config.verl.actor_keys import MODEL, ROLLOUT
+from polyreme.import_config.verl.algorithm import ACTOR, MODE, Fixed, algorithm
+from polyreme.import_config.verl.engine_keys import sizes_of
+from polyreme.import_config.verl.keys import RULES
+from polyreme.import_config.verl.optimizer import optimizer
+from polyreme.import_config.verl.turns import environment
 
 DEFAULTS = {
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
@@ -110,6 +112,8 @@ def _fixed(values: Values) -> Fixed:
         fixed["placement"] = ("separate", "hybrid_engine: false, or rollout.nnodes")
         fixed["max_staleness"] = (1, "CHECK: verl's generation is ahead of training")
         fixed |= _asynchronous(values)
+    elif values.get(MODE) == "colocate_async" and values.get("trainer.use_v1", True):
+        fixed["lost mode"] = (Lost("long responses are not continued with newer weights: samples are on-policy here"), MODE)
     if values["algorithm.adv_estimator"] == "gae":
         fixed |= optimizer("critic", "trainer.critic.optimizer", values)
     return fixed
@@ -143,23 +147,10 @@ def _replicas(values: Values) -> int:
     return ratio(devices, values[f"{ROLLOUT}.tensor_model_parallel_size"])
 
 
-def is_megatron(values: Values) -> bool:
-    """Whether the actor is trained by Megatron, as its strategy, the name of the configuration or its keys say."""
-    named = "megatron" in (values.get(f"{ACTOR}.strategy"), values.get("model_engine"))
-    named = named or "megatron" in str(values.get("config-name", ""))
-    return named or any(key.startswith(f"{MEGATRON}.") for key in values)
-
-
 def _ranks(values: Values) -> Fixed:
     """The layout of the learner: the data ranks are the devices without those of the other dimensions."""
     world, nodes = _world(values), values["trainer.nnodes"]
-    if not is_megatron(values):
-        sequence = product(values.get(f"{ACTOR}.ulysses_sequence_parallel_size"))
-        sizes, why = {"tensor": 1, "pipeline": 1, "context": sequence}, "FSDP's ranks are data ranks, Ulysses' are context ranks"
-    else:
-        names = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context"}
-        sizes = {ours: product(values.get(f"{MEGATRON}.{name}_parallel_size")) for ours, name in names.items()}
-        why = "megatron.*_parallel_size"
+    sizes, why = sizes_of(values)
     if sizes["pipeline"] > 1 and sizes["pipeline"] % nodes:
         why = f"CHECK: {sizes['pipeline']} stages cannot be spread over {nodes} machines here, so there is one; see trainer.parallel"
         sizes["pipeline"] = 1
@@ -175,6 +166,8 @@ def _rewards(values: Values) -> tuple[Any, str]:
     if values["algorithm.adv_estimator"] == "gdpo":
         keys = values.get("algorithm.gdpo_reward_keys") or []
         weights = values.get("algorithm.gdpo_reward_weights") or [1.0] * len(keys)
+        if isinstance(keys, Unresolved) or isinstance(weights, Unresolved):
+            return [placeholder("reward")], f"CHECK: the file does not say which parts and weights: {keys}, {weights}"
         parts = [placeholder(key, weight=weight) for key, weight in zip(keys, weights, strict=True)]
         return parts or [{"name": "math"}], "CHECK: gdpo_reward_keys; write a function for each part that compute_score returns"
     if function:
@@ -194,4 +187,4 @@ def _rewards(values: Values) -> tuple[Any, str]:
     return [{"name": "math"}], "CHECK: verl chooses a function by data_source; built-in here are math, numeric, exact, code, ..."
 
 
-VERL = System("verl", "verl", RULES, DEFAULTS, _fixed, epochs="trainer.total_epochs")
+VERL = System("verl", "verl", RULES, DEFAULTS, _fixed, epochs="trainer.total_epochs", environment=environment)

@@ -10,6 +10,8 @@ from typing import Any
 from polyreme.import_config.convert import KL, refused
 from polyreme.import_config.rules import PART, Lost, Off, Values
 
+MODE = "trainer.v1.trainer_mode"
+"""The key of verl's newer trainer with which samples may be older than the weights: colocate_async, separate_async."""
 ACTOR, CORRECTION, DISTILLATION = "actor_rollout_ref.actor", "algorithm.rollout_correction", "distillation"
 Fixed = dict[str, tuple[Any, str]]
 """Our keys with value and reason, as `System.fixed` returns them."""
@@ -169,6 +171,17 @@ def kl_in_reward(value: Any, values: Values) -> Any:
     """The fate of use_kl_in_reward: with use_kl_loss, verl has a penalty in both places."""
     both = value and values[f"{ACTOR}.use_kl_loss"] and values["algorithm.kl_ctrl.kl_coef"] and values[f"{ACTOR}.kl_loss_coef"]
     return Lost("the KL has one place here; that of the loss was taken over") if both else PART
+
+
+def filter_metric(value: Any, values: Values) -> Any:
+    """The fate of filter_groups.metric: here groups are compared by the scores of their rewards, before any penalty."""
+    if not values.get("algorithm.filter_groups.enable") or value in (None, "acc"):
+        return PART
+    if _overlong(values)[0] is not None and value in ("score", "reward", "seq_reward", "seq_final_reward"):
+        return Lost("groups are compared by their scores without the penalty near the length limit, as with the metric acc")
+    if value == "seq_final_reward" and values["algorithm.use_kl_in_reward"]:
+        return Lost("groups are compared by their scores without the KL")
+    return PART if value in ("score", "reward", "seq_reward", "seq_final_reward") else Lost("groups are compared by their scores")
 
 
 def bypasses(values: Values) -> bool:

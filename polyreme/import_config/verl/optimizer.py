@@ -9,8 +9,10 @@ import math
 from typing import Any
 
 from polyreme.import_config.rules import ITERATIONS, PART, Lost, Values
-from polyreme.import_config.verl_algorithm import Fixed
+from polyreme.import_config.verl.algorithm import Fixed
+from polyreme.import_config.verl.engine_keys import engine_of
 
+_MINIMA = ("min_lr", "lr_min", "min_lr_ratio", "min_lr_factor")
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
 
@@ -21,18 +23,22 @@ def optimizer(section: str, target: str, values: Values) -> Fixed:
         value = values.get(f"{section}.optim.{name}")
         return usual if value is None else value
 
+    titan = engine_of(values) == "torchtitan"  # its rate always falls, by default linearly
     lr, betas = values[f"{section}.optim.lr"], of("betas", [0.9, 0.999])
-    style = of("lr_scheduler_type", of("warmup_style", of("lr_decay_style", "constant")))
+    style = of("decay_type", "linear") if titan else of("lr_scheduler_type", of("warmup_style", of("lr_decay_style", "constant")))
     warmup, why = _warmup(section, values)
     found = {
         "lr": (lr, f"lr: {lr}"),
-        "schedule": (SCHEDULES.get(style, "constant"), f"lr_scheduler_type, formerly warmup_style, or lr_decay_style: {style}"),
-        "min_lr": (_min_lr(section, values), "min_lr, or min_lr_ratio x lr"),
+        "schedule": (
+            SCHEDULES.get(style, "constant"),
+            f"lr_scheduler_type, formerly warmup_style, lr_decay_style or decay_type: {style}",
+        ),
+        "min_lr": (_min_lr(section, values), "min_lr or lr_min, or min_lr_ratio or min_lr_factor x lr"),
         "warmup": (warmup, why),
         "weight_decay": (of("weight_decay", 0.01), "weight_decay"),
         "beta1": (betas[0], "betas"),
         "beta2": (betas[1], "betas"),
-        "eps": (1e-8, "of Adam in verl"),
+        "eps": (of("eps", 1e-8), "eps of Adam in verl"),
         "clip_grad": (_clip_grad(section, values), "grad_clip, or optim.clip_grad with Megatron"),
     }
     return {f"{target}.{name}": (value, f"{section}.optim: {why}") for name, (value, why) in found.items()}
@@ -49,9 +55,10 @@ def _warmup(section: str, values: Values) -> tuple[int, str]:
 
 
 def _min_lr(section: str, values: Values) -> float:
-    lr, least = values[f"{section}.optim.lr"], values.get(f"{section}.optim.min_lr")
+    lr, (least, other, part, factor) = values[f"{section}.optim.lr"], (values.get(f"{section}.optim.{name}") for name in _MINIMA)
+    least = other if least is None else least
     if least is None:
-        least = lr * (values.get(f"{section}.optim.min_lr_ratio") or 0.0)
+        least = lr * (part or factor or 0.0)
     return float(min(least, lr))
 
 

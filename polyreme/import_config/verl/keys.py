@@ -5,23 +5,50 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 
 from typing import Any
 
-from polyreme.import_config.convert import above, given, lookup, name, path, positive, trackers, when
+from polyreme.import_config.convert import given, lookup, name, path, positive, trackers, when
 from polyreme.import_config.rules import PART, Lost, Noted, Off, Rule, Values, idle, lost, part_of
-from polyreme.import_config.verl_actor_keys import (
+from polyreme.import_config.verl.actor_keys import (
     ACTORS,
     DATA,
     GAE,
-    MEGATRONS,
     MODELS,
     NO_CRITIC,
     REF,
     ROLLOUT,
-    TURNS,
     WHOLE,
     optimizer_keys,
     without_critic,
 )
-from polyreme.import_config.verl_algorithm import ACTOR, CORRECTION, DISTILLATION, importance, kl_in_reward, rejection
+from polyreme.import_config.verl.algorithm import (
+    ACTOR,
+    CORRECTION,
+    DISTILLATION,
+    MODE,
+    filter_metric,
+    importance,
+    kl_in_reward,
+    rejection,
+)
+from polyreme.import_config.verl.engine_keys import ENGINES
+from polyreme.import_config.verl.turns import MULTI_TURNS
+
+V1 = "trainer.v1"
+
+
+def _answers(value: Any, values: Values) -> Any:
+    sampled = value == 1 and values.get(f"{ROLLOUT}.val_kwargs.do_sample")
+    return Noted(value, "CHECK: verl samples this one (val_kwargs.do_sample)") if sampled else value
+
+
+def _evaluated(value: Any, values: Values) -> Any:
+    cut = [
+        f"{key} {values[name]}"
+        for key in ("top_p", "top_k")
+        if values.get(name := f"{ROLLOUT}.val_kwargs.{key}") not in (None, 1, -1, 0)
+    ]
+    if not isinstance(value, int | float) or value <= 0:
+        return Off("greedy")
+    return Noted(value, f"CHECK: with {', '.join(cut)} in verl, from the whole distribution here") if cut else value
 
 
 def _fitting(key: str) -> Any:
@@ -62,15 +89,8 @@ ROLLOUTS = (
     *lost("a response ends at the end token", f"{ROLLOUT}.ignore_eos", unless=(None, False)),
     *lost("every sample of a batch is trained", f"{ROLLOUT}.over_sample_rate", unless=(None, 0)),
     *lost("replicas have the learner's weights", f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization_config_file"),
-    *lost(TURNS, f"{ROLLOUT}.multi_turn.enable", unless=(None, False), another_run=True),
-    *lost(TURNS, f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.interaction_config_path",
-          f"{ROLLOUT}.multi_turn.function_tool_path", f"{ROLLOUT}.agent.agent_loop_config_path", another_run=True),
-    *lost(TURNS, f"{ROLLOUT}.agent.default_agent_loop", unless=(None, "single_turn_agent"), another_run=True),
+    *MULTI_TURNS,
     *lost("the engine is vLLM", f"{ROLLOUT}.agent.custom_async_server.*"),
-    *lost(TURNS, f"{ROLLOUT}.multi_turn.max_*_turns", f"{ROLLOUT}.multi_turn.max_turns", unless=(None, 1), another_run=True,
-          off=lambda values: "multi_turn.enable: false" if values.get(f"{ROLLOUT}.multi_turn.enable") is False else ""),
-    *lost(TURNS, f"{ROLLOUT}.multi_turn.*", another_run=True,
-          off=lambda values: "" if values.get(f"{ROLLOUT}.multi_turn.enable") else "only used with several turns"),
     Rule(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
     Rule(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
     Rule(f"{ROLLOUT}.max_num_seqs", "rollout.max_num_seqs"),
@@ -79,19 +99,20 @@ ROLLOUTS = (
     Rule(f"{ROLLOUT}.name", "rollout.engine", "", lambda value, _: Noted("vllm", "" if value == "vllm" else "vLLM generates here")),
     Rule(f"{ROLLOUT}.dtype", "model.dtype", "", lookup({"bfloat16": "bfloat16", "float32": "float32"})),
     Rule(f"{ROLLOUT}.enable_rollout_routing_replay", "trainer.moe.replay_routes"),
-    Rule(f"{ROLLOUT}.val_kwargs.n", "eval_answers", "one answer is greedy, several are sampled"),
-    Rule(f"{ROLLOUT}.val_kwargs.temperature", "eval_temperature", "of several answers", above(0)),
+    Rule(f"{ROLLOUT}.val_kwargs.n", "eval_answers", "one answer is greedy, several are sampled", _answers),
+    Rule(f"{ROLLOUT}.val_kwargs.temperature", "eval_temperature", "of several answers", _evaluated),
     *idle("evaluation only: one answer is greedy, several are drawn from the whole distribution", f"{ROLLOUT}.val_kwargs.*"),
     *idle("speed and memory of generation", *(f"{ROLLOUT}.{each}" for each in (
         "mode", "log_prob_*", "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine", "max_num_batched_tokens", "disable_log_stats",
         "multi_stage_wake_up", "enable_chunked_prefill", "enable_prefix_caching", "load_format", "layered_summon", "scheduling_policy",
         "calculate_log_probs", "logprobs_mode", "agent.num_workers", "update_weights_bucket_megabytes", "checkpoint_engine.*", "trace.*",
-        "skip_rollout", "skip_dump_dir", "skip_tokenizer_init", "prometheus.*", "data_parallel_size", "expert_parallel_size", "seed",
+        "router_config_path", "skip_dump_dir", "skip_tokenizer_init", "prometheus.*", "data_parallel_size", "expert_parallel_size", "seed",
         "pipeline_model_parallel_size", "full_determinism", "layer_name_map.*", "disaggregation.*", "moe_load_balance_metrics_interval",
         "engine_kwargs.vllm.disable_*", "engine_kwargs.sglang.attention_backend", "engine_kwargs.*.swap_space", "mtp", "qat"))),
 )  # fmt: skip
 
 REFERENCES = (
+    *idle("the reference is not trained", f"{REF}.optim.*"),
     *lost("the reference is the policy before training", f"{REF}.model", f"{REF}.model.*"),
     *idle("the reference shares the learner's ranks and micro-batches", *(f"{REF}.{each}" for each in (
         "fsdp_config.*", "megatron.*", "log_prob_*", "strategy", "ulysses_*", "use_torch_compile", "entropy_*", "pad_to_length*", "rollout_n",
@@ -113,7 +134,7 @@ CRITICS = (
     *idle("the critic shares the actor's ranks, micro-batches and memory, or there is none", "critic.enable", "critic.strategy",
           "critic.megatron.*", "critic.fsdp.*", "critic.model.*", "critic.ppo_micro_batch_size*", "critic.ppo_max_token_len_per_gpu",
           "critic.forward_*", "critic.use_dynamic_bsz", "critic.ulysses_*", "critic.rollout_n", "critic.shuffle", "critic.data_loader_seed",
-          "critic.loss_scale_factor", "critic.load_weight"),
+          "critic.loss_scale_factor", "critic.load_weight", "critic.nccl_timeout"),
 )  # fmt: skip
 
 ALGORITHMS = (
@@ -123,8 +144,8 @@ ALGORITHMS = (
     Rule("algorithm.use_kl_in_reward", "algorithm.kl", "", kl_in_reward),
     *part_of("algorithm.kl", "algorithm.kl_penalty", "algorithm.kl_ctrl.*"),
     *part_of("algorithm.dynamic_sampling", "algorithm.filter_groups.enable"),
-    *idle("groups are filtered by their scores, without a limit of batches", "algorithm.filter_groups.metric",
-          "algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.max_inflight_gen_batches"),
+    Rule("algorithm.filter_groups.metric", "algorithm.dynamic_sampling", "", filter_metric),
+    *idle("groups are filtered without a limit of batches", "algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.max_inflight_gen_batches"),
     *part_of("reward.rewards", "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
     *lost("samples are not resampled by their scores", "algorithm.use_pf_ppo", unless=(None, False)),
     *idle("only used with use_pf_ppo", "algorithm.pf_ppo.*"),
@@ -155,7 +176,7 @@ REWARDS = (
           "reward_model.num_workers", "reward_model.model.*", "reward_model.rollout.*", "reward_model.strategy",
           "reward_model.micro_batch_size*", "reward_model.use_dynamic_bsz", "reward_model.forward_*", "reward_model.ulysses_*",
           "reward_model.n_gpus_per_node", "reward_model.nnodes", "reward_model.enable_resource_pool", "reward_model.megatron.*",
-          "reward_model.load_weight", "reward_model.inference.*", "reward_model.use_reward_loop"),
+          "reward_model.load_weight", "reward_model.nccl_timeout", "reward_model.inference.*", "reward_model.use_reward_loop"),
     *lost("a reward model reads as much as the replica's prompt and answer", "reward_model.max_length"),
     *lost("write the reward as a function of one answer", "reward_model.reward_loop_*", "reward.reward_manager.*", "reward_manager.*",
           unless=(None, "register", "custom_reward_manager")),
@@ -181,7 +202,15 @@ TRAINERS = (
     *idle("storage, logs and processes", *(f"trainer.{each}" for each in (
         "balance_batch", "log_val_generations", "rollout_data_dir", "validation_data_dir", "esi_redundant_time", "resume_mode",
         "val_before_train", "default_hdfs_dir", "del_local_ckpt_after_load", "max_critic_ckpt_to_keep", "ray_wait_register_center_timeout",
-        "use_legacy_worker_impl", "profile_steps", "use_v1", "v1.*", "ray_*", "npu_*", "worker_nsight_options.*", "controller_nsight_options.*"))),
+        "use_legacy_worker_impl", "profile_steps", "use_v1", "ray_*", "checkpoint_callback_class", "npu_*", "worker_nsight_options.*", "controller_nsight_options.*"))),
+    *part_of("placement and max_staleness", MODE, f"{V1}.separate_async.num_warmup_batches", f"{V1}.colocate_async.num_warmup_batches"),
+    *part_of("algorithm.minibatches", f"{V1}.separate_async.parameter_sync_step"),
+    *lost("samples beyond max_staleness are never begun, so none is left out", f"{V1}.sampler.max_off_policy_*",
+          off=lambda values: "only used with an asynchronous trainer_mode" if values.get(MODE, "sync") == "sync" else ""),
+    *lost("prompts have one order", f"{V1}.sampler.custom_sampler.*", f"{V1}.sampler.sampler_kwargs.*"),
+    *idle("how devices are shared, and what follows a failure", f"{V1}.separate_async.hybrid_rollout.*", f"{V1}.sampler.sync_refill_failed_groups"),
+    *lost("samples of an earlier run are not used again", "skip.*.enable", f"{ROLLOUT}.skip_rollout", unless=(None, False)),
+    *idle("only used with skip.*.enable", "skip.*"),
     *idle("there is no Ray: the services are processes", "ray_kwargs.*", "ray_init.*", "ray_wait_register_center_timeout", "transfer_queue.*"),
     *idle("metrics have the time of each part of an iteration", "global_profiler.*", "*.profiler.*"),
     *idle("checkpoints have everything for a resume", "*.checkpoint.*"),
@@ -203,5 +232,5 @@ TRAINERS = (
 )  # fmt: skip
 
 RULES = (
-    *DATA, *MODELS, *ACTORS, *MEGATRONS, *ROLLOUTS, *REFERENCES, *CRITICS, *ALGORITHMS, *REWARDS, *TRAINERS,
+    *DATA, *MODELS, *ACTORS, *ENGINES, *ROLLOUTS, *REFERENCES, *CRITICS, *ALGORITHMS, *REWARDS, *TRAINERS,
 )  # fmt: skip

@@ -6,22 +6,20 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 import re
 from typing import Any
 
-from polyreme.import_config.convert import above, adapters, given, lookup, path, paths, when
+from polyreme.import_config.convert import adapters, lookup, path, paths, when
 from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
-from polyreme.import_config.verl_algorithm import (
+from polyreme.import_config.verl.algorithm import (
     ACTOR,
     clip_ratio,
     kl_loss_type,
 )
-from polyreme.import_config.verl_optimizer import schedule
+from polyreme.import_config.verl.engine_keys import MEGATRON
+from polyreme.import_config.verl.optimizer import schedule
 
 ROLLOUT, MODEL, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.ref"
-MEGATRON = f"{ACTOR}.megatron"
-TRANSFORMER = f"{MEGATRON}.override_transformer_config"
 GAE = when("algorithm.adv_estimator", "gae")
 _SENSES = re.compile(r"[\d.-]vl\b|\bvl[\d.-]|internvl|llava|omni|vision|-\d\.?\d?v\b|minicpm-[ov]", re.IGNORECASE)
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-TURNS = "several turns or tools; this run has one answer per prompt"
 NO_CRITIC = "no critic without adv_estimator: gae"
 WHOLE = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 
@@ -84,7 +82,6 @@ DATA = (
     *lost("the chat template has no options here; write them into the template", "data.apply_chat_template_kwargs.*"),
     *lost("the tokenizer is in model.path", "data.tokenizer", f"{MODEL}.tokenizer_path"),
     *lost("set reward.choose_by to this column", "data.reward_fn_key", unless=(None, "data_source")),
-    *lost(TURNS, "data.tool_config_path", "data.function_tool_path", another_run=True),
     *idle("generation goes on until a batch is full", "data.gen_batch_size"),
     *idle("evaluation only: it sends all its prompts at once", "data.val_batch_size", "data.validation_shuffle"),
     *lost("images, audio and video are not read: prompts are texts", "data.image_key", "data.video_key", "data.audio_key",
@@ -120,9 +117,21 @@ MODELS = (
 
 
 def optimizer_keys(section: str, target: str) -> tuple[Rule, ...]:
-    """The fates of the keys of an optimizer; `verl_optimizer.optimizer` computes its settings."""
-    names = ("lr", "weight_decay", "betas", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr", "min_lr_ratio", "clip_grad")
-    shaped = ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+    """The fates of the keys of an optimizer; `optimizer.optimizer` computes its settings."""
+    names = (
+        "lr",
+        "weight_decay",
+        "betas",
+        "lr_warmup_steps",
+        "lr_warmup_steps_ratio",
+        "min_lr",
+        "min_lr_ratio",
+        "clip_grad",
+        "lr_min",
+        "min_lr_factor",
+        "eps",
+    )
+    shaped = ("lr_scheduler_type", "warmup_style", "lr_decay_style", "decay_type")
     optim, off = f"{section}.optim", None if section == ACTOR else without_critic
 
     def constant(values: Values) -> str:
@@ -132,10 +141,15 @@ def optimizer_keys(section: str, target: str) -> tuple[Rule, ...]:
     return (
         *part_of(target, *(f"{optim}.{each}" for each in names), f"{section}.grad_clip"),
         *(Rule(f"{optim}.{each}", f"{target}.schedule", "", schedule) for each in shaped),
-        *lost("the optimizer is AdamW", f"{optim}.optimizer", unless=(None, "AdamW", "adamw", "adam", "Adam"), off=off),
+        *lost("the optimizer is AdamW", f"{optim}.optimizer", f"{optim}.name", unless=(None, "AdamW", "adamw", "adam", "Adam"), off=off),
         *lost("the optimizer is torch's AdamW", f"{optim}.optimizer_impl", unless=(None, "torch.optim"), off=off),
         *lost("a cosine schedule falls once", f"{optim}.num_cycles", unless=(None, 0.5), off=constant),
-        *lost("the warm-up starts at 0", f"{optim}.lr_warmup_init", unless=(None, 0), off=off),
+        *lost("the warm-up starts at 0", f"{optim}.lr_warmup_init", f"{optim}.lr_start", unless=(None, 0), off=off),
+        *lost("the rate falls until the last iteration", f"{optim}.lr_decay_ratio", unless=(None, 1), off=constant),
+        *lost("moments and gradients are float32", f"{optim}.use_precision_aware_optimizer", unless=(None, False), off=off),
+        *idle("only used with use_precision_aware_optimizer", f"{optim}.main_grads_dtype", f"{optim}.exp_avg*_dtype"),
+        *idle("only used with optimizer: muon", f"{optim}.muon_*"),
+        *idle("how the ranks share the optimizer", f"{optim}.use_layer_wise_distributed_optimizer"),
         *lost("the rate falls until the last iteration", f"{optim}.lr_decay_steps", off=constant),
         *lost("the weight decay is constant", f"{optim}.weight_decay_incr_style", unless=(None, "constant"), off=off),
         *lost("no such schedule", f"{optim}.lr_wsd_*", unless=(None, "exponential"), off=off),
@@ -188,26 +202,4 @@ ACTORS = (
         "wrap_policy.*", "offload_policy", "reshard_after_forward", "fsdp_size", "forward_prefetch", "use_orig_params", "seed",
         "full_determinism", "ulysses_sequence_parallel_size", "entropy_*", "use_torch_compile", "strategy", "forward_only", "pad_to_length*",
         "use_no_sync_for_gradient_accumulation", "turbo_config.*", "grad_offload"))),
-)  # fmt: skip
-
-MEGATRONS = (
-    *part_of("trainer.parallel", *(f"{MEGATRON}.{each}_parallel_size" for each in ("tensor_model", "pipeline_model", "context"))),
-    Rule(f"{MEGATRON}.virtual_pipeline_model_parallel_size", "trainer.parallel.virtual_pipeline", "", given),
-    Rule(f"{MEGATRON}.expert_model_parallel_size", "trainer.parallel.expert", "1: experts are not divided", above(1)),
-    Rule(f"{MEGATRON}.expert_tensor_parallel_size", "trainer.parallel.expert_tensor", "", given),
-    Rule(f"{MEGATRON}.optimizer_offload", "trainer.offload.optimizer"),
-    Rule(f"{MEGATRON}.param_offload", "trainer.offload.idle_models", "models that do not compute are on the host"),
-    Rule(f"{TRANSFORMER}.recompute_granularity", "trainer.recompute", "", lookup({"full": "full", "selective": "selective"}, None)),
-    Rule(f"{TRANSFORMER}.moe_aux_loss_coeff", "trainer.moe.aux_loss_coef", "0: none", above(0)),
-    Rule(f"{TRANSFORMER}.moe_z_loss_coeff", "trainer.moe.z_loss_coef", "0: none", above(0)),
-    Rule(f"{TRANSFORMER}.moe_router_bias_update_rate", "trainer.moe.bias_update_rate", "0: none", above(0)),
-    *lost("there is no dropout", f"{TRANSFORMER}.attention_dropout", f"{TRANSFORMER}.hidden_dropout", unless=(None, 0)),
-    *idle("kernels, memory and schedules of Megatron", *(f"{TRANSFORMER}.{each}" for each in (
-        "recompute_*", "attention_backend", "apply_rope_fusion", "*_fusion", "gradient_accumulation_fusion", "deallocate_pipeline_outputs",
-        "persist_layer_norm", "moe_grouped_gemm", "moe_permute_fusion", "moe_token_dispatcher_type", "moe_enable_deepep",
-        "moe_shared_expert_overlap", "moe_router_dtype", "account_for_*", "num_layers_in_*", "masked_softmax_fusion",
-        "overlap_*", "use_flash_attn", "fine_grained_activation_offloading", "offload_modules"))),
-    *idle("memory, storage and schedules of Megatron", *(f"{MEGATRON}.{each}" for each in (
-        "grad_offload", "sequence_parallel", "use_distributed_optimizer", "use_dist_checkpointing", "dist_checkpointing_*", "seed",
-        "override_ddp_config.*", "use_mbridge", "vanilla_mbridge", "use_megatron_fsdp", "use_remove_padding", "forward_only"))),
 )  # fmt: skip
