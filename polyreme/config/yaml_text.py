@@ -11,6 +11,8 @@ import yaml
 
 from polyreme.errors import ConfigError
 
+_LARGEST = 1_000_000
+"""Values of a document, with each alias counted as what it stands for: a few lines of aliases can stand for more than any memory."""
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -18,18 +20,19 @@ class RepeatedKeyError(ConfigError):
     """A key stands twice in one mapping."""
 
 
-def load_yaml(text: str, source: str) -> Any:
-    """The plain values of a YAML document. `source` names it in errors.
+def load_yaml(text: str, source: str, kind: Any = yaml.SafeLoader) -> Any:
+    """The plain values of a YAML document. `source` names it in errors; `kind`: the loader.
 
     Raises:
         RepeatedKeyError: a mapping has a key twice.
-        yaml.YAMLError: the text is not one YAML document of plain values.
+        yaml.YAMLError: the text is not one YAML document of plain values, or its aliases stand for too many.
     """
-    loader = yaml.SafeLoader(text)
+    loader = kind(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
+        _size(node, {})
         _check_keys(loader, node, source)
         return loader.construct_document(node)
     except (ValueError, OverflowError, RecursionError) as error:  # a day such as 2026-13-01, 5,000 digits, deep nesting
@@ -38,6 +41,21 @@ def load_yaml(text: str, source: str) -> Any:
         raise yaml.YAMLError("too deeply nested" if isinstance(error, RecursionError) else str(error)) from error
     finally:
         loader.dispose()
+
+
+def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """The number of values below a node, aliases resolved. `known`: the sizes of nodes; None: under way. Raises yaml.YAMLError."""
+    if id(node) not in known:
+        known[id(node)] = None
+        below: list[Any] = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else []
+        below += node.value if isinstance(node, yaml.SequenceNode) else []
+        known[id(node)] = 1 + sum(_size(part, known) for part in below)
+    size = known[id(node)]
+    if size is None:
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1} has an alias of what it is part of")
+    if size > _LARGEST:
+        raise yaml.YAMLError(f"the aliases in line {node.start_mark.line + 1} stand for more than {_LARGEST:,} values")
+    return size
 
 
 def _check_keys(loader: yaml.SafeLoader, root: yaml.Node, source: str) -> None:

@@ -33,6 +33,10 @@ KEEPER_SECONDS = 5.0
 """Maximum seconds for the keeper to fork. A healthy keeper is never busy; one that got SIGSTOP does not answer at all."""
 
 
+INVALID_MESSAGE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What reading a message raises whose form or numbers are wrong: untrusted code can write to its worker's socket."""
+
+
 class Gone(Exception):
     """The worker's process has ended. The message states how."""
 
@@ -64,6 +68,8 @@ class Worker:
             if size > _REPLY_BYTES:
                 raise ValueError(f"expected a frame of at most {_REPLY_BYTES} bytes; found {size}")
             return json.loads(await self._reader.readexactly(size))
+        except RecursionError:
+            raise ValueError("expected a reply; found JSON that is too deeply nested") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             for _ in range(100):  # the keeper reports the reason on another socket
                 if self.ended is not None:
@@ -148,7 +154,7 @@ class Workers:
         except Gone as gone:
             self.discard(worker)
             raise ConfigError(f"{self._kind}s that load", f"their process {gone}", "Fix the code that runs at import.") from None
-        except (ValueError, TypeError, AttributeError) as error:
+        except INVALID_MESSAGE as error:
             self.discard(worker)
             raise ConfigError(
                 f"{self._kind}s that load", f"an invalid message ({error})", "Fix the code that runs at import."

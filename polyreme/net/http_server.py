@@ -2,7 +2,7 @@
 
 Invariant: the server installs no signal handler and ends with its block. With a token, only the probes, and the paths that the service
 declares open, are answered without it. Without one, no other web page reaches the server through a browser (`http_hosts`). A request body
-beyond BODY_LIMIT is refused and never kept.
+beyond BODY_LIMIT is refused and never kept. Slow and idle clients are bounded (`http_connections`).
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import uvicorn
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.net import tls
+from polyreme.net.http_connections import ConnectionLimits, bounded_protocol
 from polyreme.net.http_hosts import own_names, refusal
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ async def serve_http(
     is_open: Callable[[str], bool] = lambda path: False,
     error_body: ErrorBody = detail_body,
     names: Iterable[str] = (),
+    limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[int]:
     """Serves `app` until the block ends. Yields the port.
 
@@ -165,6 +167,7 @@ async def serve_http(
         is_open: whether a path, in addition to the probes, is served without the token.
         error_body: returns the body of 401, 403, 413 and 421.
         names: host names by which clients reach the server, besides `host` and the machine's own.
+        limits: of a client's requests and of all connections; None: the defaults.
 
     Raises:
         ConfigError: the port is taken, or the security settings cannot be used.
@@ -186,6 +189,7 @@ async def serve_http(
         log_config=None,
         access_log=False,
         ws="none",
+        http=bounded_protocol(limits or ConnectionLimits()),
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(drain_timeout)),

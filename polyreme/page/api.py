@@ -49,7 +49,7 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
     async def answered(answer: Callable[..., Any], *values: Any) -> Response:
         try:
             found = await runs.threads.run(answer, *values)
-        except ValueError as error:
+        except (ValueError, OverflowError, RecursionError) as error:  # such as a number beyond 64 bits, or deeply nested JSON
             return JSONResponse({"detail": str(error)}, 400, _HEADERS)
         except UnavailableError as error:
             return JSONResponse({"detail": str(error)}, 503, {**_HEADERS, "retry-after": "10"})
@@ -125,7 +125,7 @@ def _curves(runs: Runs, body: bytes) -> Any:
 
 def _samples(reader: Any, request: Request) -> Any:
     given = dict(request.query_params)
-    offset, limit = max(0, int(given.pop("offset", 0))), min(_LARGEST_PAGE, int(given.pop("limit", 50)))
+    offset, limit = max(0, int(given.pop("offset", 0))), max(0, min(_LARGEST_PAGE, int(given.pop("limit", 50))))
     whole = given.pop("whole", "") == "1"
     return answers.sample_list(reader, sample_filter(given), offset, limit, whole)
 

@@ -24,6 +24,7 @@ from polyreme.config.base import BaseConfig
 from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
+from polyreme.config.yaml_text import load_yaml
 from polyreme.dataset.source import digest_of
 from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import embedded_url
@@ -310,10 +311,10 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / "config.yaml"
     try:
-        return dict(yaml.load(path.read_text(), _YAML_LOADER) or {})
+        return dict(load_yaml(path.read_text(), str(path), _YAML_LOADER) or {})
     except FileNotFoundError:
         return {}
-    except (yaml.YAMLError, ValueError, TypeError) as error:
+    except (yaml.YAMLError, ConfigError, ValueError, TypeError) as error:
         raise ConfigError(f"valid YAML in {path}", str(error), "Restore the file.") from None
 
 

@@ -25,7 +25,15 @@ from support import guide
 from support.episode_world import WIDE, episode_world
 
 ENVIRONMENT = '''
-import asyncio, os, time
+import asyncio, os, struct, time
+
+def forged(body):
+    """Writes a frame to every socket that it finds."""
+    for fd in range(3, 64):
+        try:
+            os.write(fd, struct.pack("<I", len(body)) + body)
+        except OSError:
+            pass
 
 class Count:
     """Ends after `turns` answers, or does what the row's prompt or a message says."""
@@ -39,6 +47,7 @@ class Count:
         self.seen += 1
         act = getattr(self, "do_" + message.strip(), None)
         if act: act()
+        if message.startswith("{") or message.startswith("["): forged(message.encode())
         done = self.seen >= self.turns
         return None if done else f"turn {self.seen}", 0.25, done, {"seen": self.seen}
     def do_hang(self): time.sleep(1000)
@@ -148,6 +157,32 @@ async def test_user_code_that_fails_is_an_error_of_its_episode_alone(config, act
         kept = act in ("raise", "allocate")
         found = await other.answer("a")
         assert found.messages if kept else found is grpc.StatusCode.UNAVAILABLE
+        assert (await started(stream)).reward == 0.0, "a new worker plays on"
+
+
+NUMBERED = '{"number": %d, "messages": %s, "reward": %s, "done": %s, "parts": %s}'
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "[" * 100_000,
+        "[1]",
+        '{"number": 1}',
+        NUMBERED % (2, '"x"', "0", "true", "{}"),
+        NUMBERED % (2, '[["user", 1]]', "0", "true", "{}"),
+        NUMBERED % (2, "[]", "NaN", "true", "{}"),
+        NUMBERED % (2, "[]", "1" + 400 * "0", "true", "{}"),
+        NUMBERED % (2, "[]", "0", "true", '{"a": Infinity}'),
+    ],
+    ids=["deep", "list", "number", "messages", "content", "nan", "huge", "part"],
+)
+async def test_a_frame_that_an_environment_writes_is_checked(config, frame):
+    one = config.model_copy(update={"workers": 1})
+    async with serving(one) as (_, stream):
+        episode = stream()
+        await episode.start()  # the episode is number 0, its call 1, the next one 2
+        assert "reply is invalid" in (await episode.answer(frame)).error
         assert (await started(stream)).reward == 0.0, "a new worker plays on"
 
 

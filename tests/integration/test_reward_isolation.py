@@ -286,8 +286,10 @@ def reward(response, label):
         return {"score": 0.0, **{name: 1.0 for name in os.environ}}
     if response == "dumpable":
         return ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
-    if response == "frame":  # as of the item whose number is the label
-        body = json.dumps([int(label), 1, 1.0, "", {}, [], False, False, ""]).encode()
+    if response in ("frame", "bytes"):  # as of the item whose number is the label, or the label as it is
+        body = label.encode()
+        if response == "frame":
+            body = json.dumps([int(label), 1, 1.0, "", {}, [], False, False, ""]).encode()
         for fd in range(3, 64):
             try:
                 os.write(fd, struct.pack("<I", len(body)) + body)
@@ -329,6 +331,18 @@ async def test_a_frame_written_by_a_plugin_does_not_answer_another_item(watchful
             answers = await scorer.score([item("a", "a"), item("frame", str(10**9)), item("b", "b"), item("c", "x")])
             assert summary([answers[0], *answers[2:]]) == [("OK", 1.0), ("OK", 1.0), ("OK", 0.0)]
             assert answers[1].status.name == "INVALID"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    ["[" * 100_000, "{}", '[0, 1, 1%s, "", {}, [], false, false, ""]' % ("0" * 400), '[0, 1, 1, "", {"a": 1%s}, [], false, false, ""]' % ("0" * 400)],
+    ids=["deep", "object", "value", "part"],
+)  # fmt: skip
+async def test_no_frame_of_a_plugin_ends_the_pool(watchful: dict[str, str], frame: str) -> None:
+    async with scoring(watchful, workers=1) as scorer:
+        (answer,) = await scorer.score([item("bytes", frame)])
+        assert answer.status.name == "INVALID"
+        assert summary(await scorer.score([item("a", "a")])) == [("OK", 1.0)]
 
 
 async def test_a_keeper_that_is_stopped_is_replaced(watchful: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

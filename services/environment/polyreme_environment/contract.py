@@ -80,6 +80,13 @@ def moved(answer: object, limit: int) -> Moved:
     return Moved([] if done else messages, _number(reward, "reward of step"), bool(done), numbers)
 
 
+def understood(reply: Mapping[str, Any], limit: int) -> Moved:
+    """A worker's reply, which user code in its process could have written. Raises ContractError, or what reading another form raises."""
+    said = [{"role": role, "content": content} for role, content in reply["messages"]]
+    numbers = {str(name): _number(value, "part") for name, value in reply["parts"].items()}
+    return Moved(_messages(said, "the worker", limit), _number(reply["reward"], "reward"), bool(reply["done"]), numbers)
+
+
 def _messages(value: object, method: str, limit: int) -> list[Message]:
     if value is None:
         return []
@@ -107,7 +114,7 @@ def _messages(value: object, method: str, limit: int) -> list[Message]:
 def _number(value: object, what: str) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ContractError(f"expected a number as the {what}; found {_shown(value)}") from None
     if not math.isfinite(number):
         raise ContractError(f"expected a finite {what}; found {number}")

@@ -12,6 +12,7 @@ import grpc
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
+from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import Episode, EpisodeLostError, EpisodePool, FullError, PlayError
 
@@ -63,20 +64,20 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             except PlayError as error:
                 yield pb.RunResponse(ending=pb.Ending(error=str(error), seconds=time.monotonic() - began))
                 return
-            parts |= reply["parts"]
-            seconds, reward = time.monotonic() - began, reply["reward"]
-            if reply["done"]:
-                yield pb.RunResponse(ending=pb.Ending(reward=reward, parts=parts, seconds=seconds))
+            parts |= reply.parts
+            seconds = time.monotonic() - began
+            if reply.done:
+                yield pb.RunResponse(ending=pb.Ending(reward=reply.reward, parts=parts, seconds=seconds))
                 return
-            messages = [pb.ChatMessage(role=role, content=content) for role, content in reply["messages"]]
-            yield pb.RunResponse(ask=pb.Ask(messages=messages, reward=reward, seconds=seconds))
+            messages = [pb.ChatMessage(role=role, content=content) for role, content in reply.messages]
+            yield pb.RunResponse(ask=pb.Ask(messages=messages, reward=reply.reward, seconds=seconds))
 
 
 class _BadRequestError(Exception):
     """A message that the protocol does not allow."""
 
 
-async def _reply(episode: Episode, request: pb.RunRequest) -> dict[str, Any]:
+async def _reply(episode: Episode, request: pb.RunRequest) -> Moved:
     if request.HasField("answer"):
         return await episode.step(request.answer.text)
     try:

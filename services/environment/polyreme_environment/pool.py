@@ -13,7 +13,8 @@ from typing import Any
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
-from polyreme.isolation.processes import Gone, Worker, Workers
+from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
+from polyreme_environment.contract import ContractError, Moved, understood
 from polyreme_environment.metrics import EnvironmentMetrics
 
 logger = logging.getLogger(__name__)
@@ -46,12 +47,12 @@ class Episode:
     def __init__(self, pool: "EpisodePool", slot: _Slot, number: int) -> None:
         self._pool, self._slot, self._worker, self._number = pool, slot, slot.worker, number
 
-    async def reset(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Begins. Returns the fields of `Moved`."""
+    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+        """Begins."""
         return await self._pool.call(self._slot, self._worker, {"episode": self._number, "reset": [row, seed]})
 
-    async def step(self, text: str) -> dict[str, Any]:
-        """Takes the policy's answer. Returns the fields of `Moved`."""
+    async def step(self, text: str) -> Moved:
+        """Takes the policy's answer."""
         return await self._pool.call(self._slot, self._worker, {"episode": self._number, "step": text})
 
     async def close(self) -> None:
@@ -126,7 +127,7 @@ class EpisodePool:
             if not self.draining:
                 self._keep(self._forget(episode))
 
-    async def call(self, slot: _Slot, worker: Worker | None, call: dict[str, Any]) -> dict[str, Any]:
+    async def call(self, slot: _Slot, worker: Worker | None, call: dict[str, Any]) -> Moved:
         """The reply of a worker. A caller that is cancelled leaves the call to its end, so that replies stay in order."""
         return await asyncio.shield(self._keep(self._call(slot, worker, call)))
 
@@ -136,7 +137,7 @@ class EpisodePool:
         except (PlayError, EpisodeLostError) as error:
             logger.info("an episode ended badly: %s", error)
 
-    async def _call(self, slot: _Slot, worker: Worker | None, call: dict[str, Any]) -> dict[str, Any]:
+    async def _call(self, slot: _Slot, worker: Worker | None, call: dict[str, Any]) -> Moved:
         method = next(name for name in ("reset", "step", "close") if name in call)
         async with slot.turn:
             if worker is None or slot.worker is not worker:
@@ -151,19 +152,20 @@ class EpisodePool:
                         reply = await worker.receive()
                     if reply["number"] != number:
                         raise ValueError(f"reply {reply['number']} to call {number}")
+                    answer = None if "error" in reply else understood(reply, self._config.max_message_chars)
                 except TimeoutError:
                     found, reason = f"within environment.step_timeout = {self._config.step_timeout:g} s; found none", "timeout"
                     error = PlayError(f"expected {method} to return {found}, so its process was killed")
                 except Gone as gone:
                     error, reason = PlayError(f"the worker process {gone} in {method}"), "exit"
-                except (ValueError, TypeError, KeyError) as bad:
+                except (ContractError, *INVALID_MESSAGE) as bad:
                     error, reason = PlayError(f"the worker's reply is invalid: {bad}"), "reply"
                 else:
                     if printed := reply.pop("printed", ""):
                         logger.info("%s printed: %s", method, printed)
-                    if "error" in reply:
+                    if answer is None:
                         raise PlayError(f"{method}: {reply['error']}")
-                    return dict(reply)
+                    return answer
             self._metrics.workers_replaced.labels(reason).inc()
             self._processes.discard(worker)
             slot.worker = None

@@ -74,3 +74,26 @@ def test_a_configuration_never_ends_in_a_traceback(text: str, tmp_path: Path) ->
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.yaml"):
         load_config(tmp_path / "run.yaml")
+
+
+TENFOLD = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9))
+MERGED = "\n".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"a0: &a0 [x]\n{TENFOLD}", "stand for more than"),
+        (f"a0: &a0 {{x: 1}}\n{MERGED}", "stand for more than"),
+        ("a: &a [*a]", "alias of what it is part of"),
+        ("a: &a {b: {c: *a}}", "alias of what it is part of"),
+    ],
+    ids=["sequences", "merges", "list", "mapping"],
+)
+def test_aliases_do_not_fill_the_memory(text: str, found: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=found):
+        load_yaml(text, "the text")
+
+
+def test_aliases_of_some_values_are_read() -> None:
+    assert load_yaml("a: &a {x: 1}\nb: {<<: *a, y: [*a, *a]}", "the text")["b"] == {"x": 1, "y": [{"x": 1}, {"x": 1}]}

@@ -208,3 +208,26 @@ def test_runs_of_the_same_name_stay_apart(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         record_run(tmp_path / parent / "same", iterations=1, seed=3)
     assert Runs([tmp_path / "a", tmp_path / "b"]).readers.keys() == {"same", "same-2"}
+
+
+BIG = 10**30
+
+
+@pytest.mark.parametrize(
+    "path", [f"samples?offset={BIG}", f"samples?first={BIG}", f"samples?prompt={BIG}", f"timeline?first={-BIG}&last={BIG}"]
+)
+def test_numbers_beyond_the_database_are_bad_requests(client: TestClient, path: str) -> None:
+    assert client.get(f"/ui/api/runs/first/{path}").status_code == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["[" * 100_000, f'{{"first": {{"reward/mean": {BIG}}}}}', '{"first": {"reward/mean": 1e400}}'],
+    ids=["deep", "big", "inf"],
+)
+def test_curves_of_no_step_are_bad_requests(client: TestClient, body: str) -> None:
+    assert client.post("/ui/api/curves", content=body).status_code == 400
+
+
+def test_a_negative_limit_is_no_sample(client: TestClient) -> None:
+    assert get(client, "runs/first/samples?limit=-1")["samples"] == []

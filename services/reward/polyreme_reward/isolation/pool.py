@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from polyreme.isolation.processes import Gone, Worker, Workers
+from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed
 from polyreme_reward.metrics import RewardMetrics
 
@@ -174,7 +174,7 @@ class WorkerPool:
                 outcome = failed(Status.ERROR, f"the worker process {gone}")
                 retire, doubt = True, not job.suspect
                 self._metrics.workers_replaced.labels("exit").inc()
-            except (ValueError, TypeError, AttributeError) as error:
+            except INVALID_MESSAGE as error:
                 outcome = failed(Status.INVALID, f"the worker's reply is invalid: {error}")
                 retire, doubt = True, not first  # an earlier item may have written it
             waiting.popleft()

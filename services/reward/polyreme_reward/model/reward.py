@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import LoadReports, unreported
-from polyreme.isolation.processes import Gone, Worker, Workers
+from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed, judge
 from polyreme_reward.metrics import RewardMetrics
 
@@ -238,7 +238,7 @@ class ModelReward:
             except Gone as gone:
                 self._metrics.workers_replaced.labels("exit").inc()
                 return failed(Status.ERROR, f"the model's process {gone}")
-            except (ValueError, TypeError, KeyError) as error:
+            except INVALID_MESSAGE as error:
                 self._metrics.workers_replaced.labels("exit").inc()
                 return failed(Status.INVALID, f"expected a valid answer from the model's process; found {error}")
 
