@@ -95,15 +95,15 @@ async def test_nothing_is_pushed_while_the_replicas_have_left_their_devices(worl
 async def test_a_push_that_fails_because_the_devices_changed_hands_is_no_failed_swap(world: World) -> None:
     async with world.replica("a") as a:
         swapper, sync = a._swapper, world.publisher._running.result(0).sync
-        async with swapper.at_rest():
+        async with swapper.paused_for_devices():
             await world.step()
             await until(lambda: "Commit" in a.calls)
             await world.publisher.set_devices_train(True)
-            swapper.may_use_devices = lambda: False
+            a.has_devices = False
         await until(lambda: sync._replicas["a"].call.done())
         await world.publisher.set_devices_train(True)  # the publisher has then seen the failure
         assert swapper.version is None and sync._replicas["a"].swap_failures == 0
-        swapper.may_use_devices = lambda: True
+        a.has_devices = True
         await world.publisher.set_devices_train(False)
         await world.publisher.wait_committed(0, 1, 300)
 
