@@ -1,34 +1,13 @@
-"""Computes advantages from a batch and a recipe: shaping, rewards per token, then the estimator.
-
-Invariant: masked tokens have advantage 0. Where an estimator compares a group's rewards and these are equal, its tokens have advantage 0,
-whitened or not.
-"""
+"""The rewards of a batch: scores after shaping, and rewards per token. Masked tokens have reward 0."""
 
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from polyreme.config.recipes.recipe import (
-    AdvantageEstimator,
-    Gae,
-    GreedyBaseline,
-    GroupMean,
-    GroupNorm,
-    LeaveOneOut,
-    LengthAdaptive,
-    LengthWeightedBaseline,
-    PerPart,
-    Positives,
-    Returns,
-    Shaping,
-    TurnNorm,
-    Zero,
-)
-from polyreme_trainer.algorithms import advantages as estimators
+from polyreme.config.recipes.recipe import Shaping
 from polyreme_trainer.algorithms import shaping
 from polyreme_trainer.algorithms.batch import Float64, TokenBatch, sequence_sums
-from polyreme_trainer.algorithms.groups import Groups
 from polyreme_trainer.algorithms.state import Moments
 
 T = TypeVar("T")
@@ -93,79 +72,6 @@ def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None, s
     penalty = none if kl_penalty is None else np.where(batch.trained, kl_penalty, 0.0)
     tokens = shaping.token_rewards(scores, batch.mask, batch.offsets, process, penalty)
     return Rewards(scores, process - penalty, tokens, scores - sequence_sums(penalty, batch.offsets))
-
-
-def estimate(recipe: AdvantageEstimator, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:
-    """Advantages [t] and, for an estimator with a critic, returns [t]; float64, 0 where masked.
-
-    Raises:
-        ValueError: the batch lacks an input of the estimator, or a group has too few samples to compare.
-    """
-    match recipe:
-        case Gae():
-            return _gae(recipe, batch, rewards.tokens)
-        case Returns(gamma=gamma, whiten=whiten):
-            returns = estimators.discounted_returns(rewards.tokens, batch.mask, batch.offsets, gamma)
-            return (estimators.whiten(returns, batch.mask) if whiten else returns), None
-        case GreedyBaseline():
-            baseline = estimators.greedy_baseline(rewards.scores, batch.group, batch.greedy)
-            returns = estimators.discounted_returns(rewards.tokens, batch.mask, batch.offsets, 1.0)
-            return np.where(batch.trained, returns - baseline[batch.sequence_of], 0.0), None
-        case Zero():
-            return np.zeros(batch.tokens), None
-    if batch.greedy.any():
-        raise ValueError(f"expected no greedy samples, since {recipe.kind} compares samples of one distribution; found some")
-    if isinstance(recipe, TurnNorm):
-        turn = np.zeros(batch.tokens, dtype=np.int64) if batch.turn is None else batch.turn
-        where = (turn, batch.mask, batch.offsets, batch.group)
-        return estimators.turn_normalised(rewards.tokens, *where, recipe.gamma, recipe.std_floor, recipe.ddof), None
-    per_token = np.where(batch.trained, _per_sample(recipe, batch, rewards.totals)[batch.sequence_of], 0.0)
-    if isinstance(recipe, GroupMean | PerPart) and recipe.whiten:
-        constant = _constant(recipe, batch, rewards.totals)[batch.sequence_of]
-        per_token = np.where(constant, 0.0, estimators.whiten(per_token, batch.mask))
-    return per_token, None
-
-
-def _per_sample(recipe: AdvantageEstimator, batch: TokenBatch, totals: Float64) -> Float64:
-    match recipe:
-        case GroupNorm(std_floor=floor, ddof=ddof):
-            return estimators.group_normalised(totals, batch.group, floor, ddof)
-        case GroupMean():
-            return estimators.group_centred(totals, batch.group)
-        case LeaveOneOut():
-            return estimators.leave_one_out(totals, batch.group)
-        case LengthWeightedBaseline():
-            return estimators.length_weighted(totals, batch.group, batch.lengths)
-        case PerPart(std_floor=floor, ddof=ddof):
-            return estimators.per_part(required(batch.parts, "parts"), batch.part_weights, batch.group, floor, ddof)
-        case Positives(threshold=threshold):
-            return estimators.positives(totals, threshold)
-    raise ValueError(f"expected an estimator with one advantage per sample; found {recipe.kind}")
-
-
-def _constant(recipe: GroupMean | PerPart, batch: TokenBatch, totals: Float64) -> np.ndarray:
-    groups = Groups(batch.group)
-    columns = [totals] if isinstance(recipe, GroupMean) else list(required(batch.parts, "parts").T)
-    return np.all([groups.constant(column) for column in columns], axis=0)
-
-
-def _gae(recipe: Gae, batch: TokenBatch, rewards: Float64) -> tuple[Float64, Float64]:
-    values = required(batch.values, "values").astype(np.float64)
-    final = None
-    if recipe.bootstrap_truncated:
-        final = np.where(batch.truncated, required(batch.final_values, "final_values"), 0.0)
-
-    def run(lam: Float64) -> tuple[Float64, Float64]:
-        return estimators.gae(rewards, values, batch.mask, batch.offsets, recipe.gamma, lam, final)
-
-    if isinstance(recipe.lam, LengthAdaptive):
-        lam = estimators.length_adaptive_lambda(batch.lengths, recipe.lam.alpha)
-    else:
-        lam = np.full(len(batch), recipe.lam)
-    advantages, returns = run(lam)
-    if recipe.value_lam is not None:
-        _, returns = run(np.full(len(batch), recipe.value_lam))
-    return (estimators.whiten(advantages, batch.mask) if recipe.whiten else advantages), returns
 
 
 def required(array: T | None, name: str) -> T:
