@@ -122,6 +122,12 @@ class LengthWeightedBaseline(GroupEstimator):
     kind: Literal["length_weighted_baseline"] = Field("length_weighted_baseline", description=KIND)
 
 
+class BestOfGroup(GroupEstimator):
+    """What a sample adds to the group's best score, for pass@k with k = group_size: only the best sample has an advantage."""
+
+    kind: Literal["best_of_group"] = Field("best_of_group", description=KIND)
+
+
 class PerPart(Estimator):
     """The weighted sum of the reward parts, each normalised within its group."""
 
@@ -171,6 +177,7 @@ AdvantageEstimator = Annotated[
     | Returns
     | GreedyBaseline
     | LengthWeightedBaseline
+    | BestOfGroup
     | PerPart
     | TurnNorm
     | Positives

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyreme.config.recipes.recipe import (
+    BestOfGroup,
     Estimator,
     Gae,
     GreedyBaseline,
@@ -145,6 +146,18 @@ def length_weighted(scores: Float64, group: Int64, lengths: Int64) -> Float64:
     baseline = groups.sums(lengths * scores) / np.maximum(weights, 1.0)
     unmoved = groups.constant(scores) | (weights == 0)[groups.member_of]
     return np.where(unmoved, 0.0, scores - baseline[groups.member_of])
+
+
+def best_of_group(scores: Float64, group: Int64) -> Float64:
+    """The group's best score minus the best score of its other samples: 0 for all samples but a single best one.
+
+    The leave-one-out gradient of the expected maximum over the group, Tang et al. 2025 (arXiv 2503.19595). Raises as `group_normalised`.
+    """
+    groups, advantages = _with_peers(group), np.zeros(len(scores))
+    order = np.lexsort((scores, groups.member_of))
+    last = np.cumsum(groups.sizes) - 1  # of each group, the position of its best score
+    advantages[order[last]] = scores[order[last]] - scores[order[last - 1]]
+    return np.where(groups.constant(scores), 0.0, advantages)
 
 
 def greedy_baseline(scores: Float64, group: Int64, greedy: NDArray[np.bool_]) -> Float64:
@@ -323,6 +336,7 @@ ESTIMATORS: Mapping[type[Estimator], Callable[[Any, TokenBatch, Rewards], Estima
     GroupNorm: _of_samples(lambda own, batch, totals: group_normalised(totals, batch.group, own.std_floor, own.ddof)),
     LeaveOneOut: _of_samples(lambda own, batch, totals: leave_one_out(totals, batch.group)),
     LengthWeightedBaseline: _of_samples(lambda own, batch, totals: length_weighted(totals, batch.group, batch.lengths)),
+    BestOfGroup: _of_samples(lambda own, batch, totals: best_of_group(totals, batch.group)),
     Positives: _of_samples(lambda own, batch, totals: positives(totals, own.threshold)),
     Zero: _of_samples(lambda own, batch, totals: np.zeros(len(batch))),
 }
