@@ -14,7 +14,7 @@ from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig
 from polyreme.config.notices import ReceiverConfig
 from polyreme.config.recipes.algorithm import AlgorithmConfig
-from polyreme.config.recipes.recipe import PerPart, Recipe, Zero
+from polyreme.config.recipes.recipe import Recipe, Zero
 from polyreme.config.recipes.recipe_checks import check
 from polyreme.config.reward import RewardConfig
 from polyreme.config.rollout import RolloutConfig
@@ -213,7 +213,7 @@ class RunConfig(BaseConfig):
             )
         if self.data.template != "chat":
             raise ValueError("`environment` needs data.template: chat, since an episode is a conversation")
-        if isinstance(self.recipe.advantage, PerPart):
+        if self.recipe.advantage.needs_parts:
             raise ValueError("an advantage per reward (gdpo) does not go with `environment`, whose episodes have one reward")
 
     def _check_evaluation(self) -> None:

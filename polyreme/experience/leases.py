@@ -43,10 +43,16 @@ class Lease:
 
 
 class Registry:
-    """The leases of one run."""
+    """The leases of one run.
+
+    Attributes:
+        learner_term: the learner's term at the last renewal of a lease that was registered here; 0 before the first. A call of a lower
+            term comes from a replaced learner.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.learner_term = 0
 
     async def register(self, lease: Lease, ttl: float = 10.0) -> "LeaseKeeper":
         """Registers a server for as long as the keeper's `async with` block lasts.
@@ -55,7 +61,7 @@ class Registry:
             lease: the registration.
             ttl: seconds after its owner's death at which it expires.
         """
-        keeper = LeaseKeeper(self.run, lease, ttl)
+        keeper = LeaseKeeper(self, lease, ttl)
         await keeper.renew()
         return keeper
 
@@ -116,12 +122,10 @@ class LeaseKeeper:
 
     Attributes:
         lease: as currently registered.
-        learner_term: the learner's term at the last renewal; 0 before the first. A call of a lower term comes from a replaced learner.
     """
 
-    def __init__(self, run: Run, lease: Lease, ttl: float) -> None:
-        self._run, self._ttl, self.lease = run, ttl, lease
-        self.learner_term = 0
+    def __init__(self, registry: Registry, lease: Lease, ttl: float) -> None:
+        self._registry, self._run, self._ttl, self.lease = registry, registry.run, ttl, lease
         self._writing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -133,7 +137,7 @@ class LeaseKeeper:
             keys = [self._run.key(f"lease:{lease.kind}:{lease.id}"), self._run.key(f"leases:{lease.kind}")]
             event = f"{lease.kind} {lease.id}"
             term = await self._run.scripts.call("lease", lease.id, text, int(self._ttl * 1000), event, keys=keys)
-        self.learner_term = max(self.learner_term, int(term))
+        self._registry.learner_term = max(self._registry.learner_term, int(term))
 
     async def update(self, facts: Mapping[str, Any]) -> None:
         """Merges `facts` into the lease and writes it."""

@@ -37,19 +37,29 @@ _SERVER_OPTIONS = (
 )
 
 
-class Server:
-    """A serving gRPC server."""
+class Health:
+    """The health of a server and of its services, which its health checks answer."""
 
-    def __init__(self, port: int, servicer: health.aio.HealthServicer, services: Sequence[str]) -> None:
-        self.port = port
-        self._health = servicer
-        self._services = services
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._names = (health.OVERALL_HEALTH, *service_names)
 
     async def set_ready(self, ready: bool) -> None:
         """Sets the health of the server and of each service to SERVING or NOT_SERVING."""
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in (health.OVERALL_HEALTH, *self._services):
-            await self._health.set(name, status)
+        for name in self._names:
+            await self.servicer.set(name, status)
+
+
+class Server:
+    """A serving gRPC server."""
+
+    def __init__(self, port: int, health: Health) -> None:
+        self.port, self._health = port, health
+
+    async def set_ready(self, ready: bool) -> None:
+        """See `Health.set_ready`."""
+        await self._health.set_ready(ready)
 
 
 @asynccontextmanager
@@ -60,6 +70,7 @@ async def serve(
     service_names: Sequence[str],
     grace: float = 5.0,
     security: SecurityConfig | None = None,
+    checked: Health | None = None,
 ) -> AsyncIterator[Server]:
     """Serves until the block ends, then refuses new calls and lets running ones finish for `grace` seconds.
 
@@ -70,6 +81,7 @@ async def serve(
         service_names: full names, for health and reflection.
         grace: seconds for running calls at the end.
         security: TLS and token; None: plain.
+        checked: the health of these services, for a servicer that changes it; None: of the result.
 
     Raises:
         ConfigError: the port is in use, the address cannot be bound, or the files or token of `security` cannot be used.
@@ -78,8 +90,8 @@ async def serve(
     token = secure.token(security) if security else None
     interceptors: list[Any] = [_Decoding()] if token is None else [_Bearer(token), _Decoding()]
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    checked = checked or Health(service_names)
+    health_pb2_grpc.add_HealthServicer_to_server(checked.servicer, server)
     add(server)
     reflection.enable_server_reflection((*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server)  # fmt: skip
     try:
@@ -91,13 +103,13 @@ async def serve(
             str(error).split(";")[0],
             "Choose another port or host, or stop the process that uses it.",
         ) from None
-    running = Server(bound, servicer, service_names)
+    running = Server(bound, checked)
     await running.set_ready(False)
     await server.start()
     try:
         yield running
     finally:
-        await servicer.enter_graceful_shutdown()
+        await checked.servicer.enter_graceful_shutdown()
         await server.stop(grace)
 
 

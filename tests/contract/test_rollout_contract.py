@@ -19,6 +19,7 @@ from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme_rollout.generation.requests import RequestLimits
+from polyreme_rollout.generation.running import RunningSequences
 from polyreme_rollout.generation.service import Identity, RolloutService
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine, routes_of
@@ -63,20 +64,21 @@ async def simulated(run_id: str) -> AsyncIterator[tuple[Any, Any, Learner, dict[
     engine = SimulatedInferenceEngine(
         frozenset(arrays), max_model_len=128, vocab_size=45, step_seconds=0.005, max_num_seqs=8, route_bytes=6
     )
-    service = RolloutService(engine, Identity(run_id, "here", "f"), RequestLimits(128, 45, max_sequences=40), ReplicaMetrics())
-    swapper = WeightSwapper(run_id, engine, lambda: 0, service.on_swap, service.on_lost)
-    service.bind(swapper)
+    metrics, limits = ReplicaMetrics(), RequestLimits(128, 45, max_sequences=40)
+    running = RunningSequences(metrics)
+    swapper = WeightSwapper(run_id, engine, lambda: 0, running.change_policy, running.lose_policy)
+    service = RolloutService(engine, Identity(run_id, "here", "f"), limits, metrics, swapper, running)
 
     async def announce() -> None:
         pass
 
     def add(server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, ReplicaMetrics(), announce), server)
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, metrics, announce), server)
 
     async with rpc.serve("127.0.0.1", 0, add, [], grace=0.1) as server, rpc.connect(f"127.0.0.1:{server.port}") as channel:
         yield rollout_pb2_grpc.RolloutServiceStub(channel), weights_pb2_grpc.WeightsServiceStub(channel), learner, arrays
-        await asyncio.wait_for(service.drained(), 300)
+        await asyncio.wait_for(running.drained(), 300)
 
 
 @asynccontextmanager

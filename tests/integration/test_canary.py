@@ -8,6 +8,7 @@ import pytest
 from polyreme.weights.canary import Canary
 from polyreme_rollout.engine.protocol import ArenaSource, LoadResult
 from polyreme_rollout.weights import weight_swap
+from polyreme_rollout.weights.swap_state import SwapState
 from polyreme_rollout.weights.weight_swap import FAILURES_TO_QUARANTINE
 from support.publishing import World, same
 from support.receiver import MemoryEngine, scores
@@ -73,7 +74,7 @@ async def test_calls_wait_for_the_canary(world: World) -> None:
         near.engine.has_place.clear()
         await world.step(canary=right)
         await until(lambda: bool(near.versions))  # loaded, but not yet compared
-        assert not near._swapper.steady.is_set()
+        assert near._swapper.state is SwapState.CHECKING
         assert near._swapper.version is None
         near.engine.has_place.set()
         await world.publisher.wait_committed(0, 1, 300)

@@ -187,7 +187,7 @@ async def test_slots_count_as_compared_until_every_machine_has_answered(
     async with replica(machines.world.registry, "r", receiver := recording(machines)):
         await step(machines, [receiver])
         await machines.step(SPARSE)
-        slots = machines.world.publisher._running.result(0).sync._slots
+        slots = machines.world.sync._slots
         await until(lambda: [len(slots._compared.get(part, ())) for part in may_answer] == [2, 2])
         may_answer[1].set()
         await until(lambda: not slots._compared[1])
@@ -317,7 +317,7 @@ async def test_the_slot_of_a_whole_version_is_held_until_all_its_parts_have_arri
         written = [arena.generation(0) for arena in machines.arenas]
         await machines.step(SPARSE)
         assert [arena.generation(0) for arena in machines.arenas] == written and machines.arenas[0].version(1)[1] == 1
-        slots = machines.world.publisher._running.result(0).sync._slots
+        slots = machines.world.sync._slots
         await until(lambda: slots.newest == 1 and not slots.compared)
         assert slots.free() == 2
         receiver.may_fetch.set()

@@ -37,6 +37,7 @@ def serve(arena: Arena, run_id: str) -> Iterator[Callable[[SecurityConfig | None
 
     def start(security: SecurityConfig | None = None) -> PartServer:
         servers.append(PartServer(arena, PART, run_id, "127.0.0.1", security))
+        servers[-1].start()
         return servers[-1]
 
     yield start

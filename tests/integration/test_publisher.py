@@ -16,7 +16,7 @@ from polyreme.experience.ledger import ExperienceLog, Term, Writer
 from polyreme.experience.run import RunState
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync import replica_push
-from polyreme_trainer.weight_sync.publisher import Publisher
+from polyreme_trainer.weight_sync.publisher import Publisher, PublisherState
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient
 from polyreme_trainer.weight_sync.version import Version
 from support.publishing import CONFIG, LAYOUT, World, publishing, push_soon, same
@@ -68,7 +68,7 @@ async def test_members_are_news_unless_engines_end_in_every_turn(
         await world.step()
         async with world.replica("first"):
             await world.publisher.wait_committed(0, 1, 300)
-        await until(lambda: not world.publisher._running.result(0).sync._replicas)
+        await until(lambda: not world.sync._replicas)
         async with world.replica("second"):
             await world.publisher.wait_committed(0, 1, 300)
             if expected:
@@ -84,7 +84,7 @@ async def test_nothing_is_pushed_while_the_replicas_have_left_their_devices(worl
         calls = len(a.calls)
         weights = await world.step()
         async with world.replica("late") as late:
-            await until(lambda: set(world.publisher._running.result(0).sync._replicas) == {"a", "late"})
+            await until(lambda: set(world.sync._replicas) == {"a", "late"})
             await asyncio.sleep(0.1)
             assert len(a.calls) == calls and not late.calls
             await world.publisher.set_devices_train(False)
@@ -94,16 +94,16 @@ async def test_nothing_is_pushed_while_the_replicas_have_left_their_devices(worl
 
 async def test_a_push_that_fails_because_the_devices_changed_hands_is_no_failed_swap(world: World) -> None:
     async with world.replica("a") as a:
-        swapper, sync = a._swapper, world.publisher._running.result(0).sync
-        async with swapper.at_rest():
+        swapper, sync = a._swapper, world.sync
+        async with swapper.paused_for_devices():
             await world.step()
             await until(lambda: "Commit" in a.calls)
             await world.publisher.set_devices_train(True)
-            swapper.may_use_devices = lambda: False
+            a.has_devices = False
         await until(lambda: sync._replicas["a"].call.done())
         await world.publisher.set_devices_train(True)  # the publisher has then seen the failure
         assert swapper.version is None and sync._replicas["a"].swap_failures == 0
-        swapper.may_use_devices = lambda: True
+        a.has_devices = True
         await world.publisher.set_devices_train(False)
         await world.publisher.wait_committed(0, 1, 300)
 
@@ -118,7 +118,7 @@ async def test_a_staged_version_is_not_committed_once_the_devices_train(
         staged.set()
         return answer
 
-    original, staged, sync = getattr(ReplicaClient, way), threading.Event(), world.publisher._running.result(0).sync
+    original, staged, sync = getattr(ReplicaClient, way), threading.Event(), world.sync
     monkeypatch.setattr(ReplicaClient, way, stage)
     a = world.receiver()
     a.maps = way == "stage"
@@ -301,7 +301,21 @@ async def test_a_run_that_is_not_there_is_reported_at_start(redis_url: str, monk
     run_id = f"test-{uuid.uuid4().hex[:12]}"
     arena = Arena.create(run_id, LAYOUT.nbytes)
     publisher = Publisher(redis_url, run_id, Term(Writer.LEARNER, 1, "x"), arena)
+    assert publisher.state is PublisherState.NEW
+    with pytest.raises(RuntimeError, match="not started"):
+        await publisher.acquire_slot(300)
     with pytest.raises(UnavailableError, match=run_id):
         publisher.start()
+    with pytest.raises(UnavailableError, match=run_id):
+        await publisher.acquire_slot(300)
+    assert publisher.state is PublisherState.FAILED
     publisher.close()
     arena.close()
+
+
+async def test_a_closed_publisher_answers_no_call(world: World) -> None:
+    assert world.publisher.state is PublisherState.RUNNING
+    world.publisher.close()
+    assert world.publisher.state is PublisherState.CLOSED
+    with pytest.raises(RuntimeError, match="closed"):
+        await world.publisher.acquire_slot(300)

@@ -24,6 +24,7 @@ from polyreme.experience.ledger import ExperienceLog
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import die_with_parent
 from polyreme.weights.arena import Arena
+from polyreme_trainer.learner.device_turns import LearnerTurns
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.megatron import atomic
@@ -189,7 +190,9 @@ def live(life: dict[str, Any], rank: int, world: int) -> None:
     init_parallel(config.trainer.parallel, device)
     ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
     engine = MegatronEngine(config, files, life["run_id"], ranks, device)
-    AloneLearner(config, files, engine, life["redis_url"], life["run_id"], ranks).run()
+    there = life["redis_url"], life["run_id"]
+    with LearnerTurns(config, *there, ranks) as turns:
+        AloneLearner(config, files, engine, *there, ranks, turns).run()
     ranks.close()
     close_parallel()
 

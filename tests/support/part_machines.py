@@ -33,7 +33,9 @@ class Machines:
         self.weights: dict[str, np.ndarray] = {}
 
     def serve(self, part: int) -> PartServer:
-        return PartServer(self.arenas[part], part, self.world.run.run_id, "127.0.0.1", anchor_interval=INTERVAL, threads=2)
+        server = PartServer(self.arenas[part], part, self.world.run.run_id, "127.0.0.1", anchor_interval=INTERVAL, threads=2)
+        server.start()
+        return server
 
     async def step(
         self,

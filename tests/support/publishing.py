@@ -24,6 +24,7 @@ from polyreme.weights.wire import encode_chunk
 from polyreme_trainer.weight_sync import replica_push, replica_sync
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.publisher import Publisher
+from polyreme_trainer.weight_sync.replica_sync import ReplicaSync
 from polyreme_trainer.weight_sync.version import Version
 from support.receiver import Receiver, replica
 from support.waiting import until
@@ -83,6 +84,12 @@ class World:
     def term(self) -> int:
         assert self.log.term is not None
         return self.log.term.counter
+
+    @property
+    def sync(self) -> ReplicaSync:
+        """The running publisher's view of its replicas."""
+        assert self.publisher._connected is not None
+        return self.publisher._connected.sync
 
     def receiver(self) -> Receiver:
         return Receiver(self.run.run_id, ["embed", "norm"])

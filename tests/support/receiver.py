@@ -113,6 +113,7 @@ class MemoryEngine:
 class Receiver(WeightsService):
     """The service. `versions` lists all served versions, `calls` every call, and `term` is the learner's term that it knows.
 
+    `has_devices`: whether the engine may sample.
     `maps`: whether it is on the trainer's host; `reaches_replicas`: whether other replicas' addresses work here.
     """
 
@@ -121,8 +122,14 @@ class Receiver(WeightsService):
         self.versions: list[int] = []
         self.calls: deque[str] = deque(maxlen=1000)
         self.term = 0
+        self.has_devices = True
         swapper = WeightSwapper(
-            run_id, self.engine, lambda: self.term, lambda version, _sampled: self.versions.append(version), lambda: None
+            run_id,
+            self.engine,
+            lambda: self.term,
+            lambda version, _sampled: self.versions.append(version),
+            lambda: None,
+            lambda: self.has_devices,
         )
         self.metrics = ReplicaMetrics()
         self.maps = self.reaches_replicas = True

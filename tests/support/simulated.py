@@ -5,7 +5,7 @@ Redis, gRPC, leases, arenas, pushes, commits and the ledger are real.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from polyreme.weights.canary import Canary
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
 from polyreme_rollout.generation.requests import RequestLimits
+from polyreme_rollout.generation.running import RunningSequences
 from polyreme_rollout.generation.service import Identity, RolloutService
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
@@ -77,6 +78,7 @@ class Replica:
     id: str
     engine: SimulatedInferenceEngine
     service: RolloutService
+    running: RunningSequences
     swapper: WeightSwapper
     metrics: ReplicaMetrics
     lease: Lease
@@ -105,17 +107,19 @@ async def simulated_replica(
     name: str,
     api: int = API_VERSION,
     engine_type: type[SimulatedInferenceEngine] = SimulatedInferenceEngine,
+    may_use_devices: Callable[[], bool] = lambda: True,
     **engine_arguments: Any,
 ) -> AsyncIterator[Replica]:
     """Starts a replica with a lease. It serves nothing until a version is pushed to it."""
     engine = engine_type(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
     metrics = ReplicaMetrics()
-    service = RolloutService(engine, Identity(run.run_id, name, ""), RequestLimits(CONTEXT, VOCAB, 1 << 14), metrics)
-    swapper = WeightSwapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)
-    service.bind(swapper)
+    running = RunningSequences(metrics)
+    swapper = WeightSwapper(run.run_id, engine, lambda: 0, running.change_policy, running.lose_policy, may_use_devices)
+    limits = RequestLimits(CONTEXT, VOCAB, 1 << 14)
+    service = RolloutService(engine, Identity(run.run_id, name, ""), limits, metrics, swapper, running)
     async with AsyncExitStack() as life, AsyncExitStack() as lease_life:
         replica = Replica(
-            name, engine, service, swapper, metrics, Lease("rollout", name, "", "", api), _life=life, _lease=lease_life
+            name, engine, service, running, swapper, metrics, Lease("rollout", name, "", "", api), _life=life, _lease=lease_life
         )
 
         class Recorder(rollout_pb2_grpc.RolloutServiceServicer):

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from polyreme.config.python_source import digest_of, find_source
 from polyreme.config.recipes.presets import PRESETS, STANDARD_CORRECTION, resolve
-from polyreme.config.recipes.recipe import Correction, Gae, Recipe, TvMask
+from polyreme.config.recipes.recipe import Correction, Recipe, TvMask
 from polyreme.config.section import Section
 from polyreme.errors import ConfigError
 
@@ -88,7 +88,7 @@ class AlgorithmConfig(Recipe):
     @property
     def has_critic(self) -> bool:
         """Whether the advantage estimator needs a critic."""
-        return isinstance(self.advantage, Gae)
+        return self.advantage.needs_critic
 
     def recipe(self, *, differs: bool) -> Recipe:
         """The recipe, with `correction: auto` resolved.

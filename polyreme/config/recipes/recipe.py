@@ -3,7 +3,7 @@
 Invariant: each primitive reads all its parameters, and a parameter that the chosen primitive does not have is an error.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,14 +22,48 @@ class Primitive(Section):
     """One part of a recipe."""
 
 
+class Estimator(Primitive):
+    """An advantage estimator. Its class attributes say what it needs, for the checks of a recipe and of a batch.
+
+    Attributes:
+        compares_samples: it compares the samples of a group, so that a group has at least two.
+        per_token: the advantages within a response may differ.
+        learns_from_equal: it may learn from a group whose scores are all equal.
+        reads_score: it reads the score, so that shaping and a KL penalty in the reward have an effect.
+        admits_greedy: a group may have greedy samples among the others.
+        needs_critic, needs_parts, needs_greedy: it needs the values of a critic, the parts of the reward, a greedy sample of each prompt.
+    """
+
+    kind: str
+    compares_samples: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+    learns_from_equal: ClassVar[bool] = True
+    reads_score: ClassVar[bool] = True
+    admits_greedy: ClassVar[bool] = False
+    needs_critic: ClassVar[bool] = False
+    needs_parts: ClassVar[bool] = False
+    needs_greedy: ClassVar[bool] = False
+
+
+class GroupEstimator(Estimator):
+    """Compares the scores of a group. A group with equal scores has advantages of exactly 0."""
+
+    compares_samples = True
+    learns_from_equal = False
+
+
 class LengthAdaptive(Primitive):
     """VAPO: lam = 1 - 1 / (alpha * tokens) for each response."""
 
     alpha: Positive = Field(0.05, description="How fast lam rises with the response length.")
 
 
-class Gae(Primitive):
+class Gae(Estimator):
     """Generalised advantage estimation, the only estimator that uses a critic."""
+
+    per_token = True
+    admits_greedy = True
+    needs_critic = True
 
     kind: Literal["gae"] = Field("gae", description=KIND)
     gamma: Fraction = Field(1.0, description="Discount of later rewards, per token.")
@@ -40,7 +74,7 @@ class Gae(Primitive):
     value_clip: Positive | None = Field(0.5, description="Clip range of the critic's value change. null: no clipping.")
 
 
-class GroupNorm(Primitive):
+class GroupNorm(GroupEstimator):
     """Score minus the group mean, divided by the group standard deviation."""
 
     kind: Literal["group_norm"] = Field("group_norm", description=KIND)
@@ -48,41 +82,58 @@ class GroupNorm(Primitive):
     ddof: Literal[0, 1] = Field(1, description="1: sample standard deviation. 0: population standard deviation.")
 
 
-class GroupMean(Primitive):
+class GroupMean(GroupEstimator):
     """Score minus the group mean."""
 
     kind: Literal["group_mean"] = Field("group_mean", description=KIND)
     whiten: bool = Field(False, description="Whiten over the batch. Groups with equal scores stay at 0.")
 
 
-class LeaveOneOut(Primitive):
+class LeaveOneOut(GroupEstimator):
     """Score minus the mean score of the other samples of the group."""
 
     kind: Literal["leave_one_out"] = Field("leave_one_out", description=KIND)
 
 
-class Returns(Primitive):
+class Returns(Estimator):
     """Discounted rewards-to-go per token. The only baseline is the batch mean."""
+
+    per_token = True
+    admits_greedy = True
 
     kind: Literal["returns"] = Field("returns", description=KIND)
     gamma: Fraction = Field(1.0, description="Discount of later rewards, per token.")
     whiten: bool = Field(True, description="Whiten the advantages over the batch (mean 0, standard deviation 1).")
 
 
-class GreedyBaseline(Primitive):
+class GreedyBaseline(Estimator):
     """Rewards-to-go per token minus the score of the greedy response."""
+
+    per_token = True
+    admits_greedy = True
+    needs_greedy = True
 
     kind: Literal["greedy_baseline"] = Field("greedy_baseline", description=KIND)
 
 
-class LengthWeightedBaseline(Primitive):
+class LengthWeightedBaseline(GroupEstimator):
     """Score minus the length-weighted group mean."""
 
     kind: Literal["length_weighted_baseline"] = Field("length_weighted_baseline", description=KIND)
 
 
-class PerPart(Primitive):
+class BestOfGroup(GroupEstimator):
+    """What a sample adds to the group's best score, for pass@k with k = group_size: only the best sample has an advantage."""
+
+    kind: Literal["best_of_group"] = Field("best_of_group", description=KIND)
+
+
+class PerPart(Estimator):
     """The weighted sum of the reward parts, each normalised within its group."""
+
+    compares_samples = True
+    reads_score = False
+    needs_parts = True
 
     kind: Literal["per_part"] = Field("per_part", description=KIND)
     std_floor: float = Field(1e-4, ge=0, description="Added to a group's standard deviation.")
@@ -90,8 +141,11 @@ class PerPart(Primitive):
     whiten: bool = Field(True, description="Whiten over the batch. Groups whose parts are all equal stay at 0.")
 
 
-class TurnNorm(Primitive):
+class TurnNorm(Estimator):
     """The return from each turn on, normalised over all turns of the group's episodes."""
+
+    compares_samples = True
+    per_token = True
 
     kind: Literal["turn_norm"] = Field("turn_norm", description=KIND)
     gamma: Fraction = Field(1.0, description="Discount of later rewards, per turn.")
@@ -99,15 +153,18 @@ class TurnNorm(Primitive):
     ddof: Literal[0, 1] = Field(1, description="1: sample standard deviation. 0: population standard deviation.")
 
 
-class Positives(Primitive):
+class Positives(Estimator):
     """1 for an accepted sample, 0 for any other."""
 
     kind: Literal["positives"] = Field("positives", description=KIND)
     threshold: float = Field(0.0, description="A sample is accepted when its score is above this.")
 
 
-class Zero(Primitive):
+class Zero(Estimator):
     """No advantage from the reward, for pure distillation."""
+
+    reads_score = False
+    admits_greedy = True
 
     kind: Literal["zero"] = Field("zero", description=KIND)
 
@@ -120,6 +177,7 @@ AdvantageEstimator = Annotated[
     | Returns
     | GreedyBaseline
     | LengthWeightedBaseline
+    | BestOfGroup
     | PerPart
     | TurnNorm
     | Positives

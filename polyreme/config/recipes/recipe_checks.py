@@ -7,29 +7,18 @@ from collections.abc import Iterator
 
 from polyreme.config.recipes.recipe import (
     Clip,
-    Gae,
     GeometricMean,
-    GreedyBaseline,
-    GroupMean,
-    GroupNorm,
     IcePop,
-    LeaveOneOut,
-    LengthWeightedBaseline,
-    PerPart,
     PolicyGradient,
     Recipe,
-    Returns,
     SequenceTis,
     Shaping,
     TokenTis,
-    TurnNorm,
     TvMask,
     Zero,
 )
 from polyreme.errors import ConfigError
 
-GROUP_ESTIMATORS = (GroupNorm, GroupMean, LeaveOneOut, LengthWeightedBaseline, PerPart, TurnNorm)
-TOKEN_ESTIMATORS = (Gae, Returns, GreedyBaseline, TurnNorm)
 WEIGHTS = (TokenTis, SequenceTis, IcePop)
 
 
@@ -57,13 +46,13 @@ def check(recipe: Recipe, group_size: int, steps: int, critic: bool) -> None:
 
 def _advantage(recipe: Recipe, group_size: int, critic: bool) -> Iterator[ConfigError]:
     kind = recipe.advantage.kind
-    if isinstance(recipe.advantage, GROUP_ESTIMATORS) and group_size < 2:
+    if recipe.advantage.compares_samples and group_size < 2:
         yield ConfigError(
             f"at least two samples per prompt for advantage {kind}, which compares the samples of a group",
             f"group_size {group_size}",
             "Raise group_size, or choose gae or returns, which need no group.",
         )
-    if critic and not isinstance(recipe.advantage, Gae):
+    if critic and not recipe.advantage.needs_critic:
         yield ConfigError(
             "no trainer.critic, since only advantage gae has a critic",
             f"trainer.critic with advantage {kind}",
@@ -71,9 +60,7 @@ def _advantage(recipe: Recipe, group_size: int, critic: bool) -> Iterator[Config
         )
     if isinstance(recipe.advantage, Zero) and recipe.teacher_coef == 0:
         yield ConfigError("a learning signal", "advantage zero without teacher_coef", "Set teacher_coef, or choose an estimator.")
-    if recipe.dynamic_sampling and (
-        isinstance(recipe.advantage, PerPart | TurnNorm) or not isinstance(recipe.advantage, GROUP_ESTIMATORS)
-    ):
+    if recipe.dynamic_sampling and recipe.advantage.learns_from_equal:
         yield ConfigError(
             "an estimator that compares the scores of a group and learns nothing from equal ones",
             f"dynamic_sampling with advantage {kind}, which can learn from them",
@@ -94,7 +81,7 @@ def _advantage(recipe: Recipe, group_size: int, critic: bool) -> Iterator[Config
 def _ratio(recipe: Recipe, steps: int) -> Iterator[ConfigError]:
     loss = recipe.loss
     sequence = isinstance(loss, GeometricMean) or (isinstance(loss, Clip) and loss.ratio == "sequence")
-    if sequence and isinstance(recipe.advantage, TOKEN_ESTIMATORS):
+    if sequence and recipe.advantage.per_token:
         yield ConfigError(
             "one advantage per response for a loss with one ratio per response",
             f"advantage {recipe.advantage.kind}, whose advantages differ within a response",
@@ -169,7 +156,7 @@ def _kl(recipe: Recipe) -> Iterator[ConfigError]:
             "k1 in the loss, whose gradient is 0 in expectation",
             "Use k2, k3 or k1+.",
         )
-    if kl.place == "reward" and isinstance(recipe.advantage, PerPart | Zero):
+    if kl.place == "reward" and not recipe.advantage.reads_score:
         yield ConfigError(
             f"the KL in the loss with advantage {recipe.advantage.kind}, which does not read the reward",
             "kl.place: reward",
@@ -182,7 +169,7 @@ def _shaping(recipe: Recipe) -> Iterator[ConfigError]:
     if shaping.clip is not None and shaping.clip[0] >= shaping.clip[1]:
         yield ConfigError("a lowest score below the highest", f"shaping.clip {list(shaping.clip)}", "Swap them.")
     idle = Shaping(truncation_mask=shaping.truncation_mask)
-    if isinstance(recipe.advantage, PerPart | Zero) and shaping != idle:
+    if not recipe.advantage.reads_score and shaping != idle:
         yield ConfigError(
             f"no shaping with advantage {recipe.advantage.kind}, which does not read the score",
             "shaping",

@@ -16,7 +16,7 @@ from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from polyreme.errors import PolyremeError
 from polyreme.experience.device_lease import DeviceLease
-from polyreme.experience.leases import Lease, LeaseKeeper, Registry
+from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net import rpc
@@ -28,6 +28,7 @@ from polyreme_rollout.devices.device_start import Held
 from polyreme_rollout.devices.device_turns import ReplicaTurns
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.generation.requests import RequestLimits
+from polyreme_rollout.generation.running import RunningSequences
 from polyreme_rollout.generation.service import Identity, RolloutService
 from polyreme_rollout.http.http_app import make_app
 from polyreme_rollout.metrics import ReplicaMetrics
@@ -69,15 +70,27 @@ async def serve(
     metrics = ReplicaMetrics()
     replica_id = f"rollout-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     limits = RequestLimits(engine.max_model_len, engine.vocab_size, QUEUED_PER_RUNNING * spec.config.rollout.max_num_seqs)
-    service = RolloutService(engine, Identity(spec.run_id, replica_id, spec.model_fingerprint), limits, metrics)
-    keeper: LeaseKeeper | None = None
-    swapper = WeightSwapper(spec.run_id, engine, lambda: keeper.learner_term if keeper else 0, service.on_swap, service.on_lost)
-    service.bind(swapper)
+    run = Run(redis, spec.run_id)
+    registry, running = Registry(run), RunningSequences(metrics)
+    device = None
+    if spec.config.placement == "colocated":
+        device = DeviceLease(run, "generate", held.holder if held else replica_id, counter=held.counter if held else 0)
+    swapper = WeightSwapper(
+        spec.run_id,
+        engine,
+        lambda: registry.learner_term,
+        running.change_policy,
+        running.lose_policy,
+        lambda: device is None or device.usable,
+    )
+    service = RolloutService(engine, Identity(spec.run_id, replica_id, spec.model_fingerprint), limits, metrics, swapper, running)
+
+    health = rpc.Health(_SERVICES)
 
     async def publish_state() -> None:
         metrics.version.set(-1 if swapper.version is None else swapper.version)
         metrics.ready.set(service.ready)
-        await server.set_ready(service.ready)
+        await health.set_ready(service.ready)
 
     def add(grpc_server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)
@@ -86,7 +99,7 @@ async def serve(
     try:
         async with AsyncExitStack() as servers:
             server = await servers.enter_async_context(
-                rpc.serve(endpoint.host, endpoint.port, add, _SERVICES, security=spec.config.security)
+                rpc.serve(endpoint.host, endpoint.port, add, _SERVICES, security=spec.config.security, checked=health)
             )
             http_address = ""
             if endpoint.http_port is not None:
@@ -106,35 +119,33 @@ async def serve(
                 {"model_fingerprint": spec.model_fingerprint, "max_model_len": engine.max_model_len,
                  "tensor_parallel": spec.config.rollout.tensor_parallel, "engine": engine.name},
             )  # fmt: skip
-            run = Run(redis, spec.run_id)
             if spec.follows_newest:
                 await servers.enter_async_context(run.set_when_over(stop))
             turns: asyncio.Task[None] | None = None
-            if spec.config.placement == "colocated":
-                device = DeviceLease(run, "generate", held.holder if held else replica_id, counter=held.counter if held else 0)
+            if device is not None:
                 if not await _acquire(device, stop):
                     return False
                 if held is not None:
                     held.end_renewals()
-                replica_turns = ReplicaTurns(device, engine, swapper, service, metrics)
+                replica_turns = ReplicaTurns(device, engine, swapper, running, metrics)
                 turns = asyncio.create_task(
                     replica_turns.hold() if spec.config.ends_engines else replica_turns.follow(), name="device turns"
                 )
                 servers.callback(turns.cancel)  # after the drain; the grant ends after the engine
-            async with await Registry(run).register(lease) as keeper:
+            async with await registry.register(lease):
                 logger.info(
                     "%s: gRPC at %s, HTTP at %s, %s", replica_id, lease.address, lease.http_address or "no port", engine.name
                 )
                 await _wait_for_stop(stop, engine, turns)
             service.draining = True
             if is_wanted := turns is not None and turns.done() and not stop.is_set():
-                service.fail_running("the learner takes the devices: continue in the next turn")
-            logger.info("draining: %d running sequences have %.0f s to end", service.running, DRAIN_TIMEOUT)
+                running.fail("the learner takes the devices: continue in the next turn")
+            logger.info("draining: %d running sequences have %.0f s to end", len(running), DRAIN_TIMEOUT)
             await publish_state()
             with suppress(TimeoutError):
                 async with until_set(stop.orphaned), asyncio.timeout(DRAIN_TIMEOUT):
-                    await service.drained()
-            logger.info("drained, %d sequences are left", service.running)
+                    await running.drained()
+            logger.info("drained, %d sequences are left", len(running))
             return is_wanted and not stop.is_set()
     finally:
         await redis.aclose()

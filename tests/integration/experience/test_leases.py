@@ -49,11 +49,11 @@ async def test_renewal_outlives_the_ttl_and_death_does_not(run: Run) -> None:
 
 async def test_renewals_learn_the_learners_term(run: Run) -> None:
     registry = Registry(run)
-    async with await registry.register(lease("a"), ttl=0.15) as keeper:
-        assert keeper.learner_term == 0
+    async with await registry.register(lease("a"), ttl=0.15):
+        assert registry.learner_term == 0
         await ExperienceLog(run).take(Writer.LEARNER)
         await ExperienceLog(run).take(Writer.LEARNER)
-        await until(lambda: keeper.learner_term == 2)
+        await until(lambda: registry.learner_term == 2)
 
 
 async def test_a_lease_comes_back_after_a_failover(tmp_path: Path) -> None:

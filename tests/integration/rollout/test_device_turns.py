@@ -63,10 +63,9 @@ class SteppedEngine(SimulatedInferenceEngine):
 class Shared:
     """A replica at version 0 that takes turns, its learner, and both sides of the lease."""
 
-    def __init__(self, replica: Replica, learner: IdleLearner, run: Run) -> None:
+    def __init__(self, replica: Replica, learner: IdleLearner, run: Run, generate: DeviceLease) -> None:
         assert isinstance(replica.engine, SteppedEngine)
-        self.replica, self.learner, self.engine = replica, learner, replica.engine
-        self.generate = DeviceLease(Run(run.redis, run.run_id), "generate", "r", TTL)
+        self.replica, self.learner, self.engine, self.generate = replica, learner, replica.engine, generate
         self.train = DeviceLease(run, "train", "l", TTL)
 
     async def ask(self, max_new: int) -> Answer:
@@ -85,10 +84,12 @@ class Shared:
 @asynccontextmanager
 async def shared(run: Run) -> AsyncIterator[Shared]:
     async with AsyncExitStack() as stack:
-        replica = await stack.enter_async_context(simulated_replica(run, "r", engine_type=SteppedEngine))
-        both = Shared(replica, await stack.enter_async_context(idle_learner(run, [replica])), run)
-        await both.generate.acquire()
-        turns = ReplicaTurns(both.generate, replica.engine, replica.swapper, replica.service, replica.metrics)
+        lease = DeviceLease(Run(run.redis, run.run_id), "generate", "r", TTL)
+        await lease.acquire()
+        starting = simulated_replica(run, "r", engine_type=SteppedEngine, may_use_devices=lambda: lease.usable)
+        replica = await stack.enter_async_context(starting)
+        both = Shared(replica, await stack.enter_async_context(idle_learner(run, [replica])), run, lease)
+        turns = ReplicaTurns(lease, replica.engine, replica.swapper, replica.running, replica.metrics)
         task = asyncio.create_task(turns.follow())
         try:
             yield both

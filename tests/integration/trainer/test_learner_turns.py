@@ -45,9 +45,8 @@ def do(redis_url: str, run_id: str, tmp_path: Path) -> Do[Any]:
 def turns(do: Do[Any], redis_url: str, run_id: str, tmp_path: Path) -> Iterator[LearnerTurns]:
     do(register)
     ranks = Ranks()
-    turns = LearnerTurns(run_config(tmp_path, placement="colocated"), redis_url, run_id, ranks)
-    yield turns
-    turns.close()
+    with LearnerTurns(run_config(tmp_path, placement="colocated"), redis_url, run_id, ranks) as turns:
+        yield turns
     ranks.close()
 
 
@@ -116,9 +115,9 @@ def test_a_run_that_drains_before_its_replicas_come_ends_the_wait(
 
     monkeypatch.setattr(LeaseThread, "_wait_for_replicas", wait)
     ranks = Ranks()
-    turns = LearnerTurns(run_config(tmp_path, placement="colocated"), redis_url, run_id, ranks)
+    colocated = run_config(tmp_path, placement="colocated")
 
-    async def drain_meanwhile() -> None:
+    async def drain_meanwhile(turns: LearnerTurns) -> None:
         taking = asyncio.ensure_future(turns._lease.take())
         assert await asyncio.to_thread(waits.wait, 300)
         redis = await connect(redis_url)
@@ -128,17 +127,13 @@ def test_a_run_that_drains_before_its_replicas_come_ends_the_wait(
         await redis.aclose()
         await taking
 
-    try:
-        with pytest.raises(DrainError):
-            ranks.on_leader(drain_meanwhile)
-    finally:
-        turns.close()
-        ranks.close()
+    with LearnerTurns(colocated, redis_url, run_id, ranks) as turns, pytest.raises(DrainError):
+        ranks.on_leader(lambda: drain_meanwhile(turns))
+    ranks.close()
 
 
 def test_separate_devices_need_no_turns(tmp_path: Path) -> None:
     ranks = Ranks()
-    turns = LearnerTurns(run_config(tmp_path), "redis://127.0.0.1:1", "none", ranks)
-    assert not turns.take() and not turns.give_up() and turns.held
-    turns.close()
+    with LearnerTurns(run_config(tmp_path), "redis://127.0.0.1:1", "none", ranks) as turns:
+        assert not turns.take() and not turns.give_up() and turns.held
     ranks.close()

@@ -54,12 +54,6 @@ def test_presets_and_losses() -> None:
     assert {values["algorithm.loss.kind"] for values in found} == kinds
 
 
-def test_estimators() -> None:
-    """Of the presets that are reached, and `group_mean` by its own key. `turn_norm` needs an environment, which no import has."""
-    found = {PRESETS[run(case)["algorithm.preset"]].advantage.kind for case in CASES} | {"positives", "turn_norm"}
-    assert found == {kind.model_fields["kind"].default for kind in subsections(Recipe.model_fields["advantage"])}
-
-
 def test_aggregations() -> None:
     for name in get_args(Aggregation):
         assert verl(**{f"{ACTOR.replace('.', '__')}__loss_agg_mode": name})["algorithm.aggregation"] == name

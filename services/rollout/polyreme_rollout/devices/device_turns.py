@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from polyreme.errors import StoreError
 from polyreme.experience.device_lease import DeviceLease, Grant
 from polyreme_rollout.engine.protocol import InferenceEngine, Slept
-from polyreme_rollout.generation.service import RolloutService
+from polyreme_rollout.generation.running import RunningSequences
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.weights.weight_swap import WeightSwapper
 
@@ -29,8 +29,8 @@ class ReplicaTurns:
     """Makes the engine of a replica leave the devices when the learner wants them, and return when they are granted again.
 
     Args:
-        lease: the device lease, which has a grant.
-        engine, swapper, service, metrics: parts of the replica. The engine is awake.
+        lease: the device lease, which has a grant, and without which the swapper does not continue sampling.
+        engine, swapper, running, metrics: parts of the replica. The engine is awake.
     """
 
     def __init__(
@@ -38,12 +38,11 @@ class ReplicaTurns:
         lease: DeviceLease,
         engine: InferenceEngine,
         swapper: WeightSwapper,
-        service: RolloutService,
+        running: RunningSequences,
         metrics: ReplicaMetrics,
     ) -> None:
         self._lease, self._engine, self._swapper = lease, engine, swapper
-        self._service, self._metrics = service, metrics
-        swapper.may_use_devices = lambda: lease.usable
+        self._running, self._metrics = running, metrics
 
     async def hold(self) -> None:
         """Keeps the devices until the learner wants them, or until the grant has ended. For an engine that ends after its turn."""
@@ -58,17 +57,17 @@ class ReplicaTurns:
                 slept, grant = await self._step_aside()
                 holding = asyncio.ensure_future(self._lease.hold())
                 await self._wait_for_version(grant, holding)
-                await self._swapper.go_on(slept.weights)  # no-op once the grant has ended
+                await self._swapper.resume_if_paused(slept.weights)  # no-op once the grant has ended
         finally:
             holding.cancel()
 
     async def _step_aside(self) -> tuple[Slept, Grant]:
         """Leaves the devices, waits until they are granted again, and takes back the memory of the weights."""
         if not self._lease.usable:
-            await self._engine.pause()  # before `at_rest`, which waits for a running swap
+            await self._engine.pause()  # before `paused_for_devices`, which waits for a running swap
         async with AsyncExitStack() as rest:
-            await self._lease.renew_during(rest.enter_async_context(self._swapper.at_rest()))
-            started, running = time.perf_counter(), self._service.running
+            await self._lease.renew_during(rest.enter_async_context(self._swapper.paused_for_devices()))
+            started, running = time.perf_counter(), len(self._running)
             slept = await self._lease.renew_during(self._engine.sleep())
             self._metrics.device_seconds.labels(step="sleep").observe(time.perf_counter() - started)
             self._metrics.device_freed.set(slept.freed)

@@ -4,10 +4,12 @@ Invariant:
 - The replica serves a whole version with verified digests, or nothing. A failed swap restores the previous version; when that fails
   too, the replica serves nothing until a later version is committed.
 - Nothing is sampled while the policy changes, and each running request records the token at which it changed.
-- Between `at_rest` and the next commit or `go_on`, nothing is sampled and no request is accepted. Neither of them continues sampling while
-the replica may not use the devices.
+- Between `paused_for_devices` and the next commit or `resume_if_paused`, nothing is sampled and no request is accepted. Neither of them
+  continues sampling while the replica may not use the devices.
 - The tokens that a version samples are delivered only after its canary has passed. Requests may wait in the engine for it meanwhile. A
   replica whose canary fails serves nothing until a later swap passes.
+
+`swap_state` has the states between which a swap moves.
 """
 
 import asyncio
@@ -21,6 +23,7 @@ from polyreme.weights.canary import Canary, CanaryError
 from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
 from polyreme_rollout.weights.staged_parts import Refusal, VersionId
 from polyreme_rollout.weights.staging import Staging
+from polyreme_rollout.weights.swap_state import SwapPhase, SwapState
 
 FAILURES_TO_QUARANTINE = 3
 CANARY_TIMEOUT = 30.0  # the engine answers within a few steps
@@ -60,6 +63,7 @@ class WeightSwapper:
         learner_term: returns the learner's term as last seen in Redis.
         on_swap: called while paused, with the new version and the number of tokens that each unfinished request has sampled.
         on_lost: called when no version could be restored, so running requests cannot continue.
+        may_use_devices: returns whether the engine may sample now; a colocated replica asks its grant.
     """
 
     def __init__(
@@ -69,28 +73,23 @@ class WeightSwapper:
         learner_term: Callable[[], int],
         on_swap: Callable[[int, Mapping[str, int]], None],
         on_lost: Callable[[], None],
+        may_use_devices: Callable[[], bool] = lambda: True,
     ) -> None:
         self._engine, self._on_swap, self._on_lost = engine, on_swap, on_lost
+        self._may_use_devices = may_use_devices
         self.staging = Staging(run_id, engine.weight_names, learner_term, self._quarantine_reason, self._in_use)
         self._loading: tuple[ArenaSource, ...] = ()
         self._lock = asyncio.Lock()
         self._swaps = 0
         self._failures = 0
-        self._intact = True
-        """Whether the engine holds the weights of `served`. It may have dropped them while it slept."""
-        self.may_use_devices: Callable[[], bool] = lambda: True
-        """Whether the engine may sample. A colocated replica sets it: see `device_turns`."""
+        self._phase = SwapPhase()
         self.served: Served | None = None
-        self._next: Served | None = None
-        """The version in the engine while its canary is asked."""
-        self.steady = asyncio.Event()
-        """Set while no swap is running: tokens that are sampled then may be delivered."""
-        self.steady.set()
-        self._open = asyncio.Event()
-        """Set while the engine has a policy: a request that is submitted then samples from `policy` under `salt`."""
-        self._open.set()
-        self._opened = asyncio.Event()
-        """Set and replaced when `_open` is set."""
+        self._loaded: Served | None = None
+        """The version that the engine has loaded last. It is the policy while its canary is asked."""
+
+    @property
+    def state(self) -> SwapState:
+        return self._phase.state
 
     @property
     def version(self) -> int | None:
@@ -99,39 +98,47 @@ class WeightSwapper:
     @property
     def policy(self) -> int | None:
         """The version that the engine samples from: `version`, or its successor while the canary is asked."""
-        return self._next.id.version if self._next else self.version
+        return self._policy.id.version if self._policy else None
+
+    @property
+    def _policy(self) -> Served | None:
+        return self._loaded if self.state is SwapState.CHECKING else self.served
 
     @property
     def salt(self) -> str:
         """Requests share cached prefixes only under the same salt, and each set of weights has its own."""
-        policy = self._next or self.served
+        policy = self._policy
         return f"{policy.id.term}.{policy.id.version}.{self._swaps}" if policy else f"none.{self._swaps}"
 
+    async def until_steady(self) -> None:
+        """Waits for the end of a swap. What was sampled before may then be delivered."""
+        await self._phase.until_steady()
+
     async def open_salt(self) -> str:
-        """The salt of a request that is submitted now, whose tokens wait for `steady`. Waits for the load of a running swap."""
-        await self._open.wait()
+        """The salt of a request that is submitted now, whose tokens wait for `until_steady`. Waits for the load of a running swap."""
+        await self._phase.until_admitting()
         return self.salt
 
     async def steady_salt(self) -> str:
         """The salt of a request that is submitted now. Waits for the end of a swap."""
-        await self.steady.wait()
+        await self.until_steady()
         return self.salt
 
     async def reach(self, version: int) -> int | None:
-        """The engine's policy, once a request for `version` or newer may be submitted; None or an older one if this is not to be expected.
+        """The engine's policy, once a request for `version` or newer may be submitted; the policy that is there, or None, on timeout.
 
-        Waits for the load of a running swap. Waits up to COMMIT_WAIT for that of `version`, if it is staged.
+        Waits for the load of a running swap. Waits up to COMMIT_WAIT for that of `version`, and only if it is staged.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(COMMIT_WAIT):
-                while self._open.is_set() and (-1 if self.policy is None else self.policy) < version <= self.staging.version:
-                    await self._opened.wait()
-        await self._open.wait()
+                while self.state.admits and (-1 if self.policy is None else self.policy) < version <= self.staging.version:
+                    await self._phase.changed()
+        await self._phase.until_admitting()
         return self.policy
 
     async def steady_version(self) -> int | None:
         """The served version, or None. Waits for the end of a swap."""
-        await self.steady.wait()
+        await self.until_steady()
         return self.version
 
     @property
@@ -170,7 +177,7 @@ class WeightSwapper:
             self._check_devices()
             sources = self.staging.take(id)
             self._loading = (*sources, *(self.served.sources if self.served else ()))
-            self._close()
+            self._phase.enter(SwapState.LOADING)
             try:
                 committed = await self._swap(Served(id, sources), canary)
             except EngineDeadError:
@@ -182,18 +189,19 @@ class WeightSwapper:
         return committed
 
     @asynccontextmanager
-    async def at_rest(self) -> AsyncIterator[None]:
-        """In the block no swap runs, nothing is sampled, and new requests wait. After it, a commit or `go_on` continues sampling.
+    async def paused_for_devices(self) -> AsyncIterator[None]:
+        """In the block no swap runs, nothing is sampled, and new requests wait. After it, a commit or `resume_if_paused` continues sampling.
 
         Raises EngineDeadError.
         """
         async with self._lock:
-            self._close()
+            if self.state.steady:  # otherwise it still is paused, or a load was broken off and its weights are to be loaded again
+                self._phase.enter(SwapState.PAUSED)
             await self._engine.pause()
             yield
 
-    async def go_on(self, weights: bool) -> None:
-        """Continues sampling after `at_rest` with the served version, unless a commit has continued it or the devices may not be used.
+    async def resume_if_paused(self, weights: bool) -> None:
+        """Continues sampling after `paused_for_devices`, unless a commit has continued it or the devices may not be used.
 
         Args:
             weights: whether the engine has kept them. If not, it loads the served version again.
@@ -202,18 +210,18 @@ class WeightSwapper:
             EngineDeadError: the engine has died.
         """
         async with self._lock:
-            if self.steady.is_set() or not self.may_use_devices():
+            if self.state.steady or not self._may_use_devices():
                 return
-            if (weights and self._intact) or self.served is None:
+            if self.served is None or (weights and self.state is SwapState.PAUSED):
                 await self._engine.resume()
-                self._settle()
+                self._phase.enter(SwapState.SERVING if self.served else SwapState.EMPTY)
                 return
             try:
-                self._intact = False
+                self._phase.enter(SwapState.LOADING)
                 loaded = await self._engine.load(self.served.sources)
-                if self.may_use_devices():
+                if self._may_use_devices():
                     await self._resume(self.served, loaded)
-                    self._settle()
+                    self._serve(self.served)
             except LoadError as error:
                 logger.error("version %d could not be loaded again; nothing is served: %s", self.served.id.version, error)
                 self._lose()
@@ -221,11 +229,10 @@ class WeightSwapper:
     async def _swap(self, new: Served, canary: Canary | None) -> Committed:
         """Pauses, loads, resumes, and checks the canary. Raises Refusal(INTERNAL), EngineDeadError."""
         try:
-            self._intact = False
             loaded = await self._engine.load(new.sources)
         except LoadError as error:
             raise Refusal("INTERNAL", await self._fall_back(new.id, error)) from None
-        self._check_devices()  # the grant may have ended by now; `go_on` then loads the served version again
+        self._check_devices()  # the grant may have ended by now; `resume_if_paused` then loads the served version again
         self.staging.drop()
         await self._resume(new, loaded)
         stall = time.perf_counter() - loaded.stopped
@@ -238,7 +245,7 @@ class WeightSwapper:
             logger.error("%s", text)
             raise Refusal("INTERNAL", text) from None
         self._failures = 0
-        self._begin(new)
+        self._serve(new)
         return Committed(new.id.version, stall, loaded.seconds, difference)
 
     async def _ask_canary(self, canary: Canary) -> float:
@@ -261,7 +268,7 @@ class WeightSwapper:
                 self.served = before
                 self._check_devices()
                 await self._resume(before, loaded)
-                self._begin(before)
+                self._serve(before)
                 outcome = f"version {before.id.version} is served again"
             except LoadError as again:
                 outcome += f" because version {before.id.version} could not be restored: {again}"
@@ -278,40 +285,25 @@ class WeightSwapper:
         return f"; {reason}" if (reason := self._quarantine_reason()) else ""
 
     async def _resume(self, served: Served, loaded: LoadResult) -> None:
-        self._intact = True
+        """Continues sampling with the weights that were just loaded."""
         self._swaps += 1
-        self._next = served
+        self._loaded = served
         self._on_swap(served.id.version, loaded.sampled)
-        self._admit()
+        self._phase.enter(SwapState.CHECKING)
         await self._engine.resume()
 
     def _check_devices(self) -> None:
         """Raises Refusal(FAILED_PRECONDITION) when the devices may not be used."""
-        if not self.may_use_devices():
+        if not self._may_use_devices():
             raise Refusal("FAILED_PRECONDITION", "expected a grant of the devices; found that it has ended")
 
-    def _begin(self, served: Served) -> None:
+    def _serve(self, served: Served) -> None:
+        """Ends the swap: the tokens of `served` are delivered."""
         self.served = served
-        self._settle()
+        self._phase.enter(SwapState.SERVING)
 
     def _lose(self) -> None:
+        """Ends the swap without a version."""
         self.served = None
         self._on_lost()
-        self._settle()  # waiting calls then find that nothing is served
-
-    def _close(self) -> None:
-        """Requests wait, and so do the tokens that were sampled."""
-        self._open.clear()
-        self.steady.clear()
-
-    def _admit(self) -> None:
-        """Requests may be submitted; their tokens still wait."""
-        self._open.set()
-        self._opened.set()
-        self._opened = asyncio.Event()
-
-    def _settle(self) -> None:
-        """Ends the swap: tokens are delivered."""
-        self._next = None
-        self._admit()
-        self.steady.set()
+        self._phase.enter(SwapState.EMPTY)  # waiting calls then find that nothing is served

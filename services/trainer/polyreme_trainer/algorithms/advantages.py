@@ -3,14 +3,37 @@
 Some estimators take rewards per token and the critic's values; the others take one score per sample and compare it with the other samples
 of its group. A sample is an episode, which may have several turns in several trajectories (see `batch`).
 
-Invariant: a masked token has advantage 0 and no influence. Estimators that compare a group's scores give exactly 0 when these are equal.
+Invariant: a masked token has advantage 0 and no influence. Estimators that compare a group's scores give exactly 0 when these are equal,
+whitened or not.
+
+A further estimator is a class in `polyreme.config.recipes.recipe`, its formula here, and a line in ESTIMATORS.
 """
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme_trainer.algorithms.batch import Float64, Int64, sequence_of, sequence_sums
+from polyreme.config.recipes.recipe import (
+    BestOfGroup,
+    Estimator,
+    Gae,
+    GreedyBaseline,
+    GroupMean,
+    GroupNorm,
+    LeaveOneOut,
+    LengthAdaptive,
+    LengthWeightedBaseline,
+    PerPart,
+    Positives,
+    Returns,
+    TurnNorm,
+    Zero,
+)
+from polyreme_trainer.algorithms.batch import Float64, Int64, TokenBatch, sequence_of, sequence_sums
 from polyreme_trainer.algorithms.groups import Groups, equal
+from polyreme_trainer.algorithms.rewards import Rewards, required
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance of whitened advantages."""
@@ -125,6 +148,18 @@ def length_weighted(scores: Float64, group: Int64, lengths: Int64) -> Float64:
     return np.where(unmoved, 0.0, scores - baseline[groups.member_of])
 
 
+def best_of_group(scores: Float64, group: Int64) -> Float64:
+    """The group's best score minus the best score of its other samples: 0 for all samples but a single best one.
+
+    The leave-one-out gradient of the expected maximum over the group, Tang et al. 2025 (arXiv 2503.19595). Raises as `group_normalised`.
+    """
+    groups, advantages = _with_peers(group), np.zeros(len(scores))
+    order = np.lexsort((scores, groups.member_of))
+    last = np.cumsum(groups.sizes) - 1  # of each group, the position of its best score
+    advantages[order[last]] = scores[order[last]] - scores[order[last - 1]]
+    return np.where(groups.constant(scores), 0.0, advantages)
+
+
 def greedy_baseline(scores: Float64, group: Int64, greedy: NDArray[np.bool_]) -> Float64:
     """float64 [n], the mean score of the greedy samples of the same prompt: ReMax, Li et al. 2023 (arXiv 2310.10505).
 
@@ -210,3 +245,98 @@ def _with_peers(group: Int64) -> Groups:
     if len(groups) and groups.smallest < 2:
         raise ValueError("expected at least two samples in every group; found a group of one")
     return groups
+
+
+Estimates = tuple[Float64, Float64 | None]
+"""Advantages [t] and, for an estimator with a critic, returns [t]; float64, 0 where masked."""
+
+
+def estimate(recipe: Estimator, batch: TokenBatch, rewards: Rewards) -> Estimates:
+    """The advantages of a batch.
+
+    Raises:
+        ValueError: the batch lacks an input of the estimator, or a group has too few samples to compare.
+    """
+    if not recipe.admits_greedy and batch.greedy.any():
+        raise ValueError(f"expected no greedy samples, since {recipe.kind} compares samples of one distribution; found some")
+    return ESTIMATORS[type(recipe)](recipe, batch, rewards)
+
+
+def _gae(recipe: Gae, batch: TokenBatch, rewards: Rewards) -> Estimates:
+    values = required(batch.values, "values").astype(np.float64)
+    final = None
+    if recipe.bootstrap_truncated:
+        final = np.where(batch.truncated, required(batch.final_values, "final_values"), 0.0)
+
+    def run(lam: Float64) -> tuple[Float64, Float64]:
+        return gae(rewards.tokens, values, batch.mask, batch.offsets, recipe.gamma, lam, final)
+
+    if isinstance(recipe.lam, LengthAdaptive):
+        lam = length_adaptive_lambda(batch.lengths, recipe.lam.alpha)
+    else:
+        lam = np.full(len(batch), recipe.lam)
+    advantages, returns = run(lam)
+    if recipe.value_lam is not None:
+        _, returns = run(np.full(len(batch), recipe.value_lam))
+    return (whiten(advantages, batch.mask) if recipe.whiten else advantages), returns
+
+
+def _returns(recipe: Returns, batch: TokenBatch, rewards: Rewards) -> Estimates:
+    returns = discounted_returns(rewards.tokens, batch.mask, batch.offsets, recipe.gamma)
+    return (whiten(returns, batch.mask) if recipe.whiten else returns), None
+
+
+def _greedy_baseline(recipe: GreedyBaseline, batch: TokenBatch, rewards: Rewards) -> Estimates:
+    baseline = greedy_baseline(rewards.scores, batch.group, batch.greedy)
+    returns = discounted_returns(rewards.tokens, batch.mask, batch.offsets, 1.0)
+    return np.where(batch.trained, returns - baseline[batch.sequence_of], 0.0), None
+
+
+def _turn_norm(recipe: TurnNorm, batch: TokenBatch, rewards: Rewards) -> Estimates:
+    turn = np.zeros(batch.tokens, dtype=np.int64) if batch.turn is None else batch.turn
+    where = (turn, batch.mask, batch.offsets, batch.group)
+    return turn_normalised(rewards.tokens, *where, recipe.gamma, recipe.std_floor, recipe.ddof), None
+
+
+def _per_part(recipe: PerPart, batch: TokenBatch, rewards: Rewards) -> Estimates:
+    parts = required(batch.parts, "parts")
+    advantages = per_part(parts, batch.part_weights, batch.group, recipe.std_floor, recipe.ddof)
+    return _whitened(_on_tokens(advantages, batch), parts, batch) if recipe.whiten else _on_tokens(advantages, batch), None
+
+
+def _group_mean(recipe: GroupMean, batch: TokenBatch, rewards: Rewards) -> Estimates:
+    advantages = _on_tokens(group_centred(rewards.totals, batch.group), batch)
+    return _whitened(advantages, rewards.totals[:, None], batch) if recipe.whiten else advantages, None
+
+
+def _whitened(advantages: Float64, columns: Float64, batch: TokenBatch) -> Float64:
+    """Advantages [t] whitened over the batch. Those of a group in which each of `columns` [n, k] is equal stay 0."""
+    groups = Groups(batch.group)
+    constant = np.all([groups.constant(column) for column in columns.T], axis=0)[batch.sequence_of]
+    return np.where(constant, 0.0, whiten(advantages, batch.mask))
+
+
+def _on_tokens(advantages: Float64, batch: TokenBatch) -> Float64:
+    """float64 [t] from the advantages [n] of whole samples."""
+    return np.where(batch.trained, advantages[batch.sequence_of], 0.0)
+
+
+def _of_samples(formula: Callable[[Any, TokenBatch, Float64], Float64]) -> Callable[[Any, TokenBatch, Rewards], Estimates]:
+    """An estimator with one advantage per sample: `formula(recipe, batch, totals [n])` gives float64 [n]."""
+    return lambda recipe, batch, rewards: (_on_tokens(formula(recipe, batch, rewards.totals), batch), None)
+
+
+ESTIMATORS: Mapping[type[Estimator], Callable[[Any, TokenBatch, Rewards], Estimates]] = {
+    Gae: _gae,
+    Returns: _returns,
+    GreedyBaseline: _greedy_baseline,
+    TurnNorm: _turn_norm,
+    PerPart: _per_part,
+    GroupMean: _group_mean,
+    GroupNorm: _of_samples(lambda own, batch, totals: group_normalised(totals, batch.group, own.std_floor, own.ddof)),
+    LeaveOneOut: _of_samples(lambda own, batch, totals: leave_one_out(totals, batch.group)),
+    LengthWeightedBaseline: _of_samples(lambda own, batch, totals: length_weighted(totals, batch.group, batch.lengths)),
+    BestOfGroup: _of_samples(lambda own, batch, totals: best_of_group(totals, batch.group)),
+    Positives: _of_samples(lambda own, batch, totals: positives(totals, own.threshold)),
+    Zero: _of_samples(lambda own, batch, totals: np.zeros(len(batch))),
+}

@@ -14,23 +14,21 @@ from polyreme.config.recipes.recipe import (
     Clip,
     Gae,
     GeometricMean,
-    GreedyBaseline,
     Kl,
-    PerPart,
     PolicyGradient,
     Recipe,
     Sapo,
     TvMask,
 )
-from polyreme_trainer.algorithms import correction, estimation, losses, shaping
+from polyreme_trainer.algorithms import advantages, correction, losses, shaping
 from polyreme_trainer.algorithms.aggregation import token_coefficients
 from polyreme_trainer.algorithms.batch import Advantages, Bool, Float32, Float64, Int64, TokenBatch, sequence_sums
-from polyreme_trainer.algorithms.estimation import Rewards
 from polyreme_trainer.algorithms.filters import informative
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.kl import adapt, estimate
 from polyreme_trainer.algorithms.losses import TokenLoss
 from polyreme_trainer.algorithms.metrics import Metrics, mean_of
+from polyreme_trainer.algorithms.rewards import Rewards, required, rewards_of, shaped_scores
 from polyreme_trainer.algorithms.state import INITIAL, AlgorithmState
 from polyreme_trainer.algorithms.summary import summary
 
@@ -79,28 +77,28 @@ class Algorithm:
         recipe, estimator = self.recipe, self.recipe.advantage
         return Needs(
             reference=recipe.kl is not None,
-            critic=isinstance(estimator, Gae),
+            critic=estimator.needs_critic,
             final_values=isinstance(estimator, Gae) and estimator.bootstrap_truncated,
             old=recipe.teacher_coef > 0 or (recipe.kl is not None and recipe.kl.place == "reward"),
             entropy=recipe.entropy_coef > 0,
             teacher=recipe.teacher_coef > 0,
-            parts=isinstance(estimator, PerPart),
+            parts=estimator.needs_parts,
             ids=recipe.shaping.repetition is not None,
-            greedy=isinstance(estimator, GreedyBaseline),
+            greedy=estimator.needs_greedy,
         )
 
     def advantages(self, batch: TokenBatch, state: AlgorithmState = INITIAL) -> Advantages:
         """The advantages of a whole iteration. Raises ValueError when the batch lacks an input that the recipe needs."""
         recipe = self.recipe
-        scores, moments = estimation.shaped_scores(recipe.shaping, batch, self.longest, state.scores)
+        scores, moments = shaped_scores(recipe.shaping, batch, self.longest, state.scores)
         kl, coef = None, state.kl_coef
         if recipe.kl is not None and recipe.kl.place == "reward":
             kl, coef = self._kl_in_reward(recipe.kl, batch), coef if recipe.kl.adaptive and coef is not None else recipe.kl.coef
         std = moments.std if recipe.shaping.normalise else 1.0
-        rewards = estimation.rewards_of(batch, scores, None if kl is None or coef is None else coef * kl, std)
+        rewards = rewards_of(batch, scores, None if kl is None or coef is None else coef * kl, std)
         advantages, returns = self.estimate(batch, rewards)
         if recipe.teacher_coef > 0:
-            teacher = estimation.required(batch.teacher, "teacher")
+            teacher = required(batch.teacher, "teacher")
             advantages = advantages + shaping.distillation_advantages(teacher, batch.policy, batch.mask, recipe.teacher_coef)
         dropped = batch.truncated & recipe.shaping.truncation_mask
         return Advantages(
@@ -113,7 +111,7 @@ class Algorithm:
 
     def estimate(self, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:
         """The advantages of a batch and, with a critic, its returns: float64 [t], 0 where masked."""
-        return estimation.estimate(self.recipe.advantage, batch, rewards)
+        return advantages.estimate(self.recipe.advantage, batch, rewards)
 
     def coefficients(self, batch: TokenBatch, advantages: Advantages, step: Int64) -> Float32:
         """float32 [t], the `LossInputs.weight` of every token in an optimizer step on the episodes `step`; 0 for all other tokens.
@@ -153,13 +151,13 @@ class Algorithm:
             **{name: mean_of(flag) for name, flag in surrogate.flags.items()},
         }
         if recipe.kl is not None and recipe.kl.place == "loss":
-            kl = estimate(recipe.kl.estimator, inputs.logprobs, estimation.required(inputs.reference, "reference"))
+            kl = estimate(recipe.kl.estimator, inputs.logprobs, required(inputs.reference, "reference"))
             total = total + recipe.kl.coef * kl
             metrics["kl"] = mean_of(kl)
         if inputs.entropy is not None:
             metrics["entropy"] = mean_of(inputs.entropy)
         if recipe.entropy_coef > 0:
-            total = total - recipe.entropy_coef * estimation.required(inputs.entropy, "entropy")
+            total = total - recipe.entropy_coef * required(inputs.entropy, "entropy")
         return (inputs.weight * total).sum(), metrics
 
     def critic_loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
@@ -170,8 +168,8 @@ class Algorithm:
         """
         if not isinstance(self.recipe.advantage, Gae):
             raise ValueError(f"expected a recipe with a critic; found {self.recipe.advantage.kind}, which has no critic")
-        new, old = estimation.required(inputs.new_values, "new_values"), estimation.required(inputs.values, "values")
-        returns = estimation.required(inputs.returns, "returns")
+        new, old = required(inputs.new_values, "new_values"), required(inputs.values, "values")
+        returns = required(inputs.returns, "returns")
         result = losses.value_loss(new, old, returns, self.recipe.advantage.value_clip)
         metrics = {"value_loss": mean_of(result.loss, inputs.weight)}
         return (inputs.weight * result.loss).sum(), metrics | {name: mean_of(flag) for name, flag in result.flags.items()}
@@ -196,7 +194,7 @@ class Algorithm:
 
     def _kl_in_reward(self, kl: Kl, batch: TokenBatch) -> Float64:
         """The estimate at each token, float64 [t], 0 where masked."""
-        reference = estimation.required(batch.reference, "reference")
+        reference = required(batch.reference, "reference")
         result, trained = np.zeros(batch.tokens), batch.trained
         policy, frozen = (torch.from_numpy(x[trained].astype(np.float64)) for x in (batch.policy, reference))
         result[trained] = estimate(kl.estimator, policy, frozen).numpy()

@@ -15,9 +15,9 @@ from torch import Tensor
 from polyreme.errors import RunFailedError
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, Bool, Float64, TokenBatch, sequence_sums
-from polyreme_trainer.algorithms.estimation import Rewards
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import Metrics
+from polyreme_trainer.algorithms.rewards import Rewards
 
 
 @dataclass(frozen=True)

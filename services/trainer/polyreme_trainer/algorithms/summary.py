@@ -6,8 +6,8 @@ Invariant: every rank computes the same numbers from the same batch, so they are
 import numpy as np
 
 from polyreme_trainer.algorithms.batch import Bool, Float64, TokenBatch
-from polyreme_trainer.algorithms.estimation import Rewards
 from polyreme_trainer.algorithms.groups import Groups
+from polyreme_trainer.algorithms.rewards import Rewards
 
 
 def summary(

@@ -54,19 +54,17 @@ def main(kind: type[Learner] = Learner) -> None:
         announce(config, device.memory(), memory_limit(), rank)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
-        turns = LearnerTurns(config, redis_url, run_id, ranks)
         try:
-            turns.take()  # before anything is allocated on them
-            loads = reports_to_run(redis_url, run_id) if ranks.leads else unreported
-            with closing(MegatronEngine(config, files, run_id, ranks, device, loads)) as engine:
-                kind(config, files, engine, redis_url, run_id, ranks, turns).run()
+            with LearnerTurns(config, redis_url, run_id, ranks) as turns:
+                turns.take()  # before anything is allocated on them
+                loads = reports_to_run(redis_url, run_id) if ranks.leads else unreported
+                with closing(MegatronEngine(config, files, run_id, ranks, device, loads)) as engine:
+                    kind(config, files, engine, redis_url, run_id, ranks, turns).run()
         except DrainError as stopped:
             logger.info("%s", stopped)
         except LeaderError as error:
             logger.info("rank 0 ended: %s", error.found)
             sys.exit(error.exit_code)
-        finally:
-            turns.close()
         ranks.close()
         close_parallel()
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, StoreError, UnavailableError
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class LearnerTurns:
-    """One rank's side. Every method is collective.
+    """One rank's side, inside of its `with` block, in which rank 0's thread is connected. Every method is collective.
 
     Args:
         config: the run's configuration.
@@ -52,8 +52,24 @@ class LearnerTurns:
         self.held = not self.shared
         self._ranks = ranks
         self._thread = LeaseThread(config, redis_url, run_id) if self.shared and ranks.leads else None
+
+    def __enter__(self) -> Self:
+        """Raises StoreError, UnavailableError."""
         if self._thread is not None:
             self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends rank 0's thread. Not collective. Idempotent.
+
+        Devices that the ranks still hold are not released, because this learner still occupies their memory. The grant ends at its
+        deadline.
+        """
+        if self._thread is not None:
+            self._thread.close(give_up=not self.held)
 
     def take(self) -> bool:
         """Waits for the devices. Returns whether they have changed hands; False when the ranks already held them.
@@ -80,15 +96,6 @@ class LearnerTurns:
         """Raises StaleGrantError when the grant has ended although the ranks used the devices. On rank 0."""
         if self.shared:
             await self._lease.check()
-
-    def close(self) -> None:
-        """Ends rank 0's thread. Not collective.
-
-        Devices that the ranks still hold are not released, because this learner still occupies their memory. The grant ends at its
-        deadline.
-        """
-        if self._thread is not None:
-            self._thread.close(give_up=not self.held)
 
     @property
     def _lease(self) -> "LeaseThread":

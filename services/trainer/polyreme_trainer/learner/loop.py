@@ -39,9 +39,9 @@ class Learner:
     Args:
         config, files: the run's configuration and the model's small files.
         engine: this rank's training engine.
-        redis_url, run_id: where rank 0 finds the run.
+        redis_url, run_id: where rank 0 finds the run, when `run` begins.
         ranks: the ranks of this learner.
-        turns: the ranks' turns on shared devices, which the ranks hold now; the caller closes them. None: the devices are not shared.
+        turns: the ranks' turns on shared devices, which the ranks hold now; the caller closes them.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Learner:
         redis_url: str,
         run_id: str,
         ranks: Ranks,
-        turns: LearnerTurns | None = None,
+        turns: LearnerTurns,
     ) -> None:
         self.config, self.files, self.engine, self.ranks = config, files, engine, ranks
-        self.turns = turns or LearnerTurns(config, redis_url, run_id, ranks)
+        self.turns = turns
         self.device_use = DeviceUse(0, 0)
         """The device memory of the newest turn."""
-        self.run_id = run_id
+        self.redis_url, self.run_id = redis_url, run_id
         self.version = 0
         """The policy's version."""
         self.saving = Saving(engine.finish_save, self.report_save)
@@ -67,20 +67,20 @@ class Learner:
         self.history: list[alarms.Observation] = []
         self.alarmed: set[str] = set()
         self.alarm_onsets: Counter[str] = Counter()
-        ranks.on_leader(partial(self.connect, redis_url))
 
-    async def connect(self, redis_url: str) -> None:
+    async def connect(self) -> None:
         """Takes over as the run's learner and starts the publisher. On rank 0."""
-        self.client = await RunClient.open(redis_url, self.run_id)
-        self.publisher = Publisher(redis_url, self.run_id, self.client.term, self.engine.arena)
+        self.client = await RunClient.open(self.redis_url, self.run_id)
+        self.publisher = Publisher(self.redis_url, self.run_id, self.client.term, self.engine.arena)
         self.publisher.start()
 
     def run(self) -> None:
-        """Trains until the last iteration or until the run drains, and saves the result in both cases.
+        """Connects, trains until the last iteration or until the run drains, and saves the result in both cases.
 
         Raises:
             PolyremeError: the run cannot continue, with the reason.
         """
+        self.ranks.on_leader(self.connect)
         try:
             written = self.begin()
             if written is not None:

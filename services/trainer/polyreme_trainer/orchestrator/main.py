@@ -137,7 +137,8 @@ class Orchestrator:
         self._run, self._config, self._experience = run, config, experience
         self._pool, self._scoring, self._maker = pool, scoring, maker
         self._environment, self._partial_log, self._budget = environment, partial_log, budget
-        self._schedule = EvalSchedule(run, config, experience, pool, evaluator, ended=lambda: self._wake.set())
+        self._wake = asyncio.Event()
+        self._schedule = EvalSchedule(run, config, experience, pool, evaluator, ended=self._wake.set)
         self._attempts: dict[int, int] = {}
         self._unassigned: set[Admission] = set()  # in flight without a task at the last rescan
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -149,7 +150,6 @@ class Orchestrator:
         self._verdicts: dict[str, set[int]] = {}  # reason -> groups that failed before anything was scored
         self._signals: set[str] = set()
         self._next_rescan = 0.0
-        self._wake = asyncio.Event()
 
     async def work(self) -> None:
         """Works until the run drains, is done, or has nothing left to generate and evaluate."""

@@ -43,15 +43,13 @@ def simulated_learner(
     with exit_on_error("learner"):
         config = asyncio.run(_read_config(redis_url, run_id))
         ranks = Ranks()
-        turns = LearnerTurns(config, redis_url, run_id, ranks)
         try:
-            turns.take()
-            with closing(SimulatedTrainEngine(config, run_id, train_seconds, weight_bytes)) as engine:
-                Learner(config, {}, engine, redis_url, run_id, ranks, turns).run()
+            with LearnerTurns(config, redis_url, run_id, ranks) as turns:
+                turns.take()
+                with closing(SimulatedTrainEngine(config, run_id, train_seconds, weight_bytes)) as engine:
+                    Learner(config, {}, engine, redis_url, run_id, ranks, turns).run()
         except DrainError as stopped:
             logger.info("%s", stopped)
-        finally:
-            turns.close()
         ranks.close()
 
 

@@ -50,9 +50,6 @@ class PartServer(weights_pb2_grpc.PartServiceServicer):
         host: the address to serve on, at any free port.
         security: of the port.
         anchor_interval, threads: see `Deltas`.
-
-    Raises:
-        ConfigError: the address cannot be bound, or the files or token of `security` cannot be used.
     """
 
     def __init__(
@@ -71,9 +68,21 @@ class PartServer(weights_pb2_grpc.PartServiceServicer):
         self._term = -1  # of the published versions
         self._running: Future[_Running] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="part server", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread and waits until it serves.
+
+        Raises:
+            ConfigError: the address cannot be bound, or the files or token of `security` cannot be used.
+        """
         keep_memory()
         self._thread.start()
-        self.address = join(host, self._running.result(START_TIMEOUT).port)
+        self._running.result(START_TIMEOUT)
+
+    @property
+    def address(self) -> str:
+        """Its host and port, once it has started."""
+        return join(self._host, self._running.result(0).port)
 
     def close(self) -> None:
         """Ends the server and its calls. Idempotent."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
 from polyreme.errors import PolyremeError, RunFailedError
-from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Term, TransitionError
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
@@ -30,7 +30,7 @@ from polyreme_trainer.weight_sync.local_part import LocalPart
 from polyreme_trainer.weight_sync.machine_part import MachinePart
 from polyreme_trainer.weight_sync.part_source import PartSource
 from polyreme_trainer.weight_sync.replica_state import Commit
-from polyreme_trainer.weight_sync.replica_sync import ReplicaSync
+from polyreme_trainer.weight_sync.replica_sync import ReplicaSync, SyncSettings
 from polyreme_trainer.weight_sync.version import Version
 
 START_TIMEOUT = 75.0  # Redis may be unreachable for a minute
@@ -42,8 +42,22 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class PublisherState(Enum):
+    """NEW -- start --> CONNECTING -- connected --> RUNNING -- close --> CLOSED; an error leads from CONNECTING and RUNNING to FAILED."""
+
+    NEW = "not started"
+    CONNECTING = "connecting to Redis"
+    RUNNING = "pushing versions"
+    FAILED = "failed: every call raises its first error"
+    CLOSED = "closed"
+
+    @property
+    def final(self) -> bool:
+        return self in (PublisherState.FAILED, PublisherState.CLOSED)
+
+
 @dataclass(frozen=True)
-class _Running:
+class _Connected:
     """The thread's event loop and its replica sync."""
 
     loop: asyncio.AbstractEventLoop
@@ -66,13 +80,22 @@ class Publisher:
     def __init__(self, redis_url: str, run_id: str, term: Term, arena: Arena) -> None:
         self._redis_url, self._run_id, self._term, self._arena = redis_url, run_id, term, arena
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run_thread()), name="publisher", daemon=True)
-        self._running: Future[_Running] = Future()
+        self._changed = threading.Condition()
+        self._state = PublisherState.NEW
+        self._connected: _Connected | None = None
         self._failure: BaseException | None = None
 
+    @property
+    def state(self) -> PublisherState:
+        return self._state
+
     def start(self) -> None:
-        """Starts the thread and waits until it has connected. Raises StoreError, UnavailableError."""
+        """Starts the thread and waits until it has connected. Raises StoreError, UnavailableError, and TimeoutError if it does not end."""
+        self._enter(PublisherState.CONNECTING)
         self._thread.start()
-        self._running.result(START_TIMEOUT)
+        if not self._wait_connected():
+            raise TimeoutError(f"expected the publisher to connect within {START_TIMEOUT:g} s; found none of its answers")
+        self._raise_failure()
 
     def publish(
         self,
@@ -124,11 +147,24 @@ class Publisher:
         """Ends the thread and cancels running pushes. Idempotent."""
         if not self._thread.is_alive():
             return
-        if self._running.exception(START_TIMEOUT) is None:
-            running = self._running.result()
+        self._wait_connected()
+        if (connected := self._connected) is not None:
             with suppress(RuntimeError):  # the loop is closed already
-                running.loop.call_soon_threadsafe(running.sync.stop)
+                connected.loop.call_soon_threadsafe(connected.sync.stop)
         self._thread.join(CLOSE_TIMEOUT)
+
+    def _enter(self, state: PublisherState, connected: _Connected | None = None, failure: BaseException | None = None) -> None:
+        """Changes the state, in any thread. A final state stays, with its first failure."""
+        with self._changed:
+            if not self._state.final:
+                self._state, self._failure = state, failure
+                self._connected = connected or self._connected
+                self._changed.notify_all()
+
+    def _wait_connected(self) -> bool:
+        """Waits until the thread has connected or ended. Returns whether it has, within START_TIMEOUT."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._state is not PublisherState.CONNECTING, START_TIMEOUT)
 
     async def _ask(self, request: Callable[[ReplicaSync], Coroutine[Any, Any, T]], seconds: float) -> T:
         """`request` has its own deadline of `seconds`. The deadline here covers a thread that ends without an answer."""
@@ -141,8 +177,9 @@ class Publisher:
 
     def _submit(self, request: Callable[[ReplicaSync], Coroutine[Any, Any, T]]) -> "Future[T]":
         self._raise_failure()
-        running = self._running.result(0)
-        return asyncio.run_coroutine_threadsafe(request(running.sync), running.loop)
+        if self._connected is None or self._state.final:
+            raise RuntimeError(f"expected a publisher that is running; found one that is {self._state.value}")
+        return asyncio.run_coroutine_threadsafe(request(self._connected.sync), self._connected.loop)
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, PolyremeError):
@@ -151,26 +188,24 @@ class Publisher:
             raise RuntimeError("the publisher's thread has failed") from self._failure
 
     def _keep_failure(self, future: "Future[None]") -> None:
-        if not future.cancelled() and future.exception() is not None:
-            self._failure = self._failure or future.exception()
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._enter(PublisherState.FAILED, failure=error)
 
     async def _run_thread(self) -> None:
         try:
             redis = await connect(self._redis_url, RECONNECT_TIMEOUT)
             try:
-                await self._follow(await Run.attach(redis, self._run_id, ATTACH_TIMEOUT))
+                await self._push_versions(await Run.attach(redis, self._run_id, ATTACH_TIMEOUT))
             finally:
                 await redis.aclose()
         except Exception as error:
             logger.error("the publisher failed", exc_info=error)
-            self._failure = error  # set before the loop ends and cancels waiting requests
-            if not self._running.done():
-                self._running.set_exception(error)
+            self._enter(PublisherState.FAILED, failure=error)  # before the loop ends and cancels waiting requests
+        else:
+            self._enter(PublisherState.CLOSED)
 
-    async def _follow(self, run: Run) -> None:
+    async def _push_versions(self, run: Run) -> None:
         config = await run.config()
-        hold = EvalHold(config.holds, config.eval_hold)
-        experience, wanted = ExperienceLog(run, self._term), config.rollout.replicas
         slots = ArenaSlots(self._arena.slots)
         parallel = config.trainer.parallel
         threads = min(parallel.world_size // parallel.copies, parallel.ranks_per_node)  # as many as ranks write a version here
@@ -181,25 +216,18 @@ class Publisher:
                 return MachinePart(number, compare, config.security)
             return LocalPart(Deltas(self._arena, config.weights.anchor_interval, threads, compare))
 
-        sync = ReplicaSync(
-            *(
-                run,
-                experience,
-                Registry(run),
-                self._arena,
-                slots,
-                part_source,
-                config.weights.relay_roots,
-                self._term.counter,
-                wanted,
-                hold,
-                config.security,
-            ),
+        settings = SyncSettings(
+            term=self._term.counter,
+            replicas=config.rollout.replicas,
+            relay_roots=config.weights.relay_roots,
+            hold=EvalHold(config.holds, config.eval_hold),
+            security=config.security,
             announce=not config.ends_engines,
         )
-        self._running.set_result(_Running(asyncio.get_running_loop(), sync))
+        sync = ReplicaSync(run, ExperienceLog(run, self._term), self._arena, slots, part_source, settings)
+        self._enter(PublisherState.RUNNING, _Connected(asyncio.get_running_loop(), sync))
         try:
-            await sync.follow()
+            await sync.run()
         except Exception as error:
             if isinstance(error, PolyremeError) and not isinstance(error, RunFailedError):
                 raise

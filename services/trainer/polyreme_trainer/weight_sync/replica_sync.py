@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from polyreme import API_VERSION
 from polyreme.config.security import SecurityConfig
@@ -37,52 +38,71 @@ STREAM_INTERRUPT_TIMEOUT = 1.0  # training waits this long for a slot before it 
 logger = logging.getLogger(__name__)
 
 
-class ReplicaSync:
-    """The replicas that hold a lease. Runs on one event loop, during `follow`.
+@dataclass(frozen=True)
+class SyncSettings:
+    """What a run says about its replicas.
 
-    Args:
-        run, experience, registry: the run, by this loop's connection.
-        arena: holds the versions.
-        slots: of the arena.
-        part_source, relay_roots: see `Streams`.
+    Attributes:
         term: the learner's term.
-        wanted: number of replicas that the run waits for.
+        replicas: the number of replicas that the run waits for.
+        relay_roots: see `Streams`.
         hold: the version that replicas are held at.
         security: of the replicas' ports.
         announce: whether the run is told who joins and who leaves. Otherwise only the log has it, since engines that end for the
             learner (`rollout.cpu_sleep: end`) leave and join in every turn.
     """
 
+    term: int
+    replicas: int
+    relay_roots: int
+    hold: EvalHold
+    security: SecurityConfig | None
+    announce: bool
+
+
+class ReplicaSync:
+    """The replicas that hold a lease. Runs on one event loop, during `run`.
+
+    Args:
+        run, experience: the run, by this loop's connection.
+        arena: holds the versions.
+        slots: of the arena.
+        part_source: see `Streams`.
+        settings: of the run.
+    """
+
     def __init__(
         self,
         run: Run,
         experience: ExperienceLog,
-        registry: Registry,
         arena: Arena,
         slots: ArenaSlots,
         part_source: Callable[[int], PartSource],
-        relay_roots: int,
-        term: int,
-        wanted: int,
-        hold: EvalHold,
-        security: SecurityConfig | None = None,
-        announce: bool = True,
+        settings: SyncSettings,
     ) -> None:
-        self._security, self._announce = security, announce
-        self._run, self._experience, self._registry, self._arena = run, experience, registry, arena
-        self._wanted, self._hold = wanted, hold
+        self._run, self._experience, self._registry, self._arena = run, experience, Registry(run), arena
+        self._settings, self._hold = settings, settings.hold
         self._slots = slots
         self._changes = ChangeSignal()
-        self._streams = Streams(part_source, relay_roots, slots, self._target, self._address, self._notice, self._changes.notify)
-        self._push = ReplicaPush(
-            experience, slots, self._streams, term, self._target, lambda: self._devices_train, self._notice, self._changes
-        )
         self._newest: Version | None = None
         self._devices_train = False
         self._replicas: dict[str, ReplicaState] = {}
         self._stopping = False
+        self._streams = Streams(
+            part_source, settings.relay_roots, slots, self._target, self._address, self._notice, self._changes.notify
+        )
+        self._push = ReplicaPush(
+            experience,
+            slots,
+            self._streams,
+            settings.term,
+            self._target,
+            lambda: self._devices_train,
+            self._notice,
+            self._changes,
+        )
 
-    async def follow(self) -> None:
+    async def run(self) -> None:
         """Keeps the replicas up to date until `stop`.
 
         Raises:
@@ -105,7 +125,7 @@ class ReplicaSync:
             self._streams.close()
 
     def stop(self) -> None:
-        """Makes `follow` return. Running pushes are cancelled."""
+        """Makes `run` return. Running pushes are cancelled."""
         self._stopping = True
         self._changes.notify()
 
@@ -190,7 +210,7 @@ class ReplicaSync:
                 await self._forget(name, replica)
         for name, lease in leases.items():
             if name not in self._replicas:
-                replica = ReplicaState(lease, ReplicaClient(lease, self._arena, self._security))
+                replica = ReplicaState(lease, ReplicaClient(lease, self._arena, self._settings.security))
                 self._replicas[name] = replica
                 replica.task = asyncio.create_task(self._push.keep_current(replica), name=f"push to {name}")
                 replica.task.add_done_callback(lambda _: self._changes.notify())
@@ -205,7 +225,7 @@ class ReplicaSync:
 
     def _check_usable(self) -> None:
         """Fails a run whose replicas are all quarantined. A run with fewer replicas than it wants may still get another."""
-        if len(self._replicas) >= self._wanted and all(replica.quarantined for replica in self._replicas.values()):
+        if len(self._replicas) >= self._settings.replicas and all(replica.quarantined for replica in self._replicas.values()):
             raise RunFailedError(
                 "a rollout replica that accepts weights",
                 "; ".join(f"{name} {replica.last_error}" for name, replica in self._replicas.items()),
@@ -226,7 +246,7 @@ class ReplicaSync:
         return [task for task in tasks if not task.cancelled() and task.exception()]
 
     async def _report_membership(self, text: str) -> None:
-        if self._announce:
+        if self._settings.announce:
             await self._notice(text)
         else:
             logger.info(text)

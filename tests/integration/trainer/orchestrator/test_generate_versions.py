@@ -135,7 +135,7 @@ async def test_samples_wait_in_the_engine_for_the_canary_of_their_version(world,
     await world.pool.refresh()
     generating = asyncio.create_task(world.generate(min_version=1))
     await until(lambda: len(slow.engine.sampled) == 4)
-    calls = [sequence.call for sequence in slow.service._running.values()]
+    calls = [sequence.call for sequence in slow.running]
     assert [(call.open_sequences, len(call.response.chunks)) for call in calls] == [(4, 0)] * 4
     slow.engine.may_answer.set()
     if not passes:

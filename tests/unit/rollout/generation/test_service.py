@@ -1,26 +1,36 @@
 """Sequences that wait in the engine while the policy changes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import pytest_asyncio
 
 from polyreme.api.v1 import rollout_pb2 as pb
-from polyreme_rollout.engine.protocol import EngineRequest, NewTokens
+from polyreme.weights.arena import Arena
+from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, ArenaSource, EngineRequest, LoadResult, NewTokens
 from polyreme_rollout.generation.requests import RequestLimits
+from polyreme_rollout.generation.running import RunningSequences
 from polyreme_rollout.generation.sequences import pack_ids
 from polyreme_rollout.generation.service import Identity, RolloutService
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from polyreme_rollout.weights.staged_parts import VersionId
-from polyreme_rollout.weights.weight_swap import Served, WeightSwapper
+from polyreme_rollout.weights.weight_swap import WeightSwapper
+from support.replicas import Learner
 from support.waiting import until
+
+LAYOUT = plan_manifest([TensorSpec("weight", "F32", (1,))])
 
 
 class BusyEngine(SimulatedInferenceEngine):
-    """An engine that samples nothing until `has_place` is set, and delivers chunks after the first one when `may_go_on` is set.
+    """An engine that samples nothing until `has_place` is set, delivers chunks after the first one when `may_go_on` is set, and loads when
+    `may_load` is set.
 
     `asked` lists its requests.
     """
@@ -28,8 +38,9 @@ class BusyEngine(SimulatedInferenceEngine):
     def __init__(self) -> None:
         super().__init__(frozenset({"weight"}), max_model_len=64, vocab_size=100)
         self.asked: list[EngineRequest] = []
-        self.has_place, self.may_go_on = asyncio.Event(), asyncio.Event()
+        self.has_place, self.may_go_on, self.may_load = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.may_go_on.set()
+        self.may_load.set()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
         self.asked.append(request)
@@ -38,13 +49,49 @@ class BusyEngine(SimulatedInferenceEngine):
             yield new
             await self.may_go_on.wait()
 
+    async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
+        await self.may_load.wait()
+        return await super().load(sources)
 
-def serving(engine: BusyEngine) -> tuple[RolloutService, WeightSwapper]:
-    service = RolloutService(engine, Identity("run", "replica", "model"), RequestLimits(64, 100, 8), ReplicaMetrics())
-    swapper = WeightSwapper("run", engine, lambda: 1, service.on_swap, service.on_lost)
-    swapper.served = Served(VersionId(1, 1), ())
-    service.bind(swapper)
-    return service, swapper
+
+class Replica:
+    """A service on a busy engine."""
+
+    def __init__(self, learner: Learner) -> None:
+        metrics = ReplicaMetrics()
+        self.engine, self.running, self._learner = BusyEngine(), RunningSequences(metrics), learner
+        policy = self.running.change_policy, self.running.lose_policy
+        self.swapper = WeightSwapper("run", self.engine, lambda: 1, *policy)
+        limits = RequestLimits(64, 100, 8)
+        self.service = RolloutService(
+            self.engine, Identity("run", "replica", "model"), limits, metrics, self.swapper, self.running
+        )
+
+    async def serve(self, version: int) -> None:
+        """Swaps a version in."""
+        asked = self._learner.write(version, {"weight": np.array([version], "<f4")})
+        await self.swapper.staging.stage(Manifest.from_proto(asked.manifest), asked.arena_path, asked.slot, asked.generation)
+        await self.swapper.commit("run", VersionId(1, version))
+
+    async def answer(self, max_new: int = 20, **versions: int) -> list[pb.GenerateResponse]:
+        slot = pb.Slot(index=0, max_new=max_new, seed=1)
+        sampling = pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[])
+        request = pb.GenerateRequest(
+            run_id="run", request_id="r", prompt_ids=pack_ids([3, 4]), slots=[slot], sampling=sampling, **versions
+        )
+        context: Any = Context()
+        return [response async for response in self.service.Generate(request, context)]
+
+
+@pytest_asyncio.fixture
+async def replica() -> AsyncIterator[Replica]:
+    """A replica that serves version 1."""
+    arena = Arena.create(f"test-{uuid.uuid4().hex[:12]}", LAYOUT.nbytes)
+    replica = Replica(Learner("run", LAYOUT, arena))
+    await replica.serve(1)
+    yield replica
+    replica.engine.close()
+    arena.close()
 
 
 class Refused(Exception):
@@ -56,23 +103,11 @@ class Context:
         raise Refused(code.name, text)
 
 
-async def answer(service: RolloutService, **versions: int) -> list[pb.GenerateResponse]:
-    slot = pb.Slot(index=0, max_new=20, seed=1)
-    sampling = pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[2])
-    request = pb.GenerateRequest(
-        run_id="run", request_id="r", prompt_ids=pack_ids([3, 4]), slots=[slot], sampling=sampling, **versions
-    )
-    context: Any = Context()
-    return [response async for response in service.Generate(request, context)]
-
-
-async def test_a_sequence_without_a_token_starts_anew_on_the_new_version() -> None:
-    engine = BusyEngine()
-    service, swapper = serving(engine)
-    answering = asyncio.create_task(answer(service))
+async def test_a_sequence_without_a_token_starts_anew_on_the_new_version(replica: Replica) -> None:
+    engine = replica.engine
+    answering = asyncio.create_task(replica.answer())
     await until(lambda: len(engine.asked) == 1)
-    swapper.served = Served(VersionId(1, 2), ())
-    service.on_swap(2, {engine.asked[0].request_id: 0})
+    await replica.serve(2)
     await until(lambda: len(engine.asked) == 2)
     engine.has_place.set()
     responses = await asyncio.wait_for(answering, 300)
@@ -80,15 +115,14 @@ async def test_a_sequence_without_a_token_starts_anew_on_the_new_version() -> No
     assert engine.asked[0].salt != engine.asked[1].salt
     [end] = [end for response in responses for end in response.ends]
     assert {span.version for span in end.spans} == {2}
-    assert service.running == 0
+    assert len(replica.running) == 0
 
 
-async def test_a_sequence_with_tokens_continues_and_says_where_the_policy_changed() -> None:
-    engine = BusyEngine()
-    service, _ = serving(engine)
-    answering = asyncio.create_task(answer(service))
+async def test_a_sequence_with_tokens_continues_and_says_where_the_policy_changed(replica: Replica) -> None:
+    engine = replica.engine
+    answering = asyncio.create_task(replica.answer())
     await until(lambda: len(engine.asked) == 1)
-    service.on_swap(2, {engine.asked[0].request_id: 1})
+    replica.running.change_policy(2, {engine.asked[0].request_id: 1})
     engine.has_place.set()
     responses = await asyncio.wait_for(answering, 300)
     assert len(engine.asked) == 1
@@ -96,14 +130,13 @@ async def test_a_sequence_with_tokens_continues_and_says_where_the_policy_change
     assert [(span.version, span.start) for span in end.spans][:2] == [(1, 0), (2, 1)]
 
 
-async def test_a_sequence_that_ended_before_the_policy_changed_keeps_its_version() -> None:
-    engine = BusyEngine()
+async def test_a_sequence_that_ended_before_the_policy_changed_keeps_its_version(replica: Replica) -> None:
+    engine = replica.engine
     engine.has_place.set()
     engine.may_go_on.clear()
-    service, _ = serving(engine)
-    answering = asyncio.create_task(answer(service))
-    await until(lambda: any(running.progress.sampled for running in service._running.values()))
-    service.on_swap(2, {})
+    answering = asyncio.create_task(replica.answer())
+    await until(lambda: any(sequence.progress.sampled for sequence in replica.running))
+    replica.running.change_policy(2, {})
     engine.may_go_on.set()
     responses = await asyncio.wait_for(answering, 300)
     assert len(engine.asked) == 1
@@ -111,33 +144,31 @@ async def test_a_sequence_that_ended_before_the_policy_changed_keeps_its_version
     assert [(span.version, span.start, span.end) for span in end.spans] == [(1, 0, 20)]
 
 
-async def test_a_sequence_whose_tokens_wait_for_the_end_of_a_swap_keeps_its_version() -> None:
-    engine = BusyEngine()
-    service, swapper = serving(engine)
-    answering = asyncio.create_task(answer(service))
+async def test_a_sequence_whose_tokens_wait_for_the_end_of_a_swap_keeps_its_version(replica: Replica) -> None:
+    engine = replica.engine
+    answering = asyncio.create_task(replica.answer(max_new=CHUNK_TOKENS))
     await until(lambda: len(engine.asked) == 1)
-    swapper.steady.clear()
+    engine.may_load.clear()
+    swap = asyncio.create_task(replica.serve(2))
+    await until(lambda: not replica.swapper.state.steady)
     engine.has_place.set()
-    for _ in range(100):  # nothing here waits for anything else than the loop
-        await asyncio.sleep(0)
-    assert any(running.progress.sampled for running in service._running.values())
-    service.on_swap(2, {})
-    swapper.steady.set()
+    await until(lambda: any(sequence.progress.sampled for sequence in replica.running))
+    assert not answering.done()
+    engine.may_load.set()
+    await swap
     responses = await asyncio.wait_for(answering, 300)
     assert len(engine.asked) == 1
     [end] = [end for response in responses for end in response.ends]
-    assert [(span.version, span.start, span.end) for span in end.spans] == [(1, 0, 20)]
+    assert [(span.version, span.start, span.end) for span in end.spans] == [(1, 0, CHUNK_TOKENS)]
 
 
-async def test_a_cancelled_call_is_not_started_anew() -> None:
-    engine = BusyEngine()
-    service, _ = serving(engine)
-    answering = asyncio.create_task(answer(service))
-    await until(lambda: len(engine.asked) == 1)
+async def test_a_cancelled_call_is_not_started_anew(replica: Replica) -> None:
+    answering = asyncio.create_task(replica.answer())
+    await until(lambda: len(replica.engine.asked) == 1)
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
-    await asyncio.wait_for(service.drained(), 60)
-    assert answering.cancelled() and len(engine.asked) == 1
+    await asyncio.wait_for(replica.running.drained(), 60)
+    assert answering.cancelled() and len(replica.engine.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,27 +176,22 @@ async def test_a_cancelled_call_is_not_started_anew() -> None:
     [({"min_version": 1}, True), ({"min_version": 2}, False), ({"exact_version": 1}, True)]
     + [({"exact_version": other}, False) for other in (0, 2)],
 )
-async def test_a_call_asks_for_a_version(asked: dict[str, int], served: bool) -> None:
-    engine = BusyEngine()
-    engine.has_place.set()
-    service, _ = serving(engine)
+async def test_a_call_asks_for_a_version(replica: Replica, asked: dict[str, int], served: bool) -> None:
+    replica.engine.has_place.set()
     if served:
-        assert await answer(service, **asked)
+        assert await replica.answer(**asked)
     else:
         with pytest.raises(Refused, match="found version 1") as refused:
-            await answer(service, **asked)
+            await replica.answer(**asked)
         assert refused.value.args[0] == "FAILED_PRECONDITION"
-        assert not engine.asked
+        assert not replica.engine.asked
 
 
-async def test_a_call_for_one_version_ends_when_the_policy_changes() -> None:
-    engine = BusyEngine()
-    service, swapper = serving(engine)
-    answering = asyncio.create_task(answer(service, exact_version=1))
-    await until(lambda: len(engine.asked) == 1)
-    swapper.served = Served(VersionId(1, 2), ())
-    service.on_swap(2, {})
+async def test_a_call_for_one_version_ends_when_the_policy_changes(replica: Replica) -> None:
+    answering = asyncio.create_task(replica.answer(exact_version=1))
+    await until(lambda: len(replica.engine.asked) == 1)
+    await replica.serve(2)
     with pytest.raises(Refused, match=r"version 1 .*version 2") as refused:
         await asyncio.wait_for(answering, 300)
     assert refused.value.args[0] == "FAILED_PRECONDITION"
-    assert service.running == 0
+    assert len(replica.running) == 0

@@ -15,6 +15,7 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
 from polyreme_rollout.weights.staged_parts import Refusal, VersionId
+from polyreme_rollout.weights.swap_state import SwapPhase, SwapState
 from polyreme_rollout.weights.weight_swap import FAILURES_TO_QUARANTINE, WeightSwapper
 from support.receiver import MemoryEngine
 from support.waiting import until
@@ -206,7 +207,7 @@ class SwapMachine(RuleBasedStateMachine):
         served = self.swapper.served
         assert ((served.id.term, served.id.version) if served else None) == (self.served[:2] if self.served else None)
         assert self.swapper.quarantined == (self.failures >= FAILURES_TO_QUARANTINE)
-        assert self.swapper.steady.is_set()
+        assert self.swapper.state.steady
         if self.served:
             assert not self.engine.paused
             assert {float(x) for view in self.engine.weights.values() for x in view.ravel()} == {self.served[2]}
@@ -241,6 +242,36 @@ async def test_a_slot_written_anew_after_staging_is_not_loaded(arena: Arena) -> 
     assert refused.value.code == "INTERNAL"
 
 
+def test_only_the_drawn_transitions_are_possible() -> None:
+    empty, serving, paused, loading, checking = SwapState
+    possible = {
+        empty: {loading, paused},
+        serving: {loading, paused},
+        paused: {loading, serving, empty},
+        loading: {loading, checking, empty},
+        checking: {serving, empty, loading},
+    }
+    shortest = {
+        empty: [],
+        serving: [loading, checking, serving],
+        paused: [paused],
+        loading: [loading],
+        checking: [loading, checking],
+    }
+    for state, path in shortest.items():
+        for following in SwapState:
+            phase = SwapPhase()
+            for before in path:
+                phase.enter(before)
+            if following in possible[state]:
+                phase.enter(following)
+                assert phase.state is following
+            else:
+                with pytest.raises(RuntimeError, match=f"after {state.name}; found {following.name}"):
+                    phase.enter(following)
+                assert phase.state is state
+
+
 async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
     engine = MemoryEngine(sorted(NAMES))
     swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
@@ -252,7 +283,7 @@ async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert not swapper.steady.is_set()
+    assert not swapper.state.steady
     salt = asyncio.ensure_future(swapper.steady_salt())
     await asyncio.sleep(0)
     assert not salt.done(), "what is submitted now is computed with the new weights"
@@ -268,7 +299,7 @@ async def asleep(arena: Arena) -> tuple[WeightSwapper, MemoryEngine, list[str]]:
     engine, lost = MemoryEngine(sorted(NAMES)), list[str]()
     swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: lost.append("lost"))
     await bring(swapper, arena, 1)
-    async with swapper.at_rest():
+    async with swapper.paused_for_devices():
         commit = asyncio.ensure_future(bring(swapper, arena, 2))
         await engine.sleep()
         await asyncio.sleep(0)
@@ -288,7 +319,7 @@ async def test_an_engine_that_dropped_its_weights_loads_them_again(asleep: tuple
     salt = asyncio.ensure_future(swapper.steady_salt())
     await asyncio.sleep(0)
     assert not salt.done()
-    await swapper.go_on(weights=False)
+    await swapper.resume_if_paused(weights=False)
     assert not engine.paused and engine.weights["a"][0] == swapper.version == 1
     assert (await salt).startswith("1.1.") and not lost
 
@@ -296,7 +327,7 @@ async def test_an_engine_that_dropped_its_weights_loads_them_again(asleep: tuple
 async def test_an_engine_that_kept_its_weights_goes_on(asleep: tuple[WeightSwapper, MemoryEngine, list[str]]) -> None:
     swapper, engine, _ = asleep
     before = swapper.salt
-    await swapper.go_on(weights=True)
+    await swapper.resume_if_paused(weights=True)
     assert not engine.paused and swapper.salt == before
 
 
@@ -307,7 +338,7 @@ async def test_a_commit_after_a_rest_continues_and_leaves_nothing_to_do(
     await bring(swapper, arena, 2)
     assert not engine.paused and swapper.version == 2
     engine.broken_loads = 1
-    await swapper.go_on(weights=False)
+    await swapper.resume_if_paused(weights=False)
     assert engine.broken_loads == 1 and swapper.version == 2
 
 
@@ -316,19 +347,18 @@ async def test_weights_that_cannot_be_loaded_again_are_served_no_more(
 ) -> None:
     swapper, engine, lost = asleep
     engine.broken_loads = 1
-    await swapper.go_on(weights=False)
+    await swapper.resume_if_paused(weights=False)
     assert swapper.version is None and lost == ["lost"]
-    assert swapper.steady.is_set()  # calls are refused, not queued
+    assert swapper.state.steady  # calls are refused, not queued
     await bring(swapper, arena, 2)
     assert swapper.version == 2 and not engine.paused
 
 
 async def test_a_commit_whose_devices_are_lost_does_not_continue_sampling(arena: Arena) -> None:
     engine = MemoryEngine(sorted(NAMES))
-    swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
-    await bring(swapper, arena, 1)
     usable = True
-    swapper.may_use_devices = lambda: usable
+    swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: None, lambda: usable)
+    await bring(swapper, arena, 1)
     engine.may_load.clear()
     commit = asyncio.ensure_future(bring(swapper, arena, 2))
     await until(lambda: engine.paused)
@@ -338,10 +368,10 @@ async def test_a_commit_whose_devices_are_lost_does_not_continue_sampling(arena:
         await commit
     assert refused.value.code == "FAILED_PRECONDITION"
     assert engine.paused and engine.weights["a"][0] == 2 and swapper.version == 1
-    await swapper.go_on(weights=True)
-    assert engine.paused and not swapper.steady.is_set()
+    await swapper.resume_if_paused(weights=True)
+    assert engine.paused and not swapper.state.steady
     with pytest.raises(Refusal):
         await bring(swapper, arena, 2)
     usable = True
-    await swapper.go_on(weights=True)
+    await swapper.resume_if_paused(weights=True)
     assert not engine.paused and engine.weights["a"][0] == swapper.version == 1

@@ -114,7 +114,11 @@ def test_group_estimators_are_what_their_papers_say(rows: list[list[float]], see
     def weighted(i: int, js: list[int]) -> float:
         return scores[i] - math.fsum(sizes[j] * scores[j] for j in js) / math.fsum(sizes[j] for j in js)
 
+    def added(i: int, js: list[int]) -> float:
+        return max(scores[j] for j in js) - max(scores[j] for j in js if j != i)
+
     for found, naive in (
+        (estimators.best_of_group(scores, group), added),
         (estimators.group_normalised(scores, group, floor, ddof), normalised),
         (estimators.group_centred(scores, group), lambda i, js: scores[i] - mean(js)),
         (estimators.leave_one_out(scores, group), without),
@@ -134,7 +138,20 @@ def test_worked_groups() -> None:
     np.testing.assert_array_equal(estimators.positives(scores, 0.0), [1, 0, 0, 1])
 
 
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.8])
+def test_best_of_group_has_the_gradient_of_pass_at_k(chance: float) -> None:
+    """Of k samples that are right with probability p: the mean over all outcomes is the derivative of 1 - (1 - p)^k."""
+    k, gradient = 4, 0.0
+    for outcome in itertools.product([0.0, 1.0], repeat=k):
+        scores = np.array(outcome)
+        slopes = np.where(scores == 1, 1 / chance, -1 / (1 - chance))  # of the samples' log-probabilities by p
+        probability = np.where(scores == 1, chance, 1 - chance).prod()
+        gradient += probability * (estimators.best_of_group(scores, np.zeros(k, dtype=np.int64)) * slopes).sum()
+    assert gradient == pytest.approx(k * (1 - chance) ** (k - 1), rel=1e-12)
+
+
 ESTIMATORS = {
+    "best of group": estimators.best_of_group,
     "normalised": lambda scores, group: estimators.group_normalised(scores, group, 1e-6, 1),
     "centred": estimators.group_centred,
     "leave one out": estimators.leave_one_out,

@@ -99,6 +99,7 @@ class VersionWriter:
             threads = dist.get_world_size() // self._nodes  # one for each rank of this machine
             host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             self._server = PartServer(self.arena, part, self._run_id, host, security, self._interval, threads)
+            self._server.start()
             path, address = str(self.arena.path), self._server.address
             logger.info("serving part %d of the weights at %s", part, address)
         owned: list[Any] = [None] * dist.get_world_size()

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from polyreme.config.recipes.recipe import GreedyBaseline
 from polyreme.experience.records import EpisodeRecord, RewardPart
 from polyreme_trainer.data.tail import Message, Tail
 from polyreme_trainer.orchestrator.environment.finished import Finished, FinishedEpisodes
@@ -91,7 +90,7 @@ class Episodes:
     async def play(self, task: Task) -> Played:
         """See `Environment`."""
         config, began = self._sampler.config, time.monotonic()
-        greedy = isinstance(config.recipe.advantage, GreedyBaseline)  # one more episode is the baseline of the others
+        greedy = config.recipe.advantage.needs_greedy  # one more episode is the baseline of the others
         with self._partial_log.track(task.admission, FinishedEpisodes(task, config.group_size + greedy)) as finished:
 
             async def play(number: int) -> None:

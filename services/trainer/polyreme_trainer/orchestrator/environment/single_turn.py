@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from polyreme.config.recipes.recipe import GreedyBaseline
 from polyreme.experience.records import SampleRecord
 from polyreme_trainer.orchestrator.environment.protocol import Played, Task
 from polyreme_trainer.orchestrator.generation.generate import Generation
@@ -56,7 +55,7 @@ class SingleTurn:
     async def _sample(self, task: Task, wanted: Generation, rollouts: PartialRollouts) -> list[PartialRollout]:
         next_part = None if self._budget is None else partial(self._budget.next_part, task.admission.index)
         samples = await self._sampler.sample(wanted, rollouts, next_part)
-        if not isinstance(self._sampler.config.recipe.advantage, GreedyBaseline):
+        if not self._sampler.config.recipe.advantage.needs_greedy:
             return samples
         # The baseline of the others is a greedy sample of the same prompt. Its index follows theirs, and it has no token budget.
         greedy = replace(wanted, name=f"{wanted.name}-greedy", count=1, temperature=0.0)
