@@ -4,7 +4,7 @@ Invariant: what our environments cannot have (a reward service, evaluations, a p
 """
 
 from polyreme.import_config.application import Entry, Imported
-from polyreme.import_config.rules import LOSSES, Environment, Fate
+from polyreme.import_config.rules import LOSSES, Fate, ForeignEnvironment
 
 PLACEHOLDER = "FILL_IN/environment.py"
 """The file of an environment that the user must write: the run does not start without it."""
@@ -19,7 +19,7 @@ _WITHOUT = {
 }
 
 
-def play(found: Imported, environment: Environment | None) -> None:
+def play(found: Imported, environment: ForeignEnvironment | None) -> None:
     """Makes a run of one answer per prompt one of several turns; `found` is changed. None: it stays as it is."""
     if environment is None:
         return

@@ -21,7 +21,7 @@ from polyreme.import_config.mindspeed_keys import (
     SCHEDULES,
     TRAIN,
 )
-from polyreme.import_config.rules import ITERATIONS, Environment, System, Unresolved, Values
+from polyreme.import_config.rules import ITERATIONS, ForeignEnvironment, System, Unresolved, Values
 
 Fixed = dict[str, tuple[Any, str]]
 STAGES = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "ppo"}
@@ -215,12 +215,12 @@ def _rewards(values: Values) -> tuple[Any, str]:
     return list(found.values()), f"CHECK: {origin}; {'; '.join(notes)}" if notes else origin
 
 
-def _environment(values: Values) -> Environment | None:
+def _environment(values: Values) -> ForeignEnvironment | None:
     """The tools of a run of several turns. Each call is a turn, and an answer follows the last."""
     if not values.get(f"{RL}.multi_turn_enable"):
         return None
     calls, tools = values.get(f"{RL}.max_tool_calls"), values.get(f"{RL}.tool_config_path")
-    return Environment(
+    return ForeignEnvironment(
         file=PLACEHOLDER,
         origin=f"tool_config_path: {tools}",
         turns=calls + 1 if calls else None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from polyreme.import_config.convert import path, placeholder, product, ratio
 from polyreme.import_config.environments import CLASS
-from polyreme.import_config.rules import Environment, Lost, Unresolved, Values
+from polyreme.import_config.rules import ForeignEnvironment, Lost, Unresolved, Values
 
 PRESETS = {
     "gae": "ppo",
@@ -105,12 +105,12 @@ def rewards(values: Values) -> tuple[Any, str]:
     return [placeholder("reward")], "CHECK: the command line names no reward"
 
 
-def environment(values: Values) -> Environment | None:
+def environment(values: Values) -> ForeignEnvironment | None:
     """The agent's file, which gives the rewards, too; its last answer is the agent's decision."""
     key = "train.agent_func_path"
     if not (agent := values.get(key)):
         return None
-    return Environment(
+    return ForeignEnvironment(
         file=path(agent, values),
         origin=f"agent_func_path: {agent}",
         turns=None,

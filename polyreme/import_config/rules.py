@@ -125,7 +125,7 @@ def lost(
 
 
 @dataclass(frozen=True)
-class Environment:
+class ForeignEnvironment:
     """The environment of a run of several turns: what the other system's keys say about it.
 
     Attributes:
@@ -170,7 +170,7 @@ class System:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Callable[[Values], Mapping[str, tuple[Any, str]]] = lambda values: {}
     epochs: str = ""
-    environment: "Callable[[Values], Environment | None]" = lambda values: None
+    environment: "Callable[[Values], ForeignEnvironment | None]" = lambda values: None
 
     def rules_of(self, key: str) -> list[Rule]:
         """The rules of a key: those that name it, else those with the longest pattern that matches."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from polyreme.import_config.convert import ratio
 from polyreme.import_config.environments import CLASS, PLACEHOLDER
-from polyreme.import_config.rules import Environment, Lost, Noted, Off, Unresolved, Values
+from polyreme.import_config.rules import ForeignEnvironment, Lost, Noted, Off, Unresolved, Values
 from polyreme.import_config.trl_algorithm import grpo, rloo
 from polyreme.import_config.trl_batches import Fixed, batches, is_rloo, older, per_iteration
 from polyreme.import_config.trl_rewards import rewards, shaping
@@ -70,7 +70,7 @@ def datasets(value: Any, values: Values) -> Any:
     return Noted(names[0] if len(names) == 1 else names, checked)
 
 
-def environment(values: Values) -> Environment | None:
+def environment(values: Values) -> ForeignEnvironment | None:
     """The tools or environment of a run of several turns. An answer follows each round of calls."""
     key = next(
         (key for key in ("environment_factory", "rollout_func", "tools", "max_tool_calling_iterations") if values.get(key)), None
@@ -78,7 +78,7 @@ def environment(values: Values) -> Environment | None:
     if key is None:
         return None
     calls = values.get("max_tool_calling_iterations")
-    return Environment(
+    return ForeignEnvironment(
         file=PLACEHOLDER,
         origin=f"{key}: {values[key]}",
         turns=calls + 1 if calls else None,

@@ -37,7 +37,7 @@ _SERVER_OPTIONS = (
 )
 
 
-class Health:
+class ServingHealth:
     """The health of a server and of its services, which its health checks answer."""
 
     def __init__(self, service_names: Sequence[str]) -> None:
@@ -54,11 +54,11 @@ class Health:
 class Server:
     """A serving gRPC server."""
 
-    def __init__(self, port: int, health: Health) -> None:
+    def __init__(self, port: int, health: ServingHealth) -> None:
         self.port, self._health = port, health
 
     async def set_ready(self, ready: bool) -> None:
-        """See `Health.set_ready`."""
+        """See `ServingHealth.set_ready`."""
         await self._health.set_ready(ready)
 
 
@@ -70,7 +70,7 @@ async def serve(
     service_names: Sequence[str],
     grace: float = 5.0,
     security: SecurityConfig | None = None,
-    checked: Health | None = None,
+    checked: ServingHealth | None = None,
 ) -> AsyncIterator[Server]:
     """Serves until the block ends, then refuses new calls and lets running ones finish for `grace` seconds.
 
@@ -90,7 +90,7 @@ async def serve(
     token = secure.token(security) if security else None
     interceptors: list[Any] = [_Decoding()] if token is None else [_Bearer(token), _Decoding()]
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
-    checked = checked or Health(service_names)
+    checked = checked or ServingHealth(service_names)
     health_pb2_grpc.add_HealthServicer_to_server(checked.servicer, server)
     add(server)
     reflection.enable_server_reflection((*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server)  # fmt: skip

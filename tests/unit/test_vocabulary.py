@@ -71,9 +71,3 @@ def test_every_module_uses_the_vocabulary(sources: dict[str, str]) -> None:
 
 def test_a_logger_is_called_logger(sources: dict[str, str]) -> None:
     assert not [name for name, source in sources.items() if re.search(r"^_?log = logging\.", source, re.MULTILINE)]
-
-
-def test_every_module_states_its_invariant(trees: dict[str, ast.Module]) -> None:
-    stated = {name: "Invariant" in (ast.get_docstring(tree) or "") for name, tree in trees.items()}
-    missing = [name for name, found in stated.items() if not found and Path(name).stem not in ("__init__", "__main__")]
-    assert not missing, "expected `Invariant: ...` in the modules' docstrings"

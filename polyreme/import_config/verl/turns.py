@@ -8,7 +8,7 @@ Invariant: pure functions of the values, and the fate of each key.
 from typing import Any
 
 from polyreme.import_config.environments import CLASS, PLACEHOLDER
-from polyreme.import_config.rules import Environment, Values, idle, lost, part_of
+from polyreme.import_config.rules import ForeignEnvironment, Values, idle, lost, part_of
 from polyreme.import_config.verl.actor_keys import ROLLOUT
 
 TURNS = f"{ROLLOUT}.multi_turn"
@@ -25,7 +25,7 @@ LOOP, ENABLED = f"{ROLLOUT}.agent.default_agent_loop", f"{TURNS}.enable"
 BOUNDS = (f"{TURNS}.max_assistant_turns", f"{TURNS}.max_user_turns", f"{TURNS}.max_turns")
 
 
-def environment(values: Values) -> Environment | None:
+def environment(values: Values) -> ForeignEnvironment | None:
     """The environment of a run with several turns; None: a run of one answer per prompt."""
     files = [key for key in CODE if values.get(key)]
     several = values.get(ENABLED) is not False and any((values.get(key) or 1) > 1 for key in BOUNDS)
@@ -35,7 +35,7 @@ def environment(values: Values) -> Environment | None:
     key = next(each for each in (*files, ENABLED, *BOUNDS, LOOP) if values.get(each))
     origin = ", ".join(f"{each}: {values[each]}" for each in files) or f"{key}, without a file of tools or interactions"
     bound, why = _turns(values)
-    return Environment(
+    return ForeignEnvironment(
         file=PLACEHOLDER,
         origin=origin,
         turns=bound,

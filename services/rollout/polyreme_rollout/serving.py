@@ -85,7 +85,7 @@ async def serve(
     )
     service = RolloutService(engine, Identity(spec.run_id, replica_id, spec.model_fingerprint), limits, metrics, swapper, running)
 
-    health = rpc.Health(_SERVICES)
+    health = rpc.ServingHealth(_SERVICES)
 
     async def publish_state() -> None:
         metrics.version.set(-1 if swapper.version is None else swapper.version)

@@ -25,7 +25,7 @@ class PolicyChangedError(Exception):
     """The replica serves a version that the call may not use."""
 
 
-class Call:
+class GenerateCall:
     """The unsent results of one Generate call. `exact_version`: the only version that may sample; None: any."""
 
     def __init__(self, exact_version: int | None) -> None:
@@ -67,7 +67,7 @@ class RunningSequence:
 
     number: int
     progress: SequenceProgress
-    call: Call
+    call: GenerateCall
     request_id: str = ""
     sampling: "asyncio.Task[None] | None" = None
 
@@ -93,7 +93,7 @@ class RunningSequences:
         """Tokens that may still be sampled."""
         return sum(sequence.progress.outstanding for sequence in self)
 
-    def add(self, progress: SequenceProgress, call: Call) -> RunningSequence:
+    def add(self, progress: SequenceProgress, call: GenerateCall) -> RunningSequence:
         """Lists a sequence of `call` until `remove`."""
         sequence = RunningSequence(next(self._numbers), progress, call)
         self._sequences[sequence.number] = sequence

@@ -18,7 +18,13 @@ from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
 from polyreme_rollout.engine.protocol import EngineDeadError, EngineRequest, InferenceEngine, Sampling
 from polyreme_rollout.generation.requests import InvalidRequestError, RequestLimits, SequenceRequest, parse_sequences
-from polyreme_rollout.generation.running import Call, PolicyChangedError, PolicyLostError, RunningSequence, RunningSequences
+from polyreme_rollout.generation.running import (
+    GenerateCall,
+    PolicyChangedError,
+    PolicyLostError,
+    RunningSequence,
+    RunningSequences,
+)
 from polyreme_rollout.generation.sequences import SequenceProgress
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.weights.weight_swap import WeightSwapper
@@ -68,7 +74,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             )
         sampling = request.sampling
         shared = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop_token_ids))
-        call = Call(request.exact_version if request.HasField("exact_version") else None)
+        call = GenerateCall(request.exact_version if request.HasField("exact_version") else None)
         tasks = [self._start(sequence, shared, call) for sequence in sequences]
         try:
             while call.open_sequences or call.must_send.is_set():  # the last sequences may end while a response is sent
@@ -115,7 +121,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
                 grpc.StatusCode.FAILED_PRECONDITION, f"expected version {request.exact_version}; found version {version}"
             )
 
-    def _start(self, request: SequenceRequest, sampling: Sampling, call: Call) -> "asyncio.Task[None]":
+    def _start(self, request: SequenceRequest, sampling: Sampling, call: GenerateCall) -> "asyncio.Task[None]":
         policy = self._swapper.policy
         assert policy is not None
         sequence = self._running.add(SequenceProgress(request.index, request.max_new, policy), call)

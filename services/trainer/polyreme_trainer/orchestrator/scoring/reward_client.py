@@ -31,7 +31,7 @@ from polyreme_trainer.orchestrator.scoring.score_call import (
     outcome_of,
     verdict_of,
 )
-from polyreme_trainer.orchestrator.scoring.scoring_health import Health
+from polyreme_trainer.orchestrator.scoring.scoring_health import ScoringHealth
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class RewardClient:
         run: provides the leases and receives the notices.
         config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and the labels of `rewards` are used.
         token_texts: the text of each token id, for servers with a reward that reads tokens.
-        proven: see `Health`.
+        proven: see `ScoringHealth`.
 
     Attributes:
         measure_correctness: whether the run has one reward, and its server declares that a value is 1 for a right and 0 for a wrong
@@ -104,7 +104,7 @@ class RewardClient:
         self._joined = asyncio.Event()  # set, and replaced, when a server joins
         self._drain_timeout = min(config.item_timeout + 1.0, 30.0)  # as in the reward server
         self._remote = tuple(f"{spec.label}: " for spec in config.rewards if spec.urls)
-        self.health = Health(config.start_timeout, proven)
+        self.health = ScoringHealth(config.start_timeout, proven)
         self.measure_correctness = False
 
     @property
@@ -147,7 +147,7 @@ class RewardClient:
         Args:
             calls: one list per question, to which its calls are added; None: the calls are not recorded.
 
-        While scoring as a whole is down (see Health), it retries for `start_timeout`; then the failures count.
+        While scoring as a whole is down (see ScoringHealth), it retries for `start_timeout`; then the failures count.
 
         Raises:
             ScoreError: items still fail after all attempts.

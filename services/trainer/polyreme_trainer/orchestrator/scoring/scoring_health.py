@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Health:
+class ScoringHealth:
     """Whether scoring as a whole is down. Pure; time is an argument.
 
     It is down when no server answers, or when two groups got only failures. A single such group may be a bad row.

@@ -1,10 +1,10 @@
 """The conditions under which scoring as a whole counts as down."""
 
-from polyreme_trainer.orchestrator.scoring.scoring_health import Health
+from polyreme_trainer.orchestrator.scoring.scoring_health import ScoringHealth
 
 
 def test_health() -> None:
-    health = Health(outage_timeout=10.0)
+    health = ScoringHealth(outage_timeout=10.0)
     assert not health.waits(0.0)
     health.failed(5.0, "group 1")
     health.failed(6.0, "group 1")
