@@ -55,15 +55,21 @@ _REPEATING = re.compile(
     r"([+-]?)\s*(\d{1,100}\.\d{0,100})(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,100})\s*\}|(\d))|\((\d{1,100})\)"
     r"|\\dot\s*(?:\{\s*(\d)\s*\}|(\d))(\d{0,100})\\dot\s*(?:\{\s*(\d)\s*\}|(\d)))"
 )
-_CONTINUED = re.compile(r"([+-]?)\s*(\d{1,100}\.\d{0,20}?)((\d)\4{2,40}|(\d{2,5})\5{2,9}|(\d{6,12})\6{1,9})(?:\.{3}|\u2026|\\l?dots)")
-_EUROPEAN = re.compile(r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d{1,2}|\d{4,})(?![\d,]|\.\d)|(?<![\d.,])(\d{1,3}(?:\.\d{3}){2,})(?![\d.,])")
+_CONTINUED = re.compile(
+    r"([+-]?)\s*(\d{1,100}\.\d{0,20}?)((\d)\4{2,40}|(\d{2,5})\5{2,9}|(\d{6,12})\6{1,9})(?:\.{3}|\u2026|\\l?dots)"
+)
+_EUROPEAN = re.compile(
+    r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d{1,2}|\d{4,})(?![\d,]|\.\d)|(?<![\d.,])(\d{1,3}(?:\.\d{3}){2,})(?![\d.,])"
+)
+_HALF = re.compile(r"(?:\A|[^\d,. ]|[^\d] )[.]?\d+(?:[. ]\d+)*,\Z|\d,\d{3},\Z")
+"""What stands before the decimals behind a decimal comma. In a list of three numbers it stands before none: 1,2,3."""
 _PART = re.compile(r"(\d[\d.,]*)\s*([a-zA-Z]+)\.?(?:\s*,)?(?:\s+and)?\s*")
 _SEVERAL = re.compile(r"[,;]|\b(?:or|and)\b")
 _INTEGER_POWER = r"\^\s*(?:\{\s*[+-]?\d{1,4}\s*\}|[+-]?\d{1,4}(?![\d.]))"
 _IN_PROSE = re.compile(
     rf"(?P<other>\d{{1,4}}([-/])\d{{1,2}}\2\d{{1,4}}(?!\d)|\d+(?::\d+)+|\d+(?:\.\d+){{2,}}|\d[\d.,]{{0,30}}[-\u2013]\d[\d.,]*"
     rf"|\\sqrt\s*(?:\[[^\]]*\])?\s*(?:\{{[^{{}}]*\}}|\d)|[\u221a\u221b]\(?\d[\d.,]{{0,30}}"
-    rf"|(?<![\d,])(?!(?:{_GROUPED})(?!,\d))\d+(?:\.\d+)?,\d+(?![\d,]|\.\d)|\d+h\d+|\d[\d.,]{{0,30}}!|\d[\d.,]{{0,30}}[eE][+-]?(?:\d{{5}}|\d+\.\d)[\d.]*"
+    rf"|\d+h\d+|\d[\d.,]{{0,30}}!|\d[\d.,]{{0,30}}[eE][+-]?(?:\d{{5}}|\d+\.\d)[\d.]*"
     rf"|(?!10\s*{_INTEGER_POWER})\d[\d.,]{{0,30}}\s*\^\s*[{{(]?\s*[+-]?[\w.]+[)}}]?"
     rf"|\d[\d.,]{{0,30}}(?:(?:[+*]|\s+[x+*]\s+)(?!10\s*\^)\d[\d.,]{{0,30}})+)"
     rf"|(?P<number>(?:(?<![\d\w])[+-])?(?:{_CURRENCY}[+-]?)?{_BODY}(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
@@ -170,6 +176,8 @@ def _last_in(text: str) -> tuple[Quantity | None, int]:
     before = text[max(0, last.start() - _END) : last.start()]
     if last["other"] is not None or sides.states_relation(before) or sides.is_compared(text[last.end() : last.end() + _END]):
         return None, last.start()
+    if _HALF.search(before):
+        return None, last.start()
     whole = _QUANTITY.fullmatch(last["number"].rstrip())
     named = simple(whole["unit"].strip()) if whole and whole["unit"] and whole["unit"] not in _SYMBOLS else None
     if whole is None or (whole["unit"] and named is None and "/" not in whole["unit"] and "^" not in whole["unit"]):
@@ -184,9 +192,7 @@ def _last_in(text: str) -> tuple[Quantity | None, int]:
 
 def _pointed(text: str) -> str:
     """The text with the English separators in numbers such as 1.234,56 and 1.234.567."""
-    return _EUROPEAN.sub(
-        lambda found: found[3].replace(".", "") if found[3] else f"{found[1].replace('.', '')}.{found[2]}", text
-    )
+    return _EUROPEAN.sub(lambda found: found[3].replace(".", "") if found[3] else f"{found[1].replace('.', '')}.{found[2]}", text)
 
 
 def _repeating(text: str) -> Fraction | None:
@@ -207,7 +213,11 @@ def _joined(larger: re.Match[str], smaller: Quantity | None) -> Quantity | None:
     over, digits = simple(larger[2]), _strip(larger[1]).removesuffix(".")
     if smaller is None or smaller.unit is None or over is None or over.dimension != smaller.unit.dimension:
         return None
-    if isinstance(smaller.value, str) or over.factor <= smaller.unit.factor or not re.fullmatch(r"\d{1,99}(?:\.\d{1,99})?", digits):
+    if (
+        isinstance(smaller.value, str)
+        or over.factor <= smaller.unit.factor
+        or not re.fullmatch(r"\d{1,99}(?:\.\d{1,99})?", digits)
+    ):
         return None
     return Quantity(smaller.value + Fraction(digits) * over.factor / smaller.unit.factor, None, smaller.unit, smaller.name)
 

@@ -32,7 +32,9 @@ _SHORT = words("is it he we so of in to at by on or as an my us if be do no up g
 _MEASURED = re.compile(r"[-+]?[\d.,/ ]+\s*([A-Za-z\u00b5]+)(?:\^?\{?[23]\}?)?")
 _CONSTANTS = words("e i pi \u03c0 frac cdot times div binom infty circ degrees degree percent")
 _ORDER = r"[<>]=?|[\u2264\u2265\u2260]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt)(?![a-zA-Z])"
-_ARGUMENT = re.compile(r"(?:(?:\b[a-zA-Z]|\b(?:log|ln|lg|sin|cos|tan|exp|sqrt))(?:_\s*\{?|\()|\\sqrt\s*\(|\\(?:log|ln|lg|sin|cos|tan|exp)\s*[({]?\s*)$")
+_ARGUMENT = re.compile(
+    r"(?:(?:\b[a-zA-Z]|\b(?:log|ln|lg|sin|cos|tan|exp|sqrt))(?:_\s*\{?|\()|\\sqrt\s*\(|\\(?:log|ln|lg|sin|cos|tan|exp)\s*[({]?\s*)$"
+)
 _BOUND = re.compile(
     rf"(?:(?<![-=])(?:{_ORDER})|\\pm|\d\s*[$%]?\s*\b(?:or|and/or)\b|\bbetween\s+(?:\\?\$)?[-\d.,]+\s*(?:[a-z]+\s+)?\band\b)\s*\\?[$({{]?\s*$"
 )
