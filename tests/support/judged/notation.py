@@ -126,7 +126,7 @@ KINDS: list[tuple[str, Pairs, Pairs]] = [
         [
             (r"\emptyset", r"\varnothing"),
             (r"\{\}", r"\emptyset"),
-            ("ℝ", r"\mathbb{R}"),
+            ("\u211d", r"\mathbb{R}"),
             (r"\{x\mid x>2\}", r"(2,\infty)"),
             (r"\{x : x>2\}", "x>2"),
             (r"\{x \in \mathbb{R} \mid x \ge 2\}", r"[2,\infty)"),
@@ -141,7 +141,7 @@ KINDS: list[tuple[str, Pairs, Pairs]] = [
         ],
         [
             (r"\emptyset", r"\{0\}"),
-            ("ℝ", r"\mathbb{Z}"),
+            ("\u211d", r"\mathbb{Z}"),
             (r"\{x\mid x<2\}", "x>2"),
             (r"\{x\mid x>2\}", r"[2,\infty)"),
             (r"x=1\lor x=2", "1"),

@@ -16,7 +16,7 @@ _RANGE = re.compile(
     rf"{_INTEGERS}\s*(?:\\right)?[)\]]?\s*$"
 )
 _BUILDER = re.compile(
-    rf"\\?\{{\s*(?P<symbol>[a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{{?\s*R\s*\}}?\s*)?(?:\\(?:mid|vert|colon|middle\s*\|)(?![a-zA-Z])|[|:])\s*(?P<condition>[^|]*?)\s*\\?\}}\s*"
+    r"\\?\{\s*(?P<symbol>[a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\(?:mid|vert|colon|middle\s*\|)(?![a-zA-Z])|[|:])\s*(?P<condition>[^|]*?)\s*\\?\}\s*"
 )
 _ORDER = re.compile(r"[<>=]|\\(?:le|ge|leq|geq|ne|neq|lt|gt)(?![a-zA-Z])")
 _CONGRUENT = re.compile(

@@ -77,7 +77,7 @@ def parts(text: str) -> list[str]:
 
 def states_relation(before: str) -> bool:
     """Whether a number in prose is one side of an equation with variables, or a part of an expression. `before` is the text before it."""
-    if _ARGUMENT.search(before) or _BOUND.search(before) and not _TAG.search(before):
+    if _ARGUMENT.search(before) or (_BOUND.search(before) and not _TAG.search(before)):
         return True
     before = before[-_LONGEST:].rstrip(" $({\\")
     if re.search(r"[\w)}\]]\s*\+$|(?:\b[a-z]|\d[a-z]|[)}\]])-$|\^$|[a-z)}\]]\s*/$", before):
