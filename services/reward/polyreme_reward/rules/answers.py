@@ -16,7 +16,7 @@ _ASIDE = re.compile(r"(?<=\d)\s+\([^()\n\\\\]*[a-z]{3}[^()\n\\\\]*\)\s*\Z")  # 4
 _QUOTED = re.compile(
     r"\s*(?:\[\s*)?(?:\"([^\",\[\]]*)\"|'([^',\[\]]*)'|(?<=\[)([^\",\[\]]*))\s*(?:\])?\s*"
 )  # a text or a list of one in JSON
-_ONE_LINE = 200  # maximum characters of an answer that is read as one number
+_ONE_LINE = 200  # maximum characters of an answer that is read as one number, and of a remark in brackets behind it
 
 
 def exact(after: str | None = None, before: str | None = None, ignore_case: bool = False) -> Callable[[Item], float]:
@@ -82,4 +82,4 @@ def _gold(label: str) -> Quantity:
 def _number(text: str) -> Quantity | None:
     text = text if (named := marked(text)) is None else named
     whole = quantity.read(plain(text)) if len(text) < _ONE_LINE else None  # x = 3 1/2 cups
-    return whole or quantity.last_in(_ASIDE.sub("", text))[0]
+    return whole or quantity.last_in(text[:-_ONE_LINE] + _ASIDE.sub("", text[-_ONE_LINE:]))[0]
