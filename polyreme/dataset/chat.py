@@ -8,7 +8,6 @@ The form is the one that the templates of transformers expect: `content` is a te
 `arguments` of a tool call are a mapping; an absent field is absent.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from polyreme.dataset.columns import TokenIds
+from polyreme.dataset.strict_json import from_text, messages_of
 from polyreme.errors import DataError
 
 Message = dict[str, Any]
@@ -26,6 +26,7 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", 
 """ShareGPT's names of roles that differ from ours."""
 _NO_TOOLS = "Fix the row, or set data.tools_key: null for a column that the template must not get."
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA = re.compile("(?:input_)?(?:image|video|audio)s?(?:_urls?)?$")
 _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 
@@ -74,7 +75,9 @@ def read_prompt(value: Any, what: str, tools: Any = None) -> PromptSource:
 
 
 def read_chat(value: Any, what: str, tools: Any = None) -> Chat:
-    """A conversation from a list of messages, {role, content} or ShareGPT's {from, value}. Arguments and errors as `read_prompt`."""
+    """A conversation from a list of messages, {role, content} or ShareGPT's {from, value}, or its JSON text. Arguments and errors as
+    `read_prompt`."""
+    value = messages_of(value, what)
     if not isinstance(value, list | tuple) or not value:
         raise DataError(f"a list of chat messages {{role, content}} in {what}", f"{value!r:.80}", "Fix the row.")
     messages = tuple(_message(each, f"message {place} of {what}") for place, each in enumerate(value, 1))
@@ -98,14 +101,14 @@ def read_tools(value: Any, what: str) -> tuple[Message, ...] | None:
     Raises:
         DataError: the value is none of these.
     """
-    value = _from_json(value, f"tools of {what}", _NO_TOOLS)
+    value = from_text(value, f"tools of {what}", _NO_TOOLS)
     if not value:
         return None
     if not isinstance(value, list | tuple):
         raise DataError(f"a list of tools, or its JSON text, in {what}", f"{value!r:.80}", _NO_TOOLS)
     tools = []
     for place, each in enumerate(value, 1):
-        tool = _without_nulls(_from_json(each, f"tool {place} of {what}", _NO_TOOLS))
+        tool = _without_nulls(from_text(each, f"tool {place} of {what}", _NO_TOOLS))
         tool = {"type": "function", "function": tool} if isinstance(tool, dict) and isinstance(tool.get("name"), str) else tool
         named = (
             isinstance(tool, dict) and isinstance(tool.get("function"), dict) and isinstance(tool["function"].get("name"), str)
@@ -207,13 +210,15 @@ def _message(value: Any, what: str) -> Message:
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"a role, such as user, of {what}", f"{dict(value)!r:.80}", "Fix the row.")
+    if media := _media(fields):
+        raise DataError(f"text only in {what}", f"{media}", "Remove it: the model gets text only.")
     message: Message = {"role": role, "content": _content(fields.get("content"), what)}
     message |= {key: _without_nulls(each) for key, each in fields.items() if key not in ("role", "content", "function_call")}
     calls = fields.get("tool_calls")
     if calls is None and fields.get("function_call") is not None:  # OpenAI's older form
         calls = [fields["function_call"]]
     message.pop("tool_calls", None)
-    if calls := _from_json(calls, f"tool_calls of {what}"):
+    if calls := from_text(calls, f"tool_calls of {what}"):
         if not isinstance(calls, list | tuple):
             raise DataError(f"a list of tool calls in {what}", f"{calls!r:.80}", "Fix the row.")
         message["tool_calls"] = [_call(each, f"tool call {place} of {what}") for place, each in enumerate(calls, 1)]
@@ -231,7 +236,7 @@ def _from_sharegpt(fields: Mapping[str, Any], what: str) -> dict[str, Any]:
     rest = {key: each for key, each in fields.items() if key not in ("from", "value")}
     told, role = fields.get("value"), fields["from"]
     if role == "function_call":
-        return {**rest, "role": "assistant", "tool_calls": [_from_json(told, what)]}
+        return {**rest, "role": "assistant", "tool_calls": [from_text(told, what)]}
     return {**rest, "role": _SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": told}
 
 
@@ -248,9 +253,9 @@ def _content(value: Any, what: str) -> str:
         text = part
         if isinstance(part, Mapping):
             kind = part.get("type") or "text"
-            text = part.get("text") if kind in _TEXT_PARTS else None
+            text = part.get("text") if kind in _TEXT_PARTS and not _media(part) else None
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
+            kind = (_media(part) or part.get("type")) if isinstance(part, Mapping) else part
             raise DataError(
                 f"parts of type text in {what}",
                 f"part {place}, of type {kind!r:.40}",
@@ -260,34 +265,31 @@ def _content(value: Any, what: str) -> str:
     return "".join(texts)
 
 
+def _media(fields: Mapping[str, Any]) -> str | None:
+    """The first field with what a model of text does not get."""
+    return next((key for key, value in fields.items() if value and _MEDIA.match(key)), None)
+
+
 def _call(value: Any, what: str) -> Message:
-    call = _from_json(value, what)
+    call = from_text(value, what)
     call = {key: each for key, each in call.items() if each is not None} if isinstance(call, Mapping) else call
     if isinstance(call, dict) and isinstance(call.get("name"), str) and "function" not in call:
-        bare = {key: call.pop(key) for key in ("name", "arguments") if key in call}
+        bare = {key: call.pop(key) for key in ("name", "arguments", "parameters") if key in call}
         call = {**call, "type": "function", "function": bare}
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{{type, function: {{name, arguments}}}} as {what}", f"{value!r:.80}", "Fix the row.")
+    if function.get("arguments") is None and "parameters" in function:  # Llama's name
+        function = {**{key: each for key, each in function.items() if key != "parameters"}, "arguments": function["parameters"]}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        given = _from_json(arguments, f"arguments of {what}") if arguments else {}
+        given = from_text(arguments, f"arguments of {what}") if arguments else {}
     else:
         given = _without_nulls(arguments) if arguments is not None else {}
     if not isinstance(given, dict):
         raise DataError(f"a mapping, or its JSON text, as arguments of {what}", f"{arguments!r:.80}", "Fix the row.")
     named = {key: _without_nulls(each) for key, each in function.items() if each is not None}
     return {**call, "function": {**named, "arguments": given}}
-
-
-def _from_json(value: Any, what: str, do: str = "Fix the row.") -> Any:
-    """The value of a JSON text; another value as it is."""
-    if not isinstance(value, str) or not value:
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"JSON text as {what}", f"{value:.80} ({error})", do) from None
 
 
 def _without_nulls(value: Any) -> Any:

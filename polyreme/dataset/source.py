@@ -4,7 +4,9 @@ Invariant: the rows and their order depend only on the content of the files and 
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from glob import glob
 from pathlib import Path
 
 import xxhash
@@ -88,13 +90,14 @@ def digest_of(data: Sources) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a source, in their order: a file itself, those that match a name with `*`, or those of a directory.
+    """The files of a source, in their order: a file itself, those that match a path with `*` or `?`, or those of a directory. Hidden files
+    are left out.
 
     Raises:
         DataError: there is none, or a directory has several splits or formats.
     """
-    if "*" in path.name:
-        found = sorted(path.parent.glob(path.name))
+    if re.search(r"[*?]", str(path)) and not path.exists():
+        found = sorted(each for each in map(Path, glob(str(path))) if each.is_file())
     elif path.is_dir():
         found = _files_in(path)
     else:
@@ -117,11 +120,18 @@ def _files_in(folder: Path) -> list[Path]:
             f"the splits {', '.join(names)} ({splits.name})",
             f"Name one: {folder}/{names[0] if names else 'train'}.",
         )
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix in READERS and path.suffix != ".bin"]
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and _is_data(path.name)]
     kinds = sorted({f"{path.stem.partition('-0')[0] if '-of-' in path.stem else '*'}{path.suffix}" for path in files})
     if len(kinds) > 1:
         raise DataError(f"files of one split and one format in {folder}", ", ".join(kinds), "Name some: FOLDER/train-*.parquet.")
     return files
+
+
+def _is_data(name: str) -> bool:
+    """Whether a file of a directory is data. A compressed one is, too, so that its reader says that it cannot read it."""
+    suffixes = Path(name).suffixes[-2:]
+    compressed = len(suffixes) > 1 and suffixes[0] in READERS and suffixes[1] in (".gz", ".bz2", ".xz", ".zst", ".zip")
+    return not name.startswith(".") and (compressed or Path(name).suffix in READERS.keys() - {".bin"})
 
 
 def _read_source(source: DataSource) -> Iterator[Row]:

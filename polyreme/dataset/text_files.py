@@ -5,19 +5,29 @@ Invariant: a row is a JSON object, and every error names its file and line. JSON
 
 import csv
 import json
-import math
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyreme.dataset.reading import advance
+from polyreme.dataset.strict_json import DEEPEST, TooDeep, half_character, value_in
 from polyreme.errors import DataError
 
 _LONGEST_CELL = 1 << 27
 """Maximum characters of a CSV cell. The csv module's own limit is 131,072, shorter than some documents."""
-_DEEPEST = 200
-"""Maximum levels of nesting. Every later reader and writer of a row can use more."""
+_OTHERS = {
+    b"\x1f\x8b": "a gzip archive",
+    b"BZh": "a bzip2 archive",
+    b"\xfd7zXZ": "an xz archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+}
+"""The beginnings of files that are no text in UTF-8."""
 _SPACES = (" ", "\t", "\r", "\n")
 
 
@@ -104,6 +114,15 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 advance(len(line))
+                if number == 1 and (other := next((name for mark, name in _OTHERS.items() if line.startswith(mark)), None)):
+                    do = (
+                        "Decompress it."
+                        if "archive" in other
+                        else f"Rename it to .{other.split()[1].lower()}."
+                        if "file" in other
+                        else "Save it as UTF-8."
+                    )
+                    raise DataError(f"text in UTF-8 in {path}", other, do)
                 yield number, (line.removeprefix(BOM_UTF8) if number == 1 else line).decode()
     except OSError as error:
         raise DataError(f"a data file at {path}", error.strerror or str(error), "Fix the path in `data`.") from error
@@ -113,8 +132,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _object(fields: Any, text: str, where: str) -> dict[str, Any]:
     """The object that was read from `text`. Raises DataError for another value, and for characters and depths that cannot go on."""
-    if "\\u" in text:
-        _check_characters(fields, where)
+    if "\\u" in text and (half := half_character(fields)):
+        raise DataError(f"complete characters in {where}", f"{half}, half of a surrogate pair", "Fix the text: it was cut there.")
     if not isinstance(fields, dict):
         raise DataError(f"a JSON object in {where}", type(fields).__name__, "Write one object per line, or one array of objects.")
     return fields
@@ -131,62 +150,12 @@ def _parsed(text: str, where: str) -> Any:
 def _parsed_at(text: str, place: int, where: str) -> tuple[Any, int]:
     """The JSON value at a place of `text`, and its end. Raises DataError for what is no JSON, and for what no other part could read."""
     try:
-        value, end = _DECODER.raw_decode(text, place)
+        return value_in(text, place)
     except json.JSONDecodeError as error:
         column = error.pos - text.rfind("\n", 0, error.pos)
-        raise DataError(f"a JSON object in {where}", f"{error.msg} at column {column}", "Fix the line.") from None
-    except ValueError as error:  # a value that `_DECODER` refuses, or an integer beyond Python's limit of digits
+        do = "Fix the line: a file has one object per line, or is one array of objects."
+        raise DataError(f"a JSON object in {where}", f"{error.msg} at column {column}", do) from None
+    except TooDeep:
+        raise DataError(f"at most {DEEPEST} levels of nesting in {where}", "more", "Write the inner value as text.") from None
+    except ValueError as error:
         raise DataError(f"a JSON object in {where}", str(error).partition(";")[0], "Fix the line.") from None
-    except RecursionError:
-        raise _too_deep(where) from None
-    if text.count("{", place, end) + text.count("[", place, end) > _DEEPEST and _is_deep(value):
-        raise _too_deep(where)
-    return value, end
-
-
-def _too_deep(where: str) -> DataError:
-    return DataError(f"at most {_DEEPEST} levels of nesting in {where}", "more", "Write the inner value as text.")
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_DEEPEST):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-    return any(isinstance(each, dict | list) for each in level)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in one object")
-    return fields
-
-
-def _finite(text: str) -> float:
-    if math.isinf(number := float(text)):
-        raise ValueError(f"{text:.40}, which is beyond the numbers of JSON's readers")
-    return number
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant}, which JSON does not have. A missing value is null")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse)
-
-
-def _check_characters(fields: Any, where: str) -> None:
-    """Refuses a lone surrogate. JSON can escape it, but UTF-8 cannot encode it."""
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start].encode("unicode_escape").decode()
-        raise DataError(
-            f"complete characters in {where}", f"{half}, half of a surrogate pair", "Fix the text: it was cut there."
-        ) from None

@@ -258,3 +258,16 @@ async def test_the_mode_is_logged_and_described(caplog: pytest.LogCaptureFixture
     mode = choose(unsafe=False)
     assert told["description"].endswith(f"(programs are isolated by {mode})")
     assert f"programs are isolated by {mode}" in caplog.text
+
+
+def test_a_program_inside_of_a_thought_is_not_run() -> None:
+    right, wrong = (f"```python\nprint({value})\n```" for value in (5, 6))
+    rule = make_rule("code", {})
+    for response, verdict in (
+        (f"<think>{wrong}</think>\n{right}", 1.0),
+        (f"<think>{right}</think>\n{wrong}", 0.0),
+        (f"<think>{right}</think>\nnothing", 0.0),
+        (f"<think>{right}", 0.0),
+        (f"<think>a fence ```python\n</think>\n{right}", 1.0),
+    ):
+        assert rule(Item("", "p", response, label='{"inputs": [""], "outputs": ["5"]}')) == verdict

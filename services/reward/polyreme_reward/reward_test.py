@@ -16,6 +16,7 @@ from polyreme.config.reward import RewardConfig
 from polyreme.dataset.chat import plain_prompt, read_prompt
 from polyreme.dataset.columns import label_text, value_at
 from polyreme.dataset.source import read_objects
+from polyreme.dataset.strict_json import messages_of
 from polyreme.errors import DataError
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item, Status
@@ -77,8 +78,9 @@ def _item(row: Mapping[str, Any], where: str, columns: tuple[str, str]) -> Item:
     )
     texts = {name: row.get(name, "") for name in _TEXTS}
     prompt = value_at(row, prompt_key, missing)
+    what = f"{prompt_key!r} in {where}"
     texts["prompt"] = (
-        "" if prompt is missing else prompt if prompt == "" else plain_prompt(read_prompt(prompt, f"{prompt_key!r} in {where}"))
+        "" if prompt is missing else prompt if prompt == "" else plain_prompt(read_prompt(messages_of(prompt, what), what))
     )
     try:
         label = label_text(value_at(row, label_key))

@@ -6,6 +6,7 @@ import pytest
 
 from polyreme.dataset.chat import Chat, for_template, plain_prompt, read_answer, read_chat, read_prompt, read_tools
 from polyreme.dataset.columns import TokenIds
+from polyreme.dataset.strict_json import messages_of
 from polyreme.errors import DataError
 
 USER = {"role": "user", "content": "q"}
@@ -46,6 +47,23 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
             "a mapping, or its JSON text, as arguments of tool call 1",
         ),
         ([{"from": "function_call", "value": "f()"}], "JSON text as message 1"),
+        *(
+            ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}], complaint)
+            for text, complaint in (
+                ('{"a": NaN}', "NaN, which JSON does not have"),
+                ('{"a": 1, "a": 2}', "the key 'a' twice"),
+                ('{"a": "\\ud83d"}', "half of a surrogate pair"),
+                ('{"a": ' + "[" * 201 + "]" * 201 + "}", "more than 200 levels"),
+                ('{"a": ' + "9" * 4301 + "}", "Exceeds the limit"),
+                ('{"a": 1} 2', "more after it: 2"),
+            )
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "q", "image_url": {"url": "u"}}]}],
+            "part 1, of type 'image_url'",
+        ),
+        ([{"role": "user", "content": [{"image": "u", "text": "q"}]}], "part 1, of type 'image'"),
+        ([{"role": "user", "content": "q", "images": ["u"]}], "text only in message 1 of 'p' in f:1; found images"),
     ],
 )
 def test_a_message_that_no_template_can_have_is_named(value: Any, found: str) -> None:
@@ -163,3 +181,30 @@ def test_only_the_code_of_a_template_names_roles_and_tools() -> None:
     for template in ("tools {{ m.content }}", "{{ 'tools' }}", "{{ my_tools }}"):
         with pytest.raises(DataError, match="shows tools"):
             for_template(tools, template)
+
+
+def test_messages_may_be_a_json_text() -> None:
+    text = ' [ {"role": "user", "content": "q"}]'
+    assert read_chat(text, "here") == read_chat([USER], "here")
+    assert messages_of('[{"from": "human", "value": "q"}]', "here") == [{"from": "human", "value": "q"}]
+    for other in (
+        "q",
+        "[1]",
+        '["q"]',
+        '[{"role": "user"}]',
+        '[{"a": 1}]',
+        "[{",
+        '{"role": "user", "content": "q"}',
+        [USER],
+        None,
+    ):
+        assert messages_of(other, "here") == other
+    with pytest.raises(DataError, match="the key 'content' twice"):
+        messages_of('[{"role": "user", "content": "q", "content": "r"}]', "here")
+
+
+def test_a_call_may_name_its_arguments_parameters() -> None:
+    given = {"function": {"name": "f", "arguments": {"a": 1}}}
+    for call in ({"function": {"name": "f", "parameters": {"a": 1}}}, {"name": "f", "parameters": '{"a": 1}'}):
+        message = read_chat([{"role": "assistant", "tool_calls": [call]}], "here").messages[0]
+        assert message["tool_calls"][0]["function"] == given["function"]

@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from polyreme.dataset.chat import Chat, read_prompt, render, shows_tools
+from polyreme.dataset.strict_json import messages_of
 from polyreme.errors import ConfigError, DataError
 from polyreme.experience.loading import Loaded
 from polyreme.rundir.start_day import day_of_export
@@ -139,7 +140,8 @@ class Classifier:
         try:
             tools = item.metadata.get("tools") if shows_tools(template) else None
             asked = self._prompt(item)
-            asked = asked if asked == "" else read_prompt(asked, f"{self._column or 'prompt'!r} of the item", tools)
+            what = f"{self._column or 'prompt'!r} of the item"
+            asked = asked if asked == "" else read_prompt(messages_of(asked, what), what, tools)
             chat = asked if isinstance(asked, Chat) else Chat(({"role": "user", "content": asked},))
             answered = Chat((*chat.messages, {"role": "assistant", "content": item.response}), chat.tools)
             return render(self._tokenizer, [answered], opened=False, day=self._day)[0]

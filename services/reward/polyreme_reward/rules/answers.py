@@ -3,6 +3,7 @@
 Invariant: the time is linear in the text, and a missing label is an error, not a score of 0.
 """
 
+import re
 from collections.abc import Callable
 
 from polyreme_reward.items import Item, RewardError
@@ -11,7 +12,11 @@ from polyreme_reward.rules.quantity import Quantity
 from polyreme_reward.rules.response import answer_text, between, marked, required_label
 from polyreme_reward.rules.spelling import plain, readable
 
-_ONE_LINE = 200  # maximum characters of an answer that is read as one number
+_ASIDE = re.compile(r"(?<=\d)\s+\([^()\n\\\\]*[a-z]{3}[^()\n\\\\]*\)\s*\Z")  # 42 (see step 5)
+_QUOTED = re.compile(
+    r"\s*(?:\[\s*)?(?:\"([^\",\[\]]*)\"|'([^',\[\]]*)'|(?<=\[)([^\",\[\]]*))\s*(?:\])?\s*"
+)  # a text or a list of one in JSON
+_ONE_LINE = 200  # maximum characters of an answer that is read as one number, and of a remark in brackets behind it
 
 
 def exact(after: str | None = None, before: str | None = None, ignore_case: bool = False) -> Callable[[Item], float]:
@@ -63,7 +68,10 @@ def numeric(after: str | None = None, before: str | None = None) -> Callable[[It
 
 def _gold(label: str) -> Quantity:
     named = marked(label)
-    found = quantity.read(plain(label if named is None else named))
+    text = label if named is None else named
+    if quoted := _QUOTED.fullmatch(text):
+        text = quoted[1] or quoted[2] or quoted[3] or ""
+    found = quantity.read(plain(text))
     if found is None:
         raise RewardError(f"expected one number in the label; found {label[:200]!r}")
     if found.fraction:
@@ -74,4 +82,4 @@ def _gold(label: str) -> Quantity:
 def _number(text: str) -> Quantity | None:
     text = text if (named := marked(text)) is None else named
     whole = quantity.read(plain(text)) if len(text) < _ONE_LINE else None  # x = 3 1/2 cups
-    return whole or quantity.last_in(text)[0]
+    return whole or quantity.last_in(text[:-_ONE_LINE] + _ASIDE.sub("", text[-_ONE_LINE:]))[0]

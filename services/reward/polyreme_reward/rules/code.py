@@ -13,6 +13,7 @@ from pydantic import Field
 
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules.fences import program_of
+from polyreme_reward.rules.response import answer_text
 from polyreme_reward.sandbox.modes import choose
 from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
 from polyreme_reward.sandbox.run import check, run
@@ -32,7 +33,7 @@ def code(
     """1 if the response's Python program passes every test of its row, else 0.
 
     The program is the last fenced block of Python that has code. Blocks of output or of other languages are not run. Without such a label
-    it is the last block that can be a program, and without fences the whole response. The tests are the row's column `tests`, or the
+    it is the last block that can be a program, and without fences the whole response. Text in <think>...</think> does not count. The tests are the row's column `tests`, or the
     label as JSON, in one of three forms:
 
     - {"inputs": [...], "outputs": [...]} compares standard output line by line, ignoring white space at line ends.
@@ -60,7 +61,10 @@ def code(
 
     def score(item: Item) -> float:
         tests = _tests(item)
-        program = program_of(item.response)
+        answer = answer_text(item, None, None)
+        if answer is None:  # the thought is not closed
+            return 0.0
+        program = program_of(answer)
         passed = 0
         for passes in tests:
             try:

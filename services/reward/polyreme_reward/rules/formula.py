@@ -15,6 +15,7 @@ from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-unt
 from math_verify import LatexExtractionConfig, parse  # type: ignore[import-untyped]
 
 from polyreme_reward.rules import compare, relations, sides
+from polyreme_reward.rules.notation import congruence, familiar
 from polyreme_reward.rules.spelling import command, plain, unified, upright, words
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that its own timeouts are off
@@ -84,6 +85,9 @@ def read(text: str) -> Any:
     if len(text) > LONGEST:
         return None
     text = _without_name(upright(unified(text)))
+    if stated := congruence(text):
+        return _congruent(*stated)
+    text = familiar(text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     text = _SEGMENTS.sub(r"\1 S_{\2} ", _system(text))
@@ -94,6 +98,14 @@ def read(text: str) -> Any:
         return None
     found = parse(f"${text}$", _CONFIG, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
     return found[0] if found and isinstance(found[0], sympy.Basic | sympy.MatrixBase) else None
+
+
+def _congruent(left: str, right: str, modulus: int) -> Any:
+    """A congruence as an unknown function of its residue, which is equal only to the same. A symbol on the left only names the residue."""
+    residue, of = read(right), read(left) if left and not sides.symbol(left) else sympy.S.Zero
+    if not isinstance(residue, sympy.Integer) or not isinstance(of, sympy.Expr):
+        return None
+    return sympy.Function("congruent")(of, residue % modulus, sympy.Integer(modulus))
 
 
 def is_ambiguous(text: str) -> bool:
@@ -112,6 +124,17 @@ def equals_number(found: Any, value: Fraction, places: int | None) -> bool:
     if isinstance(found, sympy.Expr):
         return compare.equals_decimal(found, value, places)
     return relations.equal(number(value), found)
+
+
+def may_be_radians(found: Any) -> bool:
+    """Whether an object of `read` is a value with pi or an inverse function, as angles in radians have it."""
+    found = relations.value(found)
+    return isinstance(found, sympy.Expr) and bool(found.has(sympy.pi, sympy.asin, sympy.acos, sympy.atan))
+
+
+def radians(degrees: Any) -> Any:
+    """An angle in radians."""
+    return sympy.Mul(relations.value(degrees), sympy.pi, sympy.Rational(1, 180))
 
 
 def number(value: Fraction) -> Any:

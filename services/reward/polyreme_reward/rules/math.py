@@ -6,7 +6,7 @@ read, or one that does not equal itself, is an error.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules import quantity, sides
 from polyreme_reward.rules.budget import OverBudget, limited
+from polyreme_reward.rules.notation import GLUED
 from polyreme_reward.rules.quantity import Quantity
 from polyreme_reward.rules.response import answer_text, marked, required_label, without_denied
 from polyreme_reward.rules.spelling import plain, undelimited, unified, upright
@@ -43,6 +44,9 @@ _DATE = re.compile(rf"(?:{_MONTHS})\s+\d{{1,2}}(?:,?\s+\d{{4}})?", re.IGNORECASE
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|mbox)\s*\{(?P<text>[^{}]+)\}|(?<=[\s}])(?P<plain>[a-zA-Z]{2,}))(?P<power>\s*\^\s*\{?[23]\}?)?\s*$"
 )
+_SETS = "\u211d\u2124\u2115\u211a\u2102"
+_GLUED = re.compile(rf"(?:{GLUED})[xyz]")  # sinx
+_DEGREE, _RADIAN = unit("degree"), unit("radian")
 _FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$(?! )[^$\n]+(?<! )\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 
 
@@ -81,11 +85,14 @@ def math(after: str | None = None, before: str | None = None) -> Callable[[Item]
         raise ConfigError("the package math-verify", "none", "Install it: pip install 'polyreme-reward[math]'.") from None
 
     def score(item: Item) -> float:
-        gold = _gold(required_label(item))
+        label = required_label(item)
+        gold = _gold(label)
         text = answer_text(item, after, before)
         try:
             with limited(_SECONDS):
                 answer = None if text is None else _answer(text[-_TAIL:], gold)
+                if isinstance(gold, _Formula) and isinstance(answer, Quantity) and answer.unit is not None:
+                    gold = quantity.read(plain(label), letters=True) or gold
                 return 0.0 if answer is None else float(_equal(gold, answer))
         except _INCOMPARABLE:  # sympy has no value for a response such as 1e400!
             return 0.0
@@ -122,6 +129,8 @@ def _answer(text: str, gold: _Read) -> _Read | None:
     if named is None and "\n" not in text.strip() and len(text) < _ONE_LINE:
         named = without_denied(text)
     whole = None if named is None else _read(named)
+    if named is not None and isinstance(gold, Quantity) and isinstance(whole, _Formula) and whole.unit is None:
+        whole = quantity.read(plain(named), letters=True) or whole  # 5m, 10 N
     return whole if whole is not None else _last(text if named is None else named)
 
 
@@ -145,7 +154,11 @@ def _read(text: str) -> _Read | None:
         return _Words(re.sub(r"[\s.,]", "", shown).casefold())
     if (words := _words(shown)) is not None:
         return words
-    text, measured = _without_unit(undelimited(upright(unified(text))).removesuffix("."))
+    text, measured = _without_unit(undelimited(unified(text)).removesuffix("."))
+    if measured is None:
+        text, measured = _without_unit(upright(text))
+    if measured is not None and (number := quantity.read(plain(text))) is not None and number.unit is None:
+        return replace(number, unit=measured)
     found = formula.read(text)
     return None if found is None else _Formula(found, measured)
 
@@ -155,19 +168,20 @@ def _without_unit(text: str) -> tuple[str, Unit | None]:
     match = _UNIT.search(text)
     if match is None or not text[: match.start()].strip():
         return text, None
-    if match["text"] is None and simple(match["plain"]) is None:
+    name = (match["text"] or match["plain"]).strip()
+    if simple(name) is None and (match["text"] is None or len(name) == 1):
         return text, None
     return text[: match.start()], unit((match["text"] or match["plain"]).strip() + (match["power"] or ""))
 
 
 def _words(text: str) -> _Words | None:
     """The text as words, or None when it may be a formula such as ab or pi."""
-    inner = text.strip(" .()[]")
+    inner = " ".join(text.strip(" .()[]").split())
     if not _WORDS.fullmatch(inner):
         return None
     if len(inner) == 1:
-        return _Words(inner) if inner.isupper() else None
-    if not sides.FUNCTIONS.isdisjoint(inner.lower().split()):  # sin x
+        return _Words(inner) if inner.isupper() and inner not in _SETS else None
+    if _GLUED.fullmatch(inner) or not sides.FUNCTIONS.isdisjoint(inner.lower().split()):  # sin x
         return None
     is_word = inner[0].isupper() or len(inner) > 3 or inner.lower() in _SHORT_WORDS
     return _Words(inner.casefold()) if is_word and inner.lower() not in ("infinity", "sqrt") else None
@@ -180,6 +194,14 @@ def _equal(gold: _Read, answer: _Read) -> bool:
         return gold == answer
     if isinstance(gold, Quantity) and isinstance(answer, Quantity):
         return gold.equals(answer)
+    for one, other in ((gold, answer), (answer, gold)):
+        if (
+            one.unit == _DEGREE
+            and isinstance(other, _Formula)
+            and other.unit in (None, _RADIAN)
+            and formula.may_be_radians(other.object)
+        ):
+            return formula.equal(formula.radians(_object(one)), other.object)
     if gold.unit is not None and answer.unit is not None:
         if gold.unit.dimension != answer.unit.dimension:
             return False
@@ -189,6 +211,14 @@ def _equal(gold: _Read, answer: _Read) -> bool:
         if isinstance(number, Quantity) and isinstance(other, _Formula):
             return not isinstance(number.value, str) and formula.equals_number(other.object, number.value, number.places)
     return isinstance(gold, _Formula) and isinstance(answer, _Formula) and formula.equal(gold.object, answer.object)
+
+
+def _object(found: Quantity | _Formula) -> Any:
+    from polyreme_reward.rules import formula
+
+    if isinstance(found, _Formula):
+        return found.object
+    return formula.number(Fraction(found.value))
 
 
 def _in_base_units(found: Quantity | _Formula) -> Quantity | _Formula:

@@ -3,7 +3,9 @@ r"""Reads numbers as people write them, with units.
 Invariant: a text is read completely or not at all, and values are exact.
 
 Supported are decimals, thousands separators (12,500 and 12 500), scientific notation (1e-05, 6.02 \times 10^{25}), fractions, mixed
-numbers (3 1/2), numbers in another base (101_2), percent signs, currencies and units. Dates, times, ranges and powers are not numbers.
+numbers (3 1/2), repeating decimals, numbers in another base (101_2), percent signs, currencies and units (also 5 hours 30 minutes). Dates,
+times, ranges and powers are not numbers. A comma is a decimal comma only behind points between thousands: 1.234,56. Elsewhere it separates
+values, so 3,14 is no number.
 """
 
 import re
@@ -49,16 +51,32 @@ _UNIT = r"%|\u00a2|[^\W\d_](?:[^\W\d_]|[ ./'-])*(?:\s*\^?\{?[23\u00b2\u00b3]\}?)
 _QUANTITY = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<currency>{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*{_BODY}(?P<gap>\s*)(?P<unit>{_UNIT})?"
 )
-_REPEATING = re.compile(r"([+-]?)\s*(\d{1,100}\.\d{0,100})\\overline\s*\{\s*(\d{1,100})\s*\}")
+_REPEATING = re.compile(
+    r"([+-]?)\s*(\d{1,100}\.\d{0,100})(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,100})\s*\}|(\d))|\((\d{1,100})\)"
+    r"|\\dot\s*(?:\{\s*(\d)\s*\}|(\d))(\d{0,100})\\dot\s*(?:\{\s*(\d)\s*\}|(\d)))"
+)
+_CONTINUED = re.compile(
+    r"([+-]?)\s*(\d{1,100}\.\d{0,20}?)((\d)\4{2,40}|(\d{2,5})\5{2,9}|(\d{6,12})\6{1,9})(?:\.{3}|\u2026|\\l?dots)"
+)
+_EUROPEAN = re.compile(
+    r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d{1,2}|\d{4,})(?![\d,]|\.\d)|(?<![\d.,])(\d{1,3}(?:\.\d{3}){2,})(?![\d.,])"
+)
+_HALF = re.compile(r"(?:\A|[^\d,. ]|[^\d] )[.]?\d+(?:[. ]\d+)*,\Z|\d,\d{3},\Z")
+"""What stands before the decimals behind a decimal comma. In a list of three numbers it stands before none: 1,2,3."""
+_PART = re.compile(r"(\d[\d.,]*)\s*([a-zA-Z]+)\.?(?:\s*,)?(?:\s+and)?\s*")
 _SEVERAL = re.compile(r"[,;]|\b(?:or|and)\b")
 _INTEGER_POWER = r"\^\s*(?:\{\s*[+-]?\d{1,4}\s*\}|[+-]?\d{1,4}(?![\d.]))"
 _IN_PROSE = re.compile(
     rf"(?P<other>\d{{1,4}}([-/])\d{{1,2}}\2\d{{1,4}}(?!\d)|\d+(?::\d+)+|\d+(?:\.\d+){{2,}}|\d[\d.,]{{0,30}}[-\u2013]\d[\d.,]*"
-    rf"|\\sqrt\s*(?:\[[^\]]*\])?\s*\{{[^{{}}]*\}}|\d[\d.,]{{0,30}}!|\d[\d.,]{{0,30}}[eE][+-]?(?:\d{{5}}|\d+\.\d)[\d.]*"
+    rf"|\\sqrt\s*(?:\[[^\]]*\])?\s*(?:\{{[^{{}}]*\}}|\d)|[\u221a\u221b]\(?\d[\d.,]{{0,30}}"
+    rf"|\d+h\d+|\d[\d.,]{{0,30}}!|\d[\d.,]{{0,30}}[eE][+-]?(?:\d{{5}}|\d+\.\d)[\d.]*"
     rf"|(?!10\s*{_INTEGER_POWER})\d[\d.,]{{0,30}}\s*\^\s*[{{(]?\s*[+-]?[\w.]+[)}}]?"
     rf"|\d[\d.,]{{0,30}}(?:(?:[+*]|\s+[x+*]\s+)(?!10\s*\^)\d[\d.,]{{0,30}})+)"
-    rf"|(?P<number>(?:(?<![\d\w])[+-])?{_CURRENCY}?[+-]?{_BODY}(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
+    rf"|(?P<number>(?:(?<![\d\w])[+-])?(?:{_CURRENCY}[+-]?)?{_BODY}(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
 )
+_OHM = re.compile(r"\s*([kM]?)\\Omega(?![a-zA-Z])\s*")
+_SYMBOLS = frozenset("NJWVAKCF")
+"""Symbols of units that are variables more often."""
 _DENIED = re.compile(r"\b(?:not|instead of|rather than)\s+(?:\\?\$)?$")
 _NO_UNITS = words(
     "and or over plus minus times mod choose x i e pi sin cos tan log ln exp sqrt sec csc cot arcsin arccos arctan alpha beta gamma delta"
@@ -115,22 +133,27 @@ def tolerance(value: Fraction, places: int | None) -> Fraction:
     return Fraction(1, 2) / 10**places
 
 
-def read(text: str) -> Quantity | None:
+def read(text: str, letters: bool = False) -> Quantity | None:
     """The quantity that the whole text states, also as `x = 3` or `6 x 7 = 42`. None when it states none or several.
 
     Args:
         text: the result of `plain`.
+        letters: read a letter that may be a variable or a unit as a unit: 5m, 10 N.
     """
     *heads, text = sides.parts(text)
     if any(_SEVERAL.search(head) or not sides.names(head) for head in heads):
         return None
     name = sides.symbol(heads[0]) if heads else ""
-    if repeating := _REPEATING.fullmatch(text.strip()):
-        sign, digits, cycle = repeating.groups()
-        exact = Fraction(digits) + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(digits.partition(".")[2]))
-        return Quantity(-exact if sign == "-" else exact, name=name)
-    match = _QUANTITY.fullmatch(text.strip().removesuffix("."))
-    return None if match is None else _quantity(match, name)
+    if (periodic := _repeating(text.strip())) is not None:
+        return Quantity(periodic, name=name)
+    text = _pointed(text).strip().removesuffix(".")
+    if letters:
+        text = _OHM.sub(r" \1ohm", text)
+    if match := _QUANTITY.fullmatch(text):
+        return _quantity(match, name, letters)
+    larger = _PART.match(text)
+    smaller = _QUANTITY.fullmatch(text, larger.end()) if larger else None
+    return _joined(larger, _quantity(smaller, name)) if larger and smaller else None
 
 
 def last_in(text: str) -> tuple[Quantity | None, int]:
@@ -144,25 +167,64 @@ def last_in(text: str) -> tuple[Quantity | None, int]:
 
 
 def _last_in(text: str) -> tuple[Quantity | None, int]:
-    last = None
+    last, text = None, _pointed(text)
     for match in _IN_PROSE.finditer(text):
         if not _DENIED.search(text, max(0, match.start() - 20), match.start()):
             last = match
     if last is None:
         return None, -1
-    if last["other"] is not None or sides.states_relation(text[max(0, last.start() - _END) : last.start()]):
+    before = text[max(0, last.start() - _END) : last.start()]
+    if last["other"] is not None or sides.states_relation(before) or sides.is_compared(text[last.end() : last.end() + _END]):
+        return None, last.start()
+    if _HALF.search(before):
         return None, last.start()
     whole = _QUANTITY.fullmatch(last["number"].rstrip())
-    named = simple(whole["unit"].strip()) if whole and whole["unit"] else None
+    named = simple(whole["unit"].strip()) if whole and whole["unit"] and whole["unit"] not in _SYMBOLS else None
     if whole is None or (whole["unit"] and named is None and "/" not in whole["unit"] and "^" not in whole["unit"]):
         shorter = re.sub(r"\s+[^\W\d_]\S*$", "", last["number"])  # drops the next word of the sentence
         whole = _QUANTITY.fullmatch(shorter)
-    return (None if whole is None else _quantity(whole, "")), last.start()
+    found = None if whole is None else _quantity(whole, "")
+    for part in list(_PART.finditer(before))[-1:]:
+        if part.end() == len(before) and found is not None:
+            found = _joined(part, found) or found
+    return found, last.start()
 
 
-def _quantity(match: re.Match[str], name: str) -> Quantity | None:
+def _pointed(text: str) -> str:
+    """The text with the English separators in numbers such as 1.234,56 and 1.234.567."""
+    return _EUROPEAN.sub(lambda found: found[3].replace(".", "") if found[3] else f"{found[1].replace('.', '')}.{found[2]}", text)
+
+
+def _repeating(text: str) -> Fraction | None:
+    """The value of a decimal whose last digits repeat: 0.1\\overline{6}, 0.1\\dot{6}, 0.1(6), 0.1666..."""
+    if match := _REPEATING.fullmatch(text):
+        sign, digits, *cycle = match.groups("")
+    elif match := _CONTINUED.fullmatch(text):
+        sign, digits, _, *cycle = match.groups("")
+    else:
+        return None
+    period = "".join(cycle)
+    exact = Fraction(digits) + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(digits.partition(".")[2]))
+    return -exact if sign == "-" else exact
+
+
+def _joined(larger: re.Match[str], smaller: Quantity | None) -> Quantity | None:
+    """A quantity in two units of one dimension: 5 hours 30 minutes. None when the units are not of this kind."""
+    over, digits = simple(larger[2]), _strip(larger[1]).removesuffix(".")
+    if smaller is None or smaller.unit is None or over is None or over.dimension != smaller.unit.dimension:
+        return None
+    if (
+        isinstance(smaller.value, str)
+        or over.factor <= smaller.unit.factor
+        or not re.fullmatch(r"\d{1,99}(?:\.\d{1,99})?", digits)
+    ):
+        return None
+    return Quantity(smaller.value + Fraction(digits) * over.factor / smaller.unit.factor, None, smaller.unit, smaller.name)
+
+
+def _quantity(match: re.Match[str], name: str, letters: bool = False) -> Quantity | None:
     named = (match["unit"] or "").strip(" .")
-    if named and not _is_unit(named, adjacent=not match["gap"]):
+    if named and not _is_unit(named, not match["gap"], letters):
         return None
     if named and match["currency"]:
         named = ""  # as in $5 dollars, $3 per hour
@@ -175,14 +237,15 @@ def _quantity(match: re.Match[str], name: str) -> Quantity | None:
     return Quantity(value, places, measured, name, fraction)
 
 
-def _is_unit(text: str, adjacent: bool) -> bool:
-    """Whether the text after a number may be a unit. A letter directly after the number is a variable: 3x, 2ab."""
+def _is_unit(text: str, adjacent: bool, letters: bool) -> bool:
+    """Whether the text after a number may be a unit. A letter directly after the number is a variable: 3x, 2ab. With `letters` it is a
+    unit if there is one of this name."""
     words = re.split(r"[\s/.^]+", text)
     if any(word.lower() in _NO_UNITS for word in words) or len(words) > 5:
         return False
     return (
         text == "%"
-        or (simple(words[0]) is not None and (not adjacent or len(words[0]) > 1))
+        or (simple(words[0]) is not None and (letters or len(words[0]) > 1 or not (adjacent or words[0] in _SYMBOLS)))
         or (not adjacent and len(words[0]) > 1)
     )
 

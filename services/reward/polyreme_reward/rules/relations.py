@@ -159,6 +159,8 @@ def _equal(gold: Meaning, answer: Meaning) -> bool:
     if isinstance(gold, Named) and isinstance(answer, Named):
         if _other_symbols(gold.name, answer.name):
             return _proportional(gold, answer)
+        if (answer := _with_argument(answer, gold.name)) is None:
+            return False
         return _equal(gold.value, answer.value)
     for one, other in ((gold, answer), (answer, gold)):
         if isinstance(one, Named) and isinstance(other, Equation | Several):
@@ -182,6 +184,19 @@ def _equal(gold: Meaning, answer: Meaning) -> bool:
 
 def _other_symbols(left: Any, right: Any) -> bool:
     return isinstance(left, sympy.Symbol) and isinstance(right, sympy.Symbol) and left != right
+
+
+def _with_argument(answer: Named, name: Any) -> Named | None:
+    """A function with the variable of another definition of it: f(t) = t + 1 as f(x) = x + 1. None when that has another meaning."""
+    both = (answer.name, name)
+    if not all(
+        isinstance(each, AppliedUndef) and len(each.args) == 1 and isinstance(each.args[0], sympy.Symbol) for each in both
+    ):
+        return answer
+    (old,), (new,) = (each.args for each in both)
+    if answer.name.func != name.func or old == new or not isinstance(answer.value, sympy.Expr):
+        return answer
+    return None if answer.value.has(new) else Named(name, answer.value.xreplace({old: new}))
 
 
 def _proportional(gold: Named | Equation, answer: Named | Equation) -> bool:

@@ -31,6 +31,16 @@ _RUN = re.compile(r"\\?[^\W\d_]+(?:[-'][^\W\d_]{2,})*")
 _SHORT = words("is it he we so of in to at by on or as an my us if be do no up go the")
 _MEASURED = re.compile(r"[-+]?[\d.,/ ]+\s*([A-Za-z\u00b5]+)(?:\^?\{?[23]\}?)?")
 _CONSTANTS = words("e i pi \u03c0 frac cdot times div binom infty circ degrees degree percent")
+_ORDER = r"[<>]=?|[\u2264\u2265\u2260]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt)(?![a-zA-Z])"
+_ARGUMENT = re.compile(
+    r"(?:(?:\b[a-zA-Z]|\b(?:log|ln|lg|sin|cos|tan|exp|sqrt))(?:_\s*\{?|\()|\\sqrt\s*\(|\\(?:log|ln|lg|sin|cos|tan|exp)\s*[({]?\s*)$"
+)
+_BOUND = re.compile(
+    rf"(?:(?<![-=])(?:{_ORDER})|\\pm|\d\s*[$%]?\s*\b(?:or|and/or)\b|\bbetween\s+(?:\\?\$)?[-\d.,]+\s*(?:[a-z]+\s+)?\band\b)\s*\\?[$({{]?\s*$"
+)
+_TAG = re.compile(r"(?:<[/a-zA-Z|!][^<>\n]*|(?:^|\n)[ \t]*(?:>[ \t]*)*)>\s*[$({]?\s*$")  # <answer>5, or a quotation in Markdown
+_ABOVE = re.compile(rf"\s*\$?\s*(?:{_ORDER})\s*[\w\\]")
+_BEGUN_TAG = re.compile(r"\s*<\s*/?[a-zA-Z|!][^<>\n]*>")
 _LONGEST = 300
 
 
@@ -67,13 +77,20 @@ def parts(text: str) -> list[str]:
 
 def states_relation(before: str) -> bool:
     """Whether a number in prose is one side of an equation with variables, or a part of an expression. `before` is the text before it."""
+    if _ARGUMENT.search(before) or (_BOUND.search(before) and not _TAG.search(before)):
+        return True
     before = before[-_LONGEST:].rstrip(" $({\\")
-    if re.search(r"[\w)}\]]\s*\+$|\^$|[a-z)}\]]\s*/$", before):
+    if re.search(r"[\w)}\]]\s*\+$|(?:\b[a-z]|\d[a-z]|[)}\]])-$|\^$|[a-z)}\]]\s*/$", before):
         return True
     if not before.endswith("=") or before.endswith(("<=", ">=", "!=")):
         return False
     sides = re.split(r"[\n,;:$]|[.!?]\s|\\\(|\\\[|\b(?:and|or|so|then|thus|hence|but|where|with)\b", before[:-1])[-1].split("=")
     return not all(map(names, sides))
+
+
+def is_compared(behind: str) -> bool:
+    """Whether a number in prose is the left side of an inequality. `behind` is the text behind it."""
+    return _ABOVE.match(behind) is not None and _BEGUN_TAG.match(behind) is None
 
 
 def _is_value_of_function(text: str) -> bool:

@@ -18,6 +18,7 @@ class Unit(NamedTuple):
 
 _TABLE: dict[str, list[tuple[str, str]]] = {
     "length": [
+        ("nm nanometer nanometre", "0.000000001"),
         ("mm millimeter millimetre", "0.001"),
         ("cm centimeter centimetre", "0.01"),
         ("dm", "0.1"),
@@ -34,6 +35,7 @@ _TABLE: dict[str, list[tuple[str, str]]] = {
         ("kg kilogram", "1"),
         ("oz ounce", "0.028349523125"),
         ("lb lbs", "0.45359237"),
+        ("tonne", "1000"),
     ],
     "time": [
         ("ms millisecond", "0.001"),
@@ -45,6 +47,19 @@ _TABLE: dict[str, list[tuple[str, str]]] = {
     ],
     "volume": [("ml mL milliliter millilitre", "0.001"), ("l L liter litre", "1")],
     "angle": [("deg degree", "1")],
+    "radian": [("rad radian", "1")],
+    "force": [("N newton", "1"), ("kN kilonewton", "1000")],
+    "energy": [("J joule", "1"), ("kJ kilojoule", "1000"), ("MJ megajoule", "1000000"), ("eV", "1.602176634e-19")],
+    "power": [("mW milliwatt", "0.001"), ("W watt", "1"), ("kW kilowatt", "1000"), ("MW megawatt", "1000000")],
+    "voltage": [("mV millivolt", "0.001"), ("V volt", "1"), ("kV kilovolt", "1000")],
+    "current": [("mA milliampere milliamp", "0.001"), ("A ampere amp", "1")],
+    "resistance": [("ohm", "1"), ("kohm", "1000"), ("Mohm", "1000000")],
+    "frequency": [("Hz hertz", "1"), ("kHz", "1000"), ("MHz", "1000000"), ("GHz", "1000000000")],
+    "pressure": [("Pa pascal", "1"), ("hPa", "100"), ("kPa", "1000"), ("MPa", "1000000")],
+    "temperature": [("K kelvin", "1")],
+    "celsius": [("C celsius", "1")],
+    "fahrenheit": [("F fahrenheit", "1")],
+    "amount of substance": [("mmol", "0.001"), ("mol mole", "1")],
     "dollar": [("$ usd USD dollar", "1"), ("cent \u00a2", "0.01")],
     "euro": [("\u20ac eur EUR euro", "1")],
     "pound sterling": [("\u00a3 gbp GBP", "1")],

@@ -16,7 +16,7 @@ from polyreme.dataset.chat import Answer, Chat, PromptSource, plain_prompt, read
 from polyreme.dataset.columns import value_at
 from polyreme.dataset.source import name_of, read_objects
 from polyreme.errors import DataError
-from polyreme_trainer.data.prompts import Example, chunks, column, each_or_blame, prompt_in, tools_in
+from polyreme_trainer.data.prompts import Example, chunks, column, each_or_blame, prompt_in, structured, tools_in
 from polyreme_trainer.data.stage_rows import Encoded, StageRows, assemble, examples_of
 from polyreme_trainer.data.template import Template
 
@@ -112,8 +112,10 @@ def _whole(template: Template, prompts: Sequence[PromptSource], responses: Seque
 def _pair(fields: Mapping[str, Any], where: str, data: PairData) -> tuple[PromptSource, tuple[Answer, Answer]]:
     """The prompt and both answers. Answers of several messages are whole conversations, which differ in their last message; then the
     prompt column may be absent, and otherwise has the same prompt (UltraFeedback)."""
-    chosen = column(fields, data.chosen_key, where, "data.chosen_key")
-    rejected = column(fields, data.rejected_key, where, "data.rejected_key")
+    chosen, rejected = (
+        structured(column(fields, key, where, setting), f"{key!r} in {where}", data)
+        for key, setting in ((data.chosen_key, "data.chosen_key"), (data.rejected_key, "data.rejected_key"))
+    )
     if not all(isinstance(each, list) and len(each) > 1 for each in (chosen, rejected)):
         answers = [
             read_answer(value, f"{key!r} in {where}") for value, key in ((chosen, data.chosen_key), (rejected, data.rejected_key))

@@ -19,6 +19,7 @@ from polyreme.dataset.chat import PromptSource, plain_prompt, read_prompt
 from polyreme.dataset.columns import TokenIds, column_names, label_text, value_at
 from polyreme.dataset.formats import advice
 from polyreme.dataset.source import as_sources, name_of, read_objects
+from polyreme.dataset.strict_json import messages_of
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompt_store import Prompt, PromptStore
 from polyreme_trainer.data.template import Template
@@ -244,7 +245,13 @@ def prompt_in(fields: Mapping[str, Any], where: str, data: TextConfig) -> Prompt
     prompt = column(fields, data.prompt_key, where, "data.prompt_key")
     if isinstance(data, DataConfig) and (turns := _with_history(prompt, value_at(fields, data.label_key))) is not None:
         prompt = turns
-    return read_prompt(prompt, f"{data.prompt_key!r} in {where}", tools_in(fields, data))
+    what = f"{data.prompt_key!r} in {where}"
+    return read_prompt(structured(prompt, what, data), what, tools_in(fields, data))
+
+
+def structured(value: Any, what: str, data: TextConfig) -> Any:
+    """The messages of a JSON text, for a template of messages; another value as it is. Raises DataError."""
+    return value if data.template == "none" else messages_of(value, what)
 
 
 def tools_in(fields: Mapping[str, Any], data: TextConfig) -> Any:

@@ -14,7 +14,7 @@ from polyreme.dataset.chat import Answer, Chat, PromptSource, read_answer, read_
 from polyreme.dataset.columns import value_at
 from polyreme.dataset.source import read_objects
 from polyreme.errors import DataError
-from polyreme_trainer.data.prompts import Example, check_ids, chunks, column, each_or_blame, prompt_in, tools_in
+from polyreme_trainer.data.prompts import Example, check_ids, chunks, column, each_or_blame, prompt_in, structured, tools_in
 from polyreme_trainer.data.stage_rows import Encoded, StageRows, assemble, examples_of
 from polyreme_trainer.data.template import Template
 
@@ -94,10 +94,9 @@ def encode_examples(rows: Sequence[Answered | Turns], template: Template, max_to
 def _row(fields: Mapping[str, Any], where: str, data: TextConfig, response_key: str, messages_key: str) -> Answered | Turns:
     if (messages := value_at(fields, messages_key)) is not None:
         return Turns(where, _conversation(messages, f"{messages_key!r} in {where}", tools_in(fields, data)))
-    prompt = prompt_in(fields, where, data)
-    return Answered(
-        where, prompt, read_answer(column(fields, response_key, where, "data.response_key"), f"{response_key!r} in {where}")
-    )
+    prompt, what = prompt_in(fields, where, data), f"{response_key!r} in {where}"
+    response = structured(column(fields, response_key, where, "data.response_key"), what, data)
+    return Answered(where, prompt, read_answer(response, what))
 
 
 def _conversation(value: Any, what: str, tools: Any) -> Chat:

@@ -4,12 +4,12 @@ import pytest
 
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules import make_rule
-from support.judged import choice, equations, math, numeric, scripts, signs, tiny, upright
+from support.judged import choice, equations, math, notation, numeric, prose, scripts, signs, tiny, upright
 
 TABLES = {
-    "math": math.ROWS + equations.ROWS + tiny.ROWS + signs.ROWS + upright.ROWS,
-    "numeric": numeric.ROWS + signs.ROWS,
-    "choice": choice.ROWS + scripts.ROWS,
+    "math": math.ROWS + equations.ROWS + tiny.ROWS + signs.ROWS + upright.ROWS + notation.ROWS,
+    "numeric": numeric.ROWS + signs.ROWS + prose.NUMERIC,
+    "choice": choice.ROWS + scripts.ROWS + prose.CHOICE,
 }
 CASES = [
     pytest.param(name, *row[:3], id=f"{name}: {row[0]} / {row[1]}: {row[3]}") for name, rows in TABLES.items() for row in rows

@@ -59,6 +59,14 @@ def test_messages_and_own_system_message(write: Write) -> None:
     assert prompt.text == "<system>x<user>1+1=<assistant>" and prompt.label == "2"
 
 
+def test_messages_in_a_column_of_texts_have_the_same_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": [{"role": "user", "content": "2+3="}]}')
+    (tmp_path / "a.csv").write_text('prompt\n"[{""role"": ""user"", ""content"": ""2+3=""}]"\n')
+    one, other = (prompts(tmp_path / name).prompts[0] for name in ("a.jsonl", "a.csv"))
+    assert one.text == other.text and one.plain == other.plain == "2+3="
+    assert prompts(tmp_path / "a.csv", template="none").prompts[0].text.startswith("[{")
+
+
 def test_template_none_takes_the_text_as_it_is(write: Write) -> None:
     (prompt,) = prompts(write({"prompt": "<user>1="}), model_files(chat_template=None), template="none").prompts
     assert prompt.text == "<user>1=" and len(prompt.ids) == 3 and prompt.label == ""
