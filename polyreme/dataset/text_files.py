@@ -153,8 +153,11 @@ def _parsed_at(text: str, place: int, where: str) -> tuple[Any, int]:
         return value_in(text, place)
     except json.JSONDecodeError as error:
         column = error.pos - text.rfind("\n", 0, error.pos)
-        do = "Fix the line: a file has one object per line, or is one array of objects."
-        raise DataError(f"a JSON object in {where}", f"{error.msg} at column {column}", do) from None
+        raise DataError(
+            f"a JSON object in {where}",
+            f"{error.msg} at column {column}",
+            "Fix the line: a file has one object per line, or is one array of objects.",
+        ) from None
     except TooDeep:
         raise DataError(f"at most {DEEPEST} levels of nesting in {where}", "more", "Write the inner value as text.") from None
     except ValueError as error:
