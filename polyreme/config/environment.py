@@ -4,7 +4,7 @@ Invariant: every episode is bounded in turns, tokens and seconds.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -13,13 +13,19 @@ from polyreme.config.security import SecurityConfig
 
 
 class EnvironmentConfig(Section):
-    file: Path = Field(description="Python file with a class that has `reset` and `step`.")
+    file: Path = Field(description="Python file with a class that has `reset`, and `step` or tools.")
     name: str | None = Field(None, description="Name of the class in `file`. Required when there are several.")
     options: dict[str, Any] = Field({}, description="Arguments of the class.")
+    tool_parser: Literal["hermes", "llama3_json"] = Field(
+        "hermes",
+        description="How the model writes a call of a tool, by vLLM's name: `hermes` for the JSON in `<tool_call>` tags of Qwen2.5, Qwen3 and Hermes.",
+    )
     max_turns: int = Field(16, ge=1, description="Maximum number of turns of an episode.")
     max_seconds: float = Field(600.0, gt=0, description="Maximum wall-clock seconds of an episode.")
     step_timeout: float = Field(30.0, gt=0, description="Maximum seconds of one call of `reset` or `step`.")
-    max_message_chars: int = Field(65_536, ge=1, description="Maximum characters that one call may return.")
+    max_message_chars: int = Field(
+        65_536, ge=1, description="Maximum characters that one call may return. Longer results of tools are cut."
+    )
     tries: int = Field(
         3, ge=1, description="How often an episode may begin, when its server or process is lost, in an attempt at a group."
     )

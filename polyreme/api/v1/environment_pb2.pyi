@@ -1,3 +1,4 @@
+from polyreme.api.v1 import experience_pb2 as _experience_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -23,10 +24,12 @@ class Start(_message.Message):
     def __init__(self, row_json: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("text",)
+    __slots__ = ("text", "raw")
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
     text: str
-    def __init__(self, text: _Optional[str] = ...) -> None: ...
+    raw: str
+    def __init__(self, text: _Optional[str] = ..., raw: _Optional[str] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("ask", "ending")
@@ -45,17 +48,21 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("messages", "reward", "seconds")
+    __slots__ = ("messages", "reward", "seconds", "tools_json", "calls")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     reward: float
     seconds: float
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reward: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    tools_json: str
+    calls: _containers.RepeatedCompositeFieldContainer[_experience_pb2.ToolCall]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reward: _Optional[float] = ..., seconds: _Optional[float] = ..., tools_json: _Optional[str] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ...) -> None: ...
 
 class Ending(_message.Message):
-    __slots__ = ("reward", "parts", "error", "seconds")
+    __slots__ = ("reward", "parts", "error", "seconds", "calls")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -67,8 +74,10 @@ class Ending(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     reward: float
     parts: _containers.ScalarMap[str, float]
     error: str
     seconds: float
-    def __init__(self, reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+    calls: _containers.RepeatedCompositeFieldContainer[_experience_pb2.ToolCall]
+    def __init__(self, reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ...) -> None: ...

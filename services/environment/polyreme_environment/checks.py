@@ -10,6 +10,7 @@ from polyreme.config.python_source import parse
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.net import tls
+from polyreme_environment.contract import METHODS
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
@@ -30,14 +31,18 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     if section.name is not None and section.name not in bound and "*" not in bound:
         raise ConfigError(f"a class {section.name} in {section.file}", f"the classes {sorted(classes)}", "Fix environment.name.")
     # A base class may have the methods, so only a class without bases is judged.
-    found = [name for name, node in classes.items() if node.bases or {"reset", "step"} <= _methods(node)]
+    usable = {name: _methods(node) for name, node in classes.items() if not node.bases}
+    by_tools = [name for name, methods in usable.items() if "reset" in methods and (methods - {"reset", "close"})]
+    found = [name for name in by_tools if "step" in usable[name]] or by_tools
     if section.name is None and len(found) != 1 and not any(node.bases for node in classes.values()):
         raise ConfigError(
-            f"one class with `reset` and `step` in {section.file}",
+            f"one class with {METHODS} in {section.file}",
             f"the classes {found}",
             "Set environment.name." if found else "Write one.",
         )
 
 
 def _methods(node: ast.ClassDef) -> set[str]:
-    return {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    """The public methods of a class."""
+    functions = (each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {name for name in functions if not name.startswith("_")}

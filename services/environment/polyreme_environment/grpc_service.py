@@ -12,6 +12,7 @@ import grpc
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
+from polyreme.api.v1.experience_pb2 import ToolCall
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import Episode, EpisodeLostError, EpisodePool, FullError, PlayError
@@ -66,11 +67,14 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 return
             parts |= reply.parts
             seconds = time.monotonic() - began
+            calls = [ToolCall(name=n, arguments=a, result=r, seconds=s, error=e) for n, a, r, s, e in reply.calls]
             if reply.done:
-                yield pb.RunResponse(ending=pb.Ending(reward=reply.reward, parts=parts, seconds=seconds))
+                yield pb.RunResponse(ending=pb.Ending(reward=reply.reward, parts=parts, seconds=seconds, calls=calls))
                 return
             messages = [pb.ChatMessage(role=role, content=content) for role, content in reply.messages]
-            yield pb.RunResponse(ask=pb.Ask(messages=messages, reward=reply.reward, seconds=seconds))
+            tools = json.dumps(reply.tools) if reply.tools else ""
+            ask = pb.Ask(messages=messages, reward=reply.reward, seconds=seconds, tools_json=tools, calls=calls)
+            yield pb.RunResponse(ask=ask)
 
 
 class _BadRequestError(Exception):
@@ -79,7 +83,7 @@ class _BadRequestError(Exception):
 
 async def _reply(episode: Episode, request: pb.RunRequest) -> Moved:
     if request.HasField("answer"):
-        return await episode.step(request.answer.text)
+        return await episode.step(request.answer.text, request.answer.raw or request.answer.text)
     try:
         row = json.loads(request.start.row_json or "{}")
     except (ValueError, RecursionError) as error:

@@ -51,9 +51,9 @@ class Episode:
         """Begins."""
         return await self._pool.call(self._slot, self._worker, {"episode": self._number, "reset": [row, seed]})
 
-    async def step(self, text: str) -> Moved:
-        """Takes the policy's answer."""
-        return await self._pool.call(self._slot, self._worker, {"episode": self._number, "step": text})
+    async def step(self, text: str, raw: str) -> Moved:
+        """Takes the policy's answer, and the same with special tokens."""
+        return await self._pool.call(self._slot, self._worker, {"episode": self._number, "step": [text, raw]})
 
     async def close(self) -> None:
         """Ends. Its worker forgets it."""
@@ -72,7 +72,11 @@ class EpisodePool:
                 f"a Python file {config.file}", str(error), "Fix environment.file. The service reads it on its own machine."
             ) from None
         setup: dict[str, Any] = {"path": str(config.file), "code": code, "name": config.name, "options": config.options}
-        setup |= {"memory_mib": config.worker_memory_mib, "max_chars": config.max_message_chars}
+        setup |= {
+            "memory_mib": config.worker_memory_mib,
+            "max_chars": config.max_message_chars,
+            "tool_parser": config.tool_parser,
+        }
         module = "polyreme_environment.worker"
         self._processes = Workers(module, "environment", setup, (), config.start_timeout, config.worker_environment)
         self._slots: list[_Slot] = []

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.experience.records import ToolCall
 from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths
 from polyreme_rollout.testing.simulated_engine import sample as sampled
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.observe.metrics import episodes as episode_metrics
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.finished import FinishedEpisodes
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
@@ -21,6 +24,7 @@ from polyreme_trainer.orchestrator.generation.rollout_parts import PartialRollou
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from support.episode_world import WIDE, episode_world
 from support.simulated import VOCAB
+from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 from support.waiting import until
 
 SHORT = {"lengths": Lengths(8)}
@@ -91,6 +95,31 @@ async def test_an_environment_may_begin_the_conversation(world):
         for sample in group.samples:
             assert w.template.decode([sample.prompt_ids.tolist()], special=True) == ["<system>be brief<user>hello<assistant>"]
         assert json.loads(group.episodes[0].messages)[:2] == first
+
+
+async def test_tools_are_declared_and_their_calls_recorded(world):
+    calls = [ToolCall("add", '{"a": 1}', "2", 0.5), ToolCall("", "{", "error: no", 0.25, "no")]
+
+    class Calling(Script):
+        async def play(self, task, session):
+            session.tools = [{"type": "function", "function": {"name": "add"}}]
+            await session.answer([{"role": "user", "content": "hello"}])
+            session.reward(0.5, calls)
+            await session.answer([{"role": "tool", "name": "add", "content": "2"}, {"role": "tool", "content": "error: no"}])
+            return Ending(session.outcome, calls=calls[:1])
+
+    async with world(SHORT) as w:
+        w.template = Template(model_files("{{ tools[0].function.name if tools }}" + CHAT_TEMPLATE), w.config.data)
+        group = await w.play(Calling())
+        for sample in group.samples:
+            prompt, between = sample.prompt_ids, sample.token_ids[sample.turns[0].end : sample.turns[1].start]
+            assert "add" in w.template.decode([prompt.tolist()], special=True)[0]
+            assert w.template.decode([between.tolist()], special=True)[0].endswith(
+                "tool<unk>2<unk>tool<unk>error<unk> no<assistant>"
+            )
+            assert [list(turn.tool_calls) for turn in sample.turns] == [calls, calls[:1]]
+        found = episode_metrics([group])
+        assert (found["episode/tool_calls"], found["episode/tool_errors"], found["episode/tool_seconds"]) == (3.0, 1.0, 1.25)
 
 
 async def test_turns_and_tokens_are_bounded(world):

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 from polyreme.api.v1 import experience_pb2 as pb
-from polyreme.experience.records import RewardPart, SampleRecord, Turn
-from polyreme_trainer.data.tail import Message, Tail
+from polyreme.experience.records import RewardPart, SampleRecord, ToolCall, Turn
+from polyreme_trainer.data.tail import Message, Tail, Tools
 from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, Span, merged
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
@@ -34,9 +34,10 @@ class Bounds:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A turn's message, without special tokens, and whether it was cut at its maximum length."""
+    """A turn's message without special tokens, the same with them but without the stop token, and whether it was cut at its maximum length."""
 
     text: str
+    raw: str
     is_cut: bool
 
 
@@ -57,6 +58,7 @@ class EpisodeSession:
 
     Attributes:
         messages: the conversation so far, for display.
+        tools: what the chat template declares, to be set before the first answer; None: nothing.
         deadline: time on the event loop's clock at which the episode's seconds have passed.
     """
 
@@ -68,6 +70,7 @@ class EpisodeSession:
         self._turns: list[Turn] = []
         self._sampled: list[PartialRollout] = []
         self.messages: list[Message] = []
+        self.tools: Tools = None
         self.begin()
 
     def begin(self) -> None:
@@ -116,9 +119,10 @@ class EpisodeSession:
             raise
         return self._add(messages, context, sample, time.monotonic() - began)
 
-    def reward(self, reward: float) -> None:
-        """Adds to the reward of the last turn."""
-        self._turns[-1] = self._turns[-1]._replace(reward=self._turns[-1].reward + reward)
+    def reward(self, reward: float, calls: Sequence[ToolCall] = ()) -> None:
+        """Adds to the reward and the tool calls of the last turn."""
+        last = self._turns[-1]
+        self._turns[-1] = last._replace(reward=last.reward + reward, tool_calls=(*last.tool_calls, *calls))
 
     def trajectory(self, parts: Sequence[RewardPart]) -> SampleRecord:
         """The record of the episode's tokens, after at least one turn. Its score is the sum of the turns' rewards."""
@@ -152,8 +156,8 @@ class EpisodeSession:
     def _continued(self, messages: Sequence[Message]) -> np.ndarray:
         """The context of the next turn, int32."""
         if self._sampled:
-            return np.concatenate([self._context, self._tail.after(self._context, messages)])
-        return self._tail.begin(messages) if messages else self._prompt
+            return np.concatenate([self._context, self._tail.after(self._context, messages, self.tools)])
+        return self._tail.begin(messages, self.tools) if messages else self._prompt
 
     async def _sample(self, context: np.ndarray, room: int) -> PartialRollout:
         before = len(context) - len(self._prompt) if self._sampled else 0
@@ -178,10 +182,12 @@ class EpisodeSession:
         self._context = np.concatenate([context, sample.token_ids()])
         self._turns.append(Turn(start, start + sample.length, seconds=seconds))
         self._sampled.append(sample)
-        (text,) = self._sampler.template.decode([sample.token_ids().tolist()], special=False)
+        template, ids = self._sampler.template, sample.token_ids().tolist()
+        (text,) = template.decode([ids], special=False)
+        (raw,) = template.decode([ids[:-1] if ids[-1] in template.stop_ids else ids], special=True)
         asked = messages or [{"role": "user", "content": self._task.prompt.plain}]
         self.messages += [*asked, {"role": "assistant", "content": text}]
-        return SampledTurn(text, _is_cut(sample))
+        return SampledTurn(text, raw, _is_cut(sample))
 
 
 def _is_cut(sample: PartialRollout) -> bool:
