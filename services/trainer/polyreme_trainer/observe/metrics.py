@@ -92,6 +92,8 @@ def episodes(groups: Sequence[GroupRecord]) -> dict[str, float]:
     bounds = {"length": OUTCOME_LENGTH, "turns": OUTCOME_TURNS, "tokens": OUTCOME_TOKENS, "time": OUTCOME_TIME}
     return {
         **statistics("episode/turns", np.array(turns)),
+        "episode/branches": sum(bool(group.episodes) * (len(group.samples) - len(group.episodes)) for group in groups)
+        / len(played),
         "episode/environment_seconds": float(np.mean([episode.seconds for episode in played])),
         "episode/tool_calls": len(calls) / len(played),
         "episode/tool_errors": sum(bool(call.error) for call in calls) / len(played),

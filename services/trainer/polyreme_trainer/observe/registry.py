@@ -65,6 +65,7 @@ LENGTHS = (
 _PLAYED = "with an environment"
 EPISODES = (
     *statistics("episode/turns", "turns", "number of turns of an episode", _PLAYED),
+    Metric("episode/branches", "1", "Mean number of trajectories of an episode beyond the first one.", _PLAYED),
     Metric("episode/environment_seconds", "s", "Mean wall-clock time of an episode in its environment.", _PLAYED),
     Metric("episode/tool_calls", "calls", "Mean number of tool calls of an episode.", _PLAYED),
     Metric(

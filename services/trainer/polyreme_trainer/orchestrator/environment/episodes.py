@@ -100,7 +100,7 @@ class Episodes:
 
             await together([play(number) for number in finished.missing()])
             episodes = finished.ordered()
-        samples, records = [sample for sample, _ in episodes], [record for _, record in episodes]
+        samples, records = [sample for each, _ in episodes for sample in each], [record for _, record in episodes]
         return Played(samples, records, generate_seconds=time.monotonic() - began)
 
     async def _play(self, task: Task, number: int, *, greedy: bool) -> Finished:
@@ -125,7 +125,7 @@ def _finished(session: EpisodeSession, ending: Ending) -> Finished:
     score = session.score
     parts = [RewardPart(PART, score, score), *(RewardPart(f"{PART}/{name}", each, each) for name, each in ending.parts.items())]
     messages = json.dumps([_shown(message) for message in session.messages])
-    return session.trajectory(parts), EpisodeRecord(ending.outcome, messages, ending.seconds)
+    return session.trajectories(parts), EpisodeRecord(ending.outcome, messages, ending.seconds)
 
 
 def _shown(message: Message) -> dict[str, Any]:
