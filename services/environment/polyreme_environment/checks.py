@@ -22,11 +22,20 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             tls.check_files(section.security)
         except ConfigError as error:
             yield error
+    if section.file is None:
+        return  # another program, which may start later
     try:
         code = section.file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"a Python file {section.file}", str(error), "Fix environment.file.") from None
     bound = parse(code, str(section.file))
+    if section.function is not None:
+        if section.function not in bound and "*" not in bound:
+            functions = sorted(name for name, node in bound.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+            raise ConfigError(
+                f"a function {section.function} in {section.file}", f"the functions {functions}", "Fix environment.function."
+            )
+        return
     classes = {name: node for name, node in bound.items() if isinstance(node, ast.ClassDef) and not name.startswith("_")}
     if section.name is not None and section.name not in bound and "*" not in bound:
         raise ConfigError(f"a class {section.name} in {section.file}", f"the classes {sorted(classes)}", "Fix environment.name.")

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
@@ -51,9 +52,10 @@ class Episode:
         """Begins."""
         return await self._pool.call(self._slot, self._worker, {"episode": self._number, "reset": [row, seed]})
 
-    async def step(self, text: str, raw: str) -> Moved:
-        """Takes the policy's answer, and the same with special tokens."""
-        return await self._pool.call(self._slot, self._worker, {"episode": self._number, "step": [text, raw]})
+    async def step(self, answer: pb.Answer) -> Moved:
+        """Takes the policy's answer."""
+        told = [answer.text, answer.raw or answer.text]
+        return await self._pool.call(self._slot, self._worker, {"episode": self._number, "step": told})
 
     async def close(self) -> None:
         """Ends. Its worker forgets it."""
@@ -64,6 +66,7 @@ class EpisodePool:
     """Worker processes that have loaded an environment. `metrics` counts calls and replaced workers."""
 
     def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
+        assert config.file is not None
         self._config, self._metrics = config, metrics
         try:
             code = config.file.read_text(encoding="utf-8")

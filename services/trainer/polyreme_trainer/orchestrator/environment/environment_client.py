@@ -29,6 +29,7 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_trainer.data.prompts import prompt_in
 from polyreme_trainer.data.tail import Message, Tools
+from polyreme_trainer.orchestrator.environment.agent_turn import agent_turn
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
 from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession
@@ -41,6 +42,8 @@ _REST_SECONDS = 5.0
 """Seconds for which a server that failed gets no episode; one that is full, a tenth of it."""
 _CLOSE_SECONDS = 1.0
 _SHOWN_CHARS = 1 << 14
+_AGENT_SECONDS = 10.0
+"""Seconds for a server to report the end of an agent that it has ended."""
 
 
 @dataclass(eq=False)
@@ -67,6 +70,8 @@ class EnvironmentClient:
 
     def __init__(self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int) -> None:
         self._config, self._data, self._seed = config, data, seed
+        # An agent gives its reward at its end, for which it has step_timeout seconds after a bound.
+        self._grace = config.step_timeout + _AGENT_SECONDS if config.is_agent else 0.0
         self._leases = LiveServers(run, "environment")
         self._servers: dict[str, _EnvironmentServer] = {}
         self._changed = asyncio.Condition()
@@ -127,7 +132,7 @@ class EnvironmentClient:
         try:
             await _write(call, environment_pb2.RunRequest(start=self._start(task, session)))
             while True:
-                async with asyncio.timeout_at(session.deadline) as limit:
+                async with asyncio.timeout_at(session.deadline + self._grace) as limit:
                     response = await call.read()
                 if response is grpc.aio.EOF:
                     raise self._lost(server, "ended an episode without its ending")
@@ -141,20 +146,27 @@ class EnvironmentClient:
                 spent += ask.seconds
                 if session.turns:
                     session.reward(_finite(ask.reward), _calls(ask))
-                    messages = _new_messages(ask)
-                else:
-                    session.tools, messages = self._begin(ask, task)
-                answer = await session.answer(messages)
-                reply = environment_pb2.Answer(text=answer.text, raw="" if answer.raw == answer.text else answer.raw)
-                await _write(call, environment_pb2.RunRequest(answer=reply))
+                await _write(call, environment_pb2.RunRequest(answer=await self._answer(ask, task, session)))
         except TimeoutError:
             if not limit.expired():
                 raise
+            if self._config.is_agent:
+                raise self._lost(server, "did not end an agent in time") from None
             return Ending(OUTCOME_TIME, seconds=spent)
         except EpisodeOverError as over:
             return Ending(over.outcome, seconds=spent)
         finally:
             call.cancel()
+
+    async def _answer(self, ask: environment_pb2.Ask, task: Task, session: EpisodeSession) -> environment_pb2.Answer:
+        if ask.HasField("agent"):
+            return await agent_turn(ask.agent, session)
+        if session.turns:
+            messages = _new_messages(ask)
+        else:
+            session.tools, messages = self._begin(ask, task)
+        answer = await session.answer(messages)
+        return environment_pb2.Answer(text=answer.text, raw="" if answer.raw == answer.text else answer.raw)
 
     def _start(self, task: Task, session: EpisodeSession) -> environment_pb2.Start:
         row = {**json.loads(task.prompt.metadata_json or "{}"), self._data.label_key: task.prompt.label}

@@ -82,7 +82,7 @@ class EpisodeSession:
         self.number, self._greedy = number, greedy
         self._trajectories: list[_Trajectory] = []
         self._turns: list[tuple[_Trajectory, int]] = []  # in the order of sampling: the trajectory, and the place among its turns
-        self._over = pb.OUTCOME_UNSPECIFIED
+        self._over: int = pb.OUTCOME_UNSPECIFIED
         self.messages: list[Message] = []
         self.tools: Tools = None
         self.begin()
@@ -90,6 +90,11 @@ class EpisodeSession:
     def begin(self) -> None:
         """Starts the episode's clock, when its environment is there."""
         self.deadline = asyncio.get_running_loop().time() + self._bounds.seconds
+
+    @property
+    def temperature(self) -> float:
+        """The temperature at which it samples. (Greedy episodes are no exception: their agents must not know.)"""
+        return self._sampler.config.rollout.temperature
 
     @property
     def turns(self) -> int:
