@@ -4,12 +4,8 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
-import httpx
-import openai
 import pytest
-import uvicorn
 
-from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import experience_pb2
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError

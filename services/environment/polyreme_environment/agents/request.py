@@ -137,9 +137,9 @@ def _messages(value: Any) -> list[Message]:
         raise _bad(f"expected valid Unicode in `messages`; found {error}. Fix the request.") from None
     found = [{"role": message["role"], "content": message["content"]} for message in chat.messages]
     if any(message.get("tool_calls") for message in chat.messages):
-        raise _bad("expected messages without tool calls; found some. The session address takes no tools yet.")
+        raise _bad("expected `messages` without tool calls; found some. The session address takes no tools yet.")
     if found[-1]["role"] == "assistant":
-        raise _bad("expected messages that end before the answer; found an answer at their end. Remove it.")
+        raise _bad("expected `messages` that end before the answer; found an answer at their end. Remove it.")
     return found
 
 
