@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 from agent import GUESSES
+
 from polyreme.cli.new_run.tiny_model import write_tiny_model
 
 LETTERS = "abcdefg"

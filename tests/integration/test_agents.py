@@ -5,6 +5,7 @@ import json
 from contextlib import asynccontextmanager
 
 import pytest
+import yaml
 
 from polyreme.api.v1 import experience_pb2
 from polyreme.config.environment import EnvironmentConfig
@@ -15,6 +16,7 @@ from polyreme_trainer.orchestrator.environment.environment_client import Environ
 from polyreme_trainer.orchestrator.environment.episodes import HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.main import orchestrate
+from support import guide
 from support.episode_world import WIDE, episode_world
 
 AGENT = '''
@@ -175,6 +177,17 @@ async def test_an_agent_still_gives_its_reward_after_a_bound(redis, run_id, tmp_
         assert {episode.outcome for episode in group.episodes} == {experience_pb2.OUTCOME_TURNS}
         assert [len(sample.turns) for sample in group.samples] == [2, 2, 2] and group.mean_reward == 1.0
         assert dict((part.name, part.raw) for part in group.samples[0].parts)["environment/over"] == 50
+
+
+async def test_the_agent_of_the_guide(redis, run_id, tmp_path):
+    guide.write_files("agents.md", tmp_path)
+    section = yaml.safe_load((tmp_path / "agent.yaml").read_text())["environment"]
+    assert section == {"file": "agent.py", "function": "run", "max_turns": 3}
+    config = EnvironmentConfig.model_validate({**section, "file": tmp_path / "agent.py", "start_timeout": 120.0})
+    async with hosted(redis, run_id, tmp_path, config) as (w, client):
+        group = await w.play(client)
+        assert [len(sample.turns) for sample in group.samples] == [3, 3, 3] and group.mean_reward == 0.0
+        assert EnvironmentConfig.model_validate(yaml.safe_load((tmp_path / "url.yaml").read_text())["environment"]).is_agent
 
 
 async def test_a_run_with_an_agent(redis, run_id, tmp_path, config):
