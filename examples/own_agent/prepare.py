@@ -13,13 +13,13 @@ from agent import GUESSES
 from polyreme.cli.new_run.tiny_model import write_tiny_model
 
 LETTERS = "abcdefg"
-HEEDED = 0.5
-"""Share of the games whose player heeds the hints. The others guess any letter."""
+MIXED = 0.25
+"""Share of the mixed games whose player heeds the hints. The others guess any letter."""
 
 
-def game(rng: random.Random) -> list[dict[str, str]]:
-    """A game of the warm start: each guess is drawn from the letters that the hints leave, or from all of them."""
-    secret, first, last, heeds = rng.randrange(len(LETTERS)), 0, len(LETTERS) - 1, rng.random() < HEEDED
+def game(rng: random.Random, heeded: float) -> list[dict[str, str]]:
+    """A game of the warm start: each guess is drawn from the letters that the hints leave, or, by 1 - `heeded`, from all letters."""
+    secret, first, last, heeds = rng.randrange(len(LETTERS)), 0, len(LETTERS) - 1, rng.random() < heeded
     messages = [{"role": "user", "content": "guess"}]
     for _ in range(GUESSES):
         guess = rng.randint(first, last) if heeds else rng.randrange(len(LETTERS))
@@ -36,8 +36,8 @@ def prepare(out: Path, seed: int) -> None:
     if not (out / "model").exists():
         write_tiny_model(out / "model")
     tasks = [{"prompt": f"find {letter}", "answer": letter} for letter in LETTERS]
-    games = [{"messages": game(rng)} for _ in range(6400)]
-    for name, rows in (("tasks", tasks), ("games", games)):
+    heeded, mixed = ([{"messages": game(rng, share)} for _ in range(count)] for share, count in ((1.0, 9600), (MIXED, 1920)))
+    for name, rows in (("tasks", tasks), ("heeded", heeded), ("mixed", mixed)):
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
