@@ -92,7 +92,7 @@ async def address(security=None, **settings):
 
 
 def asked(ask):
-    return ask.after, [(message.role, message.content) for message in ask.messages]
+    return ask.agent.after, [(message["role"], message["content"]) for message in json.loads(ask.agent.messages_json)]
 
 
 async def code_of(request):
@@ -114,7 +114,7 @@ async def test_turns_of_the_public_client():
             HELLO, back, {"role": "user", "content": "more"}, max_tokens=9, stream=True, stream_options={"include_usage": True}
         )
         ask = await episode.read()
-        assert (asked(ask), ask.max_tokens) == ((1, [("user", "more")]), 9)
+        assert (asked(ask), ask.agent.max_tokens) == ((1, [("user", "more")]), 9)
         await episode.answer("yes", is_cut=True)
         chunks = [chunk async for chunk in await asking]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "yes"
@@ -147,7 +147,7 @@ async def test_a_client_that_leaves_may_ask_again():
         async with await again as stream:
             assert (await anext(aiter(stream))).id.endswith("-1")
         _, ask = await episode.turn("ho", HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "on"})
-        assert ask.after == 1
+        assert ask.agent.after == 1
 
 
 async def test_a_key_opens_only_its_own_session():
@@ -186,7 +186,7 @@ async def test_what_a_session_refuses_costs_no_turn():
         assert await code_of(episode.ask(HELLO, n=2)) == (400, "invalid_request")
         assert await code_of(episode.ask({"role": "user", "content": "a" * 11})) == (400, "invalid_request")
         refused = episode.ask(HELLO, temperature=0.5)
-        assert (await episode.read()).temperature == 0.5
+        assert (await episode.read()).agent.temperature == 0.5
         await episode.call.write(pb.RunRequest(answer=pb.Answer(refused="another temperature")))
         assert await code_of(refused) == (400, "invalid_request")
         async with httpx.AsyncClient(headers={"x-api-key": episode.key}) as http:
@@ -195,7 +195,7 @@ async def test_what_a_session_refuses_costs_no_turn():
             for content in (b"[]", b"{", b"\xff"):
                 assert (await http.post(f"{episode.url}/chat/completions", content=content)).status_code == 400
         reply, ask = await episode.turn("hi", HELLO)
-        assert reply.id.endswith("-1") and not ask.HasField("temperature")
+        assert reply.id.endswith("-1") and not ask.agent.HasField("temperature")
 
 
 async def test_after_a_bound_a_session_replays_and_refuses():
