@@ -1,6 +1,6 @@
 """An agent that plays a game with a model, by the public client of OpenAI. It knows nothing of training.
 
-The model has three guesses to find a letter from a to g. After each one it learns whether the letter is earlier or later in the alphabet.
+The model has three guesses to find a letter from a to g. After each one it is told whether the letter is later (>) or earlier (<) in the alphabet.
 """
 
 from openai import OpenAI
@@ -17,6 +17,6 @@ def run(task, base_url, api_key):
         answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message
         if answer.content == task["answer"]:
             return 1.0
-        hint = "later" if answer.content < task["answer"] else "earlier"
+        hint = ">" if answer.content < task["answer"] else "<"
         messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": hint}]
     return 0.0

@@ -26,7 +26,7 @@ def game(rng: random.Random, heeded: float) -> list[dict[str, str]]:
         messages.append({"role": "assistant", "content": LETTERS[guess]})
         if guess == secret:
             break
-        messages.append({"role": "user", "content": "later" if guess < secret else "earlier"})
+        messages.append({"role": "user", "content": ">" if guess < secret else "<"})
         first, last = (max(first, guess + 1), last) if guess < secret else (first, min(last, guess - 1))
     return messages if messages[-1]["role"] == "assistant" else messages[:-1]
 

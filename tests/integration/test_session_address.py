@@ -124,6 +124,45 @@ async def test_turns_of_the_public_client():
         assert (ending.reward, dict(ending.parts), ending.error) == (0.5, {"steps": 2.0}, "")
 
 
+TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 12}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_are_called_and_answered(stream):
+    async with address() as opened:
+        episode = await opened()
+        asking = episode.ask(HELLO, tools=[TOOL], stream=stream)
+        ask = await episode.read()
+        assert json.loads(ask.agent.tools_json) == [TOOL]
+        await episode.answer(f"Let me see.\n{CALL}")
+        reply = await asking
+        if stream:
+            first, last = [chunk.choices[0] async for chunk in reply]
+            message, finish = first.delta, last.finish_reason
+        else:
+            message, finish = reply.choices[0].message, reply.choices[0].finish_reason
+        (call,) = message.tool_calls
+        assert (message.content, finish, call.function.name, call.function.arguments) == (
+            "Let me see.",
+            "tool_calls",
+            "multiply",
+            '{"a": 12}',
+        )
+        function = {"name": "multiply", "arguments": '{"a":12}'}
+        back = {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+        }
+        result = {"role": "tool", "tool_call_id": call.id, "content": "408"}
+        _, ask = await episode.turn("408", HELLO, back, result, tools=[TOOL])
+        assert asked(ask) == (1, [("tool", "408")])
+        assert [(made.name, made.arguments, made.result) for made in ask.calls] == [("multiply", '{"a": 12}', "408")]
+        reply, ask = await episode.turn(CALL, HELLO, tools=[TOOL], tool_choice="none")
+        assert reply.choices[0].message.content == CALL and asked(ask) == (0, [("user", "hello")])
+
+
 async def test_a_repeated_request_gets_the_same_answer():
     async with address() as opened:
         episode = await opened()

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.conversation import Conversation
+from polyreme_environment.agents.message import Spoken, spoken
 from polyreme_environment.agents.request import ChatRequest, RefusedError, parse
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
+from polyreme_environment.tool_calls import Call
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -33,7 +35,8 @@ def request(**body: Any) -> ChatRequest:
         ("stop", ["x"]),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", [{"function": {}}]),
+        ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_object"}),
         ("guided_json", {}),
         ("structured_outputs", {"choice": ["a"]}),
@@ -52,7 +55,7 @@ def request(**body: Any) -> ChatRequest:
 def test_what_changes_the_distribution_or_cannot_be_read_is_refused(key: str, value: Any) -> None:
     with pytest.raises(RefusedError) as refused:
         request(**{key: value})
-    assert refused.value.status == 400 and f"`{key}`" in refused.value.message
+    assert refused.value.status == 400 and key in refused.value.message
 
 
 def test_what_changes_nothing_is_accepted() -> None:
@@ -91,8 +94,46 @@ def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], 
         expected = max((end for end in found if end > behind), default=0)
         number, rest = conversation.place(messages)
         assert number == (known[tuple(plain[:expected])] if expected else 0) and rest == messages[expected:]
-        known[(*plain, ("assistant", answer.strip()))] = conversation.add(messages, answer)
+        known[(*plain, ("assistant", answer.strip()))] = conversation.add(messages, {"role": "assistant", "content": answer})
         history = [*messages, {"role": "assistant", "content": blanks + answer.strip() + blanks}]
+
+
+TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 12,  "b":34}}\n</tool_call>'
+MULTIPLY = Call("multiply", {"a": 12, "b": 34}, '{"a": 12, "b": 34}')
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("408", Spoken("408")),
+        ("", Spoken("")),
+        (f"Let me see.  \n{CALL}", Spoken("Let me see.", "", (MULTIPLY,))),
+        (CALL + CALL, Spoken("", "", (MULTIPLY, MULTIPLY))),
+        (f"<think>\nuse it\n</think>\n\n{CALL}", Spoken("", "use it", (MULTIPLY,))),
+        ("use it\n</think>\n\n42", Spoken("42", "use it")),
+        ("<think>\nnever closed", Spoken("", "never closed")),
+        ("<tool_call>\nno json\n</tool_call>", Spoken("<tool_call>\nno json\n</tool_call>")),
+        (CALL + "<tool_call>no", Spoken(CALL + "<tool_call>no")),
+    ],
+)
+def test_an_answer_as_a_message(text: str, expected: Spoken) -> None:
+    assert spoken(text, text, "hermes") == expected
+    without = spoken(text, text, None)
+    assert not without.calls and without.thought == expected.thought
+
+
+def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "multiply", "arguments": {"a": 12}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "408"}
+    conversation = Conversation()
+    assert conversation.add([HELLO], answer, [TOOL]) == 1
+    again = {**answer, "content": "\n", "tool_calls": [{**call, "function": {"name": "multiply", "arguments": {"a": 12.0}}}]}
+    assert conversation.place([HELLO, again, result], [TOOL]) == (1, [result])
+    assert conversation.place([HELLO, again, result])[0] == 0, "without tools the prompt is another one"
+    other = {**answer, "tool_calls": [{**call, "id": "call_2"}]}
+    assert conversation.place([HELLO, other, result], [TOOL])[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ from typing import Any
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.address import base_url
-from polyreme_environment.agents.request import ChatRequest
 from polyreme_environment.agents.result import Result
 from polyreme_environment.agents.runners import FunctionRunner, Runner, UrlRunner
-from polyreme_environment.agents.session import AgentSession, SessionTable
+from polyreme_environment.agents.session import AgentSession, Asked, SessionTable
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import FullError, PlayError
 
@@ -51,7 +50,7 @@ class AgentEpisode:
             if answer.over:
                 self._deadline = min(self._deadline, time.monotonic() + self._config.step_timeout)
         else:
-            self._session.sampled(answer.text, answer.is_cut, answer.context_tokens, answer.tokens)
+            self._session.sampled(answer)
         assert self._run is not None
         return await self._next(self._run)
 
@@ -70,7 +69,7 @@ class AgentEpisode:
                 if run.done():
                     return self._ended(run)
                 if asking.done():
-                    return self._asked(*asking.result())
+                    return self._asked(asking.result())
                 if time.monotonic() < self._deadline:
                     continue
                 if self._session.over:
@@ -80,11 +79,16 @@ class AgentEpisode:
         finally:
             asking.cancel()
 
-    def _asked(self, request: ChatRequest, after: int, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        agent = pb.AgentRequest(messages_json=json.dumps(messages), after=after, max_tokens=request.max_tokens or 0)
-        if request.temperature is not None:
-            agent.temperature = request.temperature
-        return {**_NOTHING, "reward": self._session.take_reward(), "done": False, "agent": agent}
+    def _asked(self, asked: Asked) -> dict[str, Any]:
+        request = asked.request
+        agent = pb.AgentRequest(
+            messages_json=json.dumps(asked.messages),
+            tools_json=json.dumps(request.tools) if request.tools else "",
+            after=asked.after,
+            max_tokens=request.max_tokens or 0,
+            temperature=request.temperature,
+        )
+        return {**_NOTHING, "calls": asked.calls, "reward": self._session.take_reward(), "done": False, "agent": agent}
 
     def _ended(self, run: asyncio.Task[Result]) -> dict[str, Any]:
         if (error := run.exception()) is None:
@@ -138,7 +142,8 @@ class AgentPool:
         """An episode with a session of its own. Raises FullError."""
         if len(self.sessions) >= self._config.episodes or not self.available:
             raise FullError(f"{len(self.sessions)} of environment.episodes = {self._config.episodes} agents")
-        with self.sessions.opened(self._config.max_message_chars) as session, self._metrics.playing.track_inprogress():
+        limits = self._config.max_message_chars, self._config.tool_parser
+        with self.sessions.opened(*limits) as session, self._metrics.playing.track_inprogress():
             episode = AgentEpisode(self._config, self._runner, session, base_url(self.server, session))
             try:
                 yield episode

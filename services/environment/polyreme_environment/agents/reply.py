@@ -7,36 +7,49 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from polyreme_environment.agents.message import Spoken
 from polyreme_environment.agents.request import ChatRequest
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the policy as a client sees it: a unique id, its Unix time, its text, whether it was cut, and the tokens before it and of it."""
+    """A turn of the policy as a client sees it: a unique id, its Unix time, what it says, whether it was cut, and the tokens before it and of it."""
 
     id: str
     created: int
-    text: str
+    said: Spoken
     is_cut: bool
     context_tokens: int
     tokens: int
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The message as a client gets it, and sends it back."""
+        said = self.said
+        message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+        if said.thought:
+            message["reasoning_content"] = said.thought
+        if said.calls:
+            message["tool_calls"] = [
+                {"id": f"call_{self.id}-{place}", "type": "function", "function": {"name": call.name, "arguments": call.text}}
+                for place, call in enumerate(said.calls)
+            ]
+        return message
+
 
 def completion(request: ChatRequest, turn: Turn) -> dict[str, Any]:
     """A whole reply."""
-    message = {"role": "assistant", "content": turn.text, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(turn)}
+    choice = {"index": 0, "message": {**turn.message, "refusal": None}, "logprobs": None, "finish_reason": _finish(turn)}
     return {**_head(request, turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
 def events(request: ChatRequest, turn: Turn) -> bytes:
-    """The same as server-sent events: the role, the text, the reason of its end, and the numbers of tokens where they were asked for."""
+    """The same as server-sent events: the message in one piece, the reason of its end, and the numbers of tokens where they were asked for."""
     head = _head(request, turn, "chat.completion.chunk")
-    deltas: list[tuple[dict[str, Any], str | None]] = [
-        ({"role": "assistant", "content": ""}, None),
-        ({"content": turn.text}, None),
-        ({}, _finish(turn)),
-    ]
+    message = turn.message
+    if "tool_calls" in message:
+        message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
+    deltas: list[tuple[dict[str, Any], str | None]] = [(message, None), ({}, _finish(turn))]
     chunks = [
         {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]} for delta, finish in deltas
     ]
@@ -55,7 +68,7 @@ def _head(request: ChatRequest, turn: Turn, kind: str) -> dict[str, Any]:
 
 
 def _finish(turn: Turn) -> str:
-    return "length" if turn.is_cut else "stop"
+    return "length" if turn.is_cut else "tool_calls" if turn.said.calls else "stop"
 
 
 def _usage(turn: Turn) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme.dataset.chat import read_chat
+from polyreme.dataset.chat import Chat, read_chat
 from polyreme.errors import DataError
 
 Message = dict[str, Any]
@@ -25,7 +25,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "stop": ([],),
-    "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
@@ -51,7 +50,7 @@ _IGNORED = frozenset(
     ]
 )
 """Keys that have no effect here. The run's seeds determine the tokens, and its newest policy answers, whatever `model` says."""
-_READ = frozenset(["messages", "max_tokens", "max_completion_tokens", "temperature", "stream", "stream_options"])
+_READ = frozenset(["messages", "tools", "max_tokens", "max_completion_tokens", "temperature", "stream", "stream_options"])
 _DO = "The run samples from the policy's whole distribution, which is what it trains. Remove it."
 _SHOWN = 100
 
@@ -69,7 +68,9 @@ class ChatRequest:
     """A request for the next message of a conversation.
 
     Attributes:
-        messages: at least one, each with a role and a text; the last one is not an answer.
+        messages: at least one, in the form of `read_chat`; the last one is not an answer.
+        tools: what the policy may call, in the form of `read_tools`.
+        calls: whether calls are read from the answer.
         max_tokens: upper bound of the answer, or None.
         temperature: the sampling temperature that the run must have, or None.
         model: shown in the reply.
@@ -78,6 +79,8 @@ class ChatRequest:
     """
 
     messages: list[Message]
+    tools: list[Message]
+    calls: bool
     max_tokens: int | None
     temperature: float | None
     model: str
@@ -97,7 +100,7 @@ def parse(body: bytes) -> ChatRequest:
             raise _bad(f"expected no key `{key:.{_SHOWN}}` in a request of a training session. {_DO}")
         values = " or ".join(json.dumps(each) for each in allowed)
         raise _bad(f"expected `{key}` to be {values} in a training session; found {value!r:.{_SHOWN}}. {_DO}")
-    messages = _messages(asked.get("messages"))
+    chat = _chat(asked.get("messages"), asked.get("tools"))
     bounds = [_positive(asked[key], key) for key in ("max_tokens", "max_completion_tokens") if asked.get(key) is not None]
     temperature = asked.get("temperature")
     if temperature is not None and not _is_number(temperature):
@@ -105,7 +108,9 @@ def parse(body: bytes) -> ChatRequest:
     options = asked.get("stream_options")
     told = {key: value for key, value in asked.items() if key not in ("stream", "stream_options") and value is not None}
     return ChatRequest(
-        messages,
+        list(chat.messages),
+        list(chat.tools or ()),
+        chat.tools is not None and asked.get("tool_choice") != "none",
         min(bounds, default=None),
         None if temperature is None else float(temperature),
         str(asked.get("model") or ""),
@@ -126,21 +131,17 @@ def read_object(body: bytes) -> dict[str, Any]:
     return asked
 
 
-def _messages(value: Any) -> list[Message]:
+def _chat(messages: Any, tools: Any) -> Chat:
     try:
-        chat = read_chat(value, "`messages`")
-        for message in chat.messages:
-            message["content"].encode()
+        chat = read_chat(messages, "`messages`", tools)
+        json.dumps([chat.messages, chat.tools], ensure_ascii=False).encode()
     except DataError as error:
         raise _bad(str(error)) from None
     except UnicodeEncodeError as error:
-        raise _bad(f"expected valid Unicode in `messages`; found {error}. Fix the request.") from None
-    found = [{"role": message["role"], "content": message["content"]} for message in chat.messages]
-    if any(message.get("tool_calls") for message in chat.messages):
-        raise _bad("expected `messages` without tool calls; found some. The session address takes no tools yet.")
-    if found[-1]["role"] == "assistant":
+        raise _bad(f"expected valid Unicode in `messages` and `tools`; found {error}. Fix the request.") from None
+    if chat.messages[-1]["role"] == "assistant":
         raise _bad("expected `messages` that end before the answer; found an answer at their end. Remove it.")
-    return found
+    return chat
 
 
 def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:

@@ -12,14 +12,29 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from polyreme.api.v1.environment_pb2 import Answer
 from polyreme_environment.agents.conversation import Conversation
+from polyreme_environment.agents.message import spoken
 from polyreme_environment.agents.reply import Turn
 from polyreme_environment.agents.request import ChatRequest, RefusedError
+from polyreme_environment.contract import ToolCall
+from polyreme_environment.tool_calls import Call
 
 _WAITING = 64
 """Maximum number of requests of a session that wait for their turn."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, the turn that it follows (0: none) with the messages behind that, and the calls of that turn that they answer."""
+
+    request: ChatRequest
+    after: int
+    messages: list[dict[str, Any]]
+    calls: list[ToolCall]
 
 
 class AgentSession:
@@ -31,15 +46,16 @@ class AgentSession:
         over: why no turn follows any more; "": turns may follow.
     """
 
-    def __init__(self, limit: int) -> None:
-        """Args: limit: characters that a request may add."""
+    def __init__(self, limit: int, tool_parser: str) -> None:
+        """Args: limit: characters that a request may add. tool_parser: see `find_calls`."""
         self.id, self.key, self.over = secrets.token_hex(8), secrets.token_urlsafe(24), ""
-        self._limit = limit
+        self._limit, self._tool_parser = limit, tool_parser
         self._conversation = Conversation()
         self._answers: dict[bytes, asyncio.Future[Turn]] = {}
         self._waiting: deque[ChatRequest] = deque()
         self._came = asyncio.Event()
         self._turns = 0
+        self._calls: dict[str, Call] = {}  # of the last turn, by id
         self._reward: float | None = None
         self.is_rewarded = False
 
@@ -71,25 +87,34 @@ class AgentSession:
         reward, self._reward = self._reward or 0.0, None
         return reward
 
-    async def next(self) -> tuple[ChatRequest, int, list[dict[str, Any]]]:
-        """The oldest request without an answer, which stays so until `sampled` or `refused`, with its `Conversation.place`."""
+    async def next(self) -> Asked:
+        """The oldest request without an answer, which stays so until `sampled` or `refused`."""
         while True:
             while not self._waiting:
                 self._came.clear()
                 await self._came.wait()
             request = self._waiting[0]
-            after, messages = self._conversation.place(request.messages)
+            after, messages = self._conversation.place(request.messages, request.tools)
             if (chars := sum(len(message["content"]) for message in messages)) <= self._limit:
-                return request, after, messages
+                return Asked(request, after, messages, self._made(messages) if after == self._turns else [])
             found = f"expected at most environment.max_message_chars = {self._limit} new characters in a request; found {chars}"
             self.refused(found)
 
-    def sampled(self, text: str, is_cut: bool, context_tokens: int, tokens: int) -> None:
+    def sampled(self, answer: Answer) -> None:
         """Answers the oldest request."""
         request = self._waiting.popleft()
-        number = self._turns = self._conversation.add(request.messages, text)
-        turn = Turn(f"{self.id}-{number}", int(time.time()), text, is_cut, context_tokens, tokens)
+        said = spoken(answer.text, answer.raw or answer.text, self._tool_parser if request.calls else None)
+        id = f"{self.id}-{self._turns + 1}"
+        turn = Turn(id, int(time.time()), said, answer.is_cut, answer.context_tokens, answer.tokens)
+        message = turn.message
+        self._calls = {call["id"]: made for call, made in zip(message.get("tool_calls", ()), said.calls, strict=True)}
+        self._turns = self._conversation.add(request.messages, {**message, "content": said.content}, request.tools)
         self._answers[request.digest].set_result(turn)
+
+    def _made(self, messages: list[dict[str, Any]]) -> list[ToolCall]:
+        """The calls of the last turn whose results are in these messages."""
+        found = [(self._calls.get(message.get("tool_call_id", "")), message["content"]) for message in messages]
+        return [(call.name, call.text, result, 0.0, "") for call, result in found if call is not None]
 
     def refused(self, message: str, *, over: bool = False) -> None:
         """Refuses the oldest request; with `over`, also all others."""
@@ -118,9 +143,9 @@ class SessionTable:
         return len(self._open)
 
     @contextmanager
-    def opened(self, limit: int) -> Iterator[AgentSession]:
-        """A session that is open until the end of the block. `limit`: see `AgentSession`."""
-        session = AgentSession(limit)
+    def opened(self, limit: int, tool_parser: str) -> Iterator[AgentSession]:
+        """A session that is open until the end of the block. Arguments as of `AgentSession`."""
+        session = AgentSession(limit, tool_parser)
         self._open[session.id] = self._by_key[session.key] = session
         try:
             yield session
