@@ -12,12 +12,14 @@ from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme_environment.server import serve
 from polyreme_rollout.testing.simulated_engine import Lengths
+from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
 from polyreme_trainer.orchestrator.environment.episodes import HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.main import orchestrate
 from support import guide
 from support.episode_world import WIDE, episode_world
+from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
 AGENT = '''
 import json, time, urllib.error, urllib.request
@@ -83,6 +85,12 @@ def do_endless(task, post, chat):
             refused.append(json.load(error)["error"]["code"])
     return {"reward": 1.0, "metrics": {"over": refused.count("episode_over")}}
 
+def do_tools(task, post, chat):
+    tools = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}]
+    messages = chat([{"role": "user", "content": "a"}], tools=tools)
+    chat([*messages, {"role": "tool", "tool_call_id": "c", "content": "408"}], tools=tools)
+    return 1.0
+
 def do_hot(task, post, chat):
     chat([{"role": "user", "content": "a"}], temperature=0.0)
 '''
@@ -141,6 +149,18 @@ async def test_an_agent_that_rewrites_its_history_has_several_trajectories(redis
         group = await w.play(client)
         assert [len(sample.turns) for sample in group.samples] == [2, 1, 1] * 3
         assert group.episode_of == [0, 0, 0, 1, 1, 1, 2, 2, 2] and {sample.score for sample in group.samples} == {1.0}
+
+
+async def test_tools_are_declared_to_the_policy(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "tools")) as (w, client):
+        with pytest.raises(EpisodeError, match="HTTP Error 400"):
+            await w.play(client)
+        w.template = Template(model_files("{{ tools | map(attribute='function.name') | list }}" + CHAT_TEMPLATE), w.config.data)
+        group = await w.play(client)
+        for sample in group.samples:
+            assert "multiply" in w.template.decode([sample.prompt_ids.tolist()], special=True)[0]
+            (between,) = w.template.decode([sample.token_ids[sample.turns[0].end : sample.turns[1].start].tolist()], special=True)
+            assert between.endswith("<assistant>") and "<unk>408" in between and "multiply" not in between
 
 
 @pytest.mark.parametrize(

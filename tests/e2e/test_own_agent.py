@@ -1,0 +1,67 @@
+"""The example whose agent is a program that uses the public client of OpenAI: its tokens are exact, and it reaches its documented result."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from polyreme.rundir.run_records import read_summary
+from support.whole_run import Up
+
+pytestmark = pytest.mark.real
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_agent"
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = tmp_path / "own_agent"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("data", "__pycache__"))
+    subprocess.run([sys.executable, folder / "prepare.py"], check=True)
+    return folder / "run.yaml"
+
+
+def test_what_an_agent_is_trained_on_is_what_the_policy_sampled(config):
+    """The log-probabilities that replicas reported are those of the exported first model, in the context of each turn."""
+    short = (
+        "iterations=1",
+        "trainer.sft=[]",
+        "rollout.engine=transformers",
+        "groups_per_iteration=2",
+        "group_size=4",
+        "output_dir=runs",
+    )
+    up = Up(config, *short, "name=short")
+    assert up.wait() == 0, up.output
+    samples = [json.loads(line) for line in (up.run_dir / "samples" / "iteration-000001.jsonl").read_text().splitlines()]
+    assert len(samples) == 8 and {len(sample["turns"]) for sample in samples} <= {1, 2, 3}
+    model = AutoModelForCausalLM.from_pretrained(config.parent / "data" / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(config.parent / "data" / "model")
+    for sample in samples:
+        prompt = tokenizer.encode("guess=", add_special_tokens=False)
+        ids = torch.tensor([prompt + sample["token_ids"]])
+        with torch.no_grad():
+            found = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+        found = found.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+        for turn in sample["turns"]:
+            part = slice(turn["start"], turn["end"])
+            np.testing.assert_allclose(sample["logprobs"][part], found[part], atol=2e-4)
+        text = tokenizer.decode(sample["token_ids"])
+        assert len(re.findall(r"[<>]=", text)) >= len(sample["turns"]) - 1
+
+
+@pytest.mark.slow
+def test_the_example_reaches_its_documented_result(config):
+    up = Up(config, "name=whole", "output_dir=runs")
+    assert up.wait() == 0, up.output
+    rewards = [record["reward/mean"] for record in up.records("iteration")]
+    first, last = rewards[0], sum(rewards[-4:]) / 4
+    assert first < 0.5 and last > 0.8, up.output
+    assert read_summary(up.run_dir)["not_learned"] == []
