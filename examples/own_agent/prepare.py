@@ -1,4 +1,4 @@
-"""Creates what the example needs from a seed: a tiny model with random weights, the tasks, and games to begin with.
+"""Creates what the example needs from a seed: a tiny model with random weights, orders, and conversations to begin with.
 
 Invariant: the same seed gives the same files.
 """
@@ -6,43 +6,48 @@ Invariant: the same seed gives the same files.
 import argparse
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
-
-from agent import GUESSES
 
 from polyreme.cli.new_run.tiny_model import write_tiny_model
 
-LETTERS = "abcdefg"
-MIXED = 0.25
-"""Share of the mixed games whose player heeds the hints. The others guess any letter."""
+DISHES = "abcdefgh"
+COUNT = 3
+RIGHT = 0.3
+"""Share of right bills in the mixed conversations. The other ones have any dishes."""
 
 
-def game(rng: random.Random, heeded: float) -> list[dict[str, str]]:
-    """A game of the warm start: each guess is drawn from the letters that the hints leave, or, by 1 - `heeded`, from all letters."""
-    secret, first, last, heeds = rng.randrange(len(LETTERS)), 0, len(LETTERS) - 1, rng.random() < heeded
-    messages = [{"role": "user", "content": "guess"}]
-    for _ in range(GUESSES):
-        guess = rng.randint(first, last) if heeds else rng.randrange(len(LETTERS))
-        messages.append({"role": "assistant", "content": LETTERS[guess]})
-        if guess == secret:
-            break
-        messages.append({"role": "user", "content": ">" if guess < secret else "<"})
-        first, last = (max(first, guess + 1), last) if guess < secret else (first, min(last, guess - 1))
-    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+def order(rng: random.Random) -> str:
+    return "".join(rng.choices(DISHES, k=COUNT))
+
+
+def orders(rng: random.Random) -> Iterator[dict[str, str]]:
+    """Every order once, in any order."""
+    every = [a + b + c for a in DISHES for b in DISHES for c in DISHES]
+    yield from ({"prompt": f"order {each}", "answer": each} for each in rng.sample(every, len(every)))
+
+
+def conversations(rng: random.Random, count: int, right: float) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Conversations of the warm start. `right`: share of right bills."""
+    for _ in range(count):
+        ordered = order(rng)
+        bill = ordered if rng.random() < right else order(rng)
+        turns = [*((dish, "ok") for dish in ordered), ("bill", bill)]
+        roles = ("user", "assistant")
+        yield {"messages": [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]}
 
 
 def prepare(out: Path, seed: int) -> None:
     rng = random.Random(seed)
     if not (out / "model").exists():
         write_tiny_model(out / "model")
-    tasks = [{"prompt": f"find {letter}", "answer": letter} for letter in LETTERS]
-    heeded, mixed = ([{"messages": game(rng, share)} for _ in range(count)] for share, count in ((1.0, 9600), (MIXED, 1920)))
-    for name, rows in (("tasks", tasks), ("heeded", heeded), ("mixed", mixed)):
+    files = {"orders": orders(rng), "right": conversations(rng, 6400, 1.0), "mixed": conversations(rng, 1920, RIGHT)}
+    for name, rows in files.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Create the model and the data of the example.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

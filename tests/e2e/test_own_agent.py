@@ -1,7 +1,6 @@
 """The example whose agent is a program that uses the public client of OpenAI: its tokens are exact, and it reaches its documented result."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -41,11 +40,12 @@ def test_what_an_agent_is_trained_on_is_what_the_policy_sampled(config):
     up = Up(config, *short, "name=short")
     assert up.wait() == 0, up.output
     samples = [json.loads(line) for line in (up.run_dir / "samples" / "iteration-000001.jsonl").read_text().splitlines()]
-    assert len(samples) == 8 and {len(sample["turns"]) for sample in samples} <= {1, 2, 3}
+    assert [len(sample["turns"]) for sample in samples] == [4] * 8
     model = AutoModelForCausalLM.from_pretrained(config.parent / "data" / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(config.parent / "data" / "model")
     for sample in samples:
-        prompt = tokenizer.encode("guess=", add_special_tokens=False)
+        first, second = (message["content"] for message in sample["messages"][:3:2])
+        prompt = tokenizer.encode(f"{first}=", add_special_tokens=False)
         ids = torch.tensor([prompt + sample["token_ids"]])
         with torch.no_grad():
             found = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
@@ -53,8 +53,8 @@ def test_what_an_agent_is_trained_on_is_what_the_policy_sampled(config):
         for turn in sample["turns"]:
             part = slice(turn["start"], turn["end"])
             np.testing.assert_allclose(sample["logprobs"][part], found[part], atol=2e-4)
-        text = tokenizer.decode(sample["token_ids"])
-        assert len(re.findall(r"[<>]=", text)) >= len(sample["turns"]) - 1
+        between = sample["token_ids"][sample["turns"][0]["end"] : sample["turns"][1]["start"]]
+        assert tokenizer.decode(between).removeprefix("<eos>") == f"{second}="
 
 
 @pytest.mark.slow

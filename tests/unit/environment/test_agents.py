@@ -83,7 +83,8 @@ BLANKS = st.sampled_from(["", " ", "\n", "  \n"])
 @given(st.lists(st.tuples(MESSAGES, st.text("xy ", max_size=2), BLANKS), min_size=1, max_size=5), st.data())
 def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], data: st.DataObject) -> None:
     """Against a plain model: a dict from the messages, with stripped answers, to the number of the turn."""
-    conversation, known = Conversation(), {}
+    known: dict[Any, int] = {}
+    conversation = Conversation()
     history: list[dict[str, str]] = []
     for new, answer, blanks in turns:
         begins = data.draw(st.booleans())
