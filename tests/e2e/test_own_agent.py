@@ -28,7 +28,7 @@ def config(tmp_path):
 
 
 def test_what_an_agent_is_trained_on_is_what_the_policy_sampled(config):
-    """The log-probabilities that replicas reported are those of the exported first model, in the context of each turn."""
+    """The log-probabilities that the replica reported are those of the first model, in the context of each turn."""
     short = (
         "iterations=1",
         "trainer.sft=[]",
@@ -40,7 +40,7 @@ def test_what_an_agent_is_trained_on_is_what_the_policy_sampled(config):
     up = Up(config, *short, "name=short")
     assert up.wait() == 0, up.output
     samples = [json.loads(line) for line in (up.run_dir / "samples" / "iteration-000001.jsonl").read_text().splitlines()]
-    assert [len(sample["turns"]) for sample in samples] == [4] * 8
+    assert [len(sample["turns"]) for sample in samples] == [3] * 8, "random letters are no word with vowels"
     model = AutoModelForCausalLM.from_pretrained(config.parent / "data" / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(config.parent / "data" / "model")
     for sample in samples:
@@ -54,7 +54,7 @@ def test_what_an_agent_is_trained_on_is_what_the_policy_sampled(config):
             part = slice(turn["start"], turn["end"])
             np.testing.assert_allclose(sample["logprobs"][part], found[part], atol=2e-4)
         between = sample["token_ids"][sample["turns"][0]["end"] : sample["turns"][1]["start"]]
-        assert tokenizer.decode(between).removeprefix("<eos>") == f"{second}="
+        assert second.startswith("only ") and tokenizer.decode(between).removeprefix("<eos>") == f"{second}="
 
 
 @pytest.mark.slow
@@ -63,5 +63,6 @@ def test_the_example_reaches_its_documented_result(config):
     assert up.wait() == 0, up.output
     rewards = [record["reward/mean"] for record in up.records("iteration")]
     first, last = rewards[0], sum(rewards[-4:]) / 4
-    assert first < 0.5 and last > 0.8, up.output
+    assert first < 0.35 and last > 0.8, up.output
+    assert up.records("iteration")[-1]["episode/turns/mean"] < 2 < up.records("iteration")[0]["episode/turns/mean"]
     assert read_summary(up.run_dir)["not_learned"] == []
