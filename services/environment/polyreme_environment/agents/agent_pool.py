@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from polyreme.api.v1 import environment_pb2 as pb
@@ -17,6 +18,7 @@ from polyreme_environment.agents.address import base_url
 from polyreme_environment.agents.result import Result
 from polyreme_environment.agents.runners import FunctionRunner, Runner, UrlRunner
 from polyreme_environment.agents.session import AgentSession, Asked, SessionTable
+from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import FullError, PlayError
 
@@ -25,8 +27,12 @@ _NO_REWARD = (
     "are refused because of a bound (code episode_over)"
 )
 
-_NOTHING: dict[str, Any] = {"messages": [], "parts": {}, "calls": [], "tools": []}
-"""The fields of `Moved` that an agent leaves empty."""
+
+@dataclass(frozen=True)
+class AgentMoved(Moved):
+    """A request of an agent, in place of messages."""
+
+    agent: pb.AgentRequest = field(default_factory=pb.AgentRequest)
 
 
 class AgentEpisode:
@@ -37,13 +43,13 @@ class AgentEpisode:
         self._run: asyncio.Task[Result] | None = None
         self._deadline = 0.0
 
-    async def reset(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Starts the agent. Returns the fields of an Ask, or those of an Ending with `done`. `seed` is not the agent's to know."""
+    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+        """Starts the agent. Returns what it asks for, or how it ended. `seed` is not the agent's to know."""
         self._deadline = time.monotonic() + self._config.max_seconds
         self._run = asyncio.create_task(self._runner.run(row, self._url, self._session.key))
         return await self._next(self._run)
 
-    async def step(self, answer: pb.Answer) -> dict[str, Any]:
+    async def step(self, answer: pb.Answer) -> Moved:
         """Gives the agent its answer. Returns as `reset`."""
         if answer.refused:
             self._session.refused(answer.refused, over=answer.over)
@@ -60,7 +66,7 @@ class AgentEpisode:
             self._run.cancel()
             await asyncio.gather(self._run, return_exceptions=True)
 
-    async def _next(self, run: asyncio.Task[Result]) -> dict[str, Any]:
+    async def _next(self, run: asyncio.Task[Result]) -> Moved:
         asking = asyncio.ensure_future(self._session.next())
         try:
             while True:
@@ -79,7 +85,7 @@ class AgentEpisode:
         finally:
             asking.cancel()
 
-    def _asked(self, asked: Asked) -> dict[str, Any]:
+    def _asked(self, asked: Asked) -> AgentMoved:
         request = asked.request
         agent = pb.AgentRequest(
             messages_json=json.dumps(asked.messages),
@@ -88,21 +94,21 @@ class AgentEpisode:
             max_tokens=request.max_tokens or 0,
             temperature=request.temperature,
         )
-        return {**_NOTHING, "calls": asked.calls, "reward": self._session.take_reward(), "done": False, "agent": agent}
+        return AgentMoved(reward=self._session.take_reward(), calls=asked.calls, agent=agent)
 
-    def _ended(self, run: asyncio.Task[Result]) -> dict[str, Any]:
+    def _ended(self, run: asyncio.Task[Result]) -> Moved:
         if (error := run.exception()) is None:
             return self._ending(run.result(), "it returned none")
         if self._session.over and isinstance(error, PlayError):
             return self._ending(Result(), str(error))
         raise error
 
-    def _ending(self, result: Result, how: str) -> dict[str, Any]:
+    def _ending(self, result: Result, how: str) -> Moved:
         """`how`: how the agent ended, for the error where it has given no reward."""
         if result.reward is None and not self._session.is_rewarded:
             raise PlayError(f"{_NO_REWARD}: {how}")
         reward = (result.reward or 0.0) + self._session.take_reward()
-        return {**_NOTHING, "reward": reward, "done": True, "parts": result.metrics}
+        return Moved(reward=reward, done=True, parts=result.metrics)
 
 
 class AgentPool:

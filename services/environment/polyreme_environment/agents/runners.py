@@ -14,7 +14,7 @@ import httpx
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
-from polyreme.isolation.processes import Gone, Worker, Workers
+from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
 from polyreme_environment.metrics import EnvironmentMetrics
@@ -96,10 +96,10 @@ class UrlRunner:
 
 @dataclass
 class _Place:
-    """The place of one worker process, with the runs in it."""
+    """The place of one worker process, with the runs in it. A run ends with its result, or with what failed."""
 
     worker: Worker | None
-    runs: "dict[int, asyncio.Future[dict[str, Any]]]" = field(default_factory=dict)
+    runs: "dict[int, asyncio.Future[Result | str]]" = field(default_factory=dict)
 
 
 class FunctionRunner:
@@ -162,11 +162,11 @@ class FunctionRunner:
         except asyncio.CancelledError:
             self._keep(self._end(place, worker, number, ended))
             raise
-        if "error" in reply:
-            raise PlayError(f"the agent: {reply['error']}")
-        return Result(reply["reward"], reply["metrics"])
+        if isinstance(reply, str):
+            raise PlayError(f"the agent: {reply}")
+        return reply
 
-    async def _end(self, place: _Place, worker: Worker, number: int, ended: "asyncio.Future[dict[str, Any]]") -> None:
+    async def _end(self, place: _Place, worker: Worker, number: int, ended: "asyncio.Future[Result | str]") -> None:
         """Cancels a run. Kills its process when that has no effect."""
         await worker.send({"number": number, "cancel": True})
         await asyncio.wait({ended}, timeout=self._config.step_timeout)
@@ -188,18 +188,22 @@ class FunctionRunner:
                 run.exception()  # its caller may have left
             place.worker = await self._processes.respawn(lambda reason: None)
 
-    async def _read_all(self, worker: Worker, runs: "dict[int, asyncio.Future[dict[str, Any]]]") -> str:
-        """Reads replies until the worker ends or breaks the protocol. Returns how it ended."""
+    async def _read_all(self, worker: Worker, runs: "dict[int, asyncio.Future[Result | str]]") -> str:
+        """Reads replies, which user code in the process could have written, until it ends or breaks the protocol. Returns how it ended."""
         try:
             while True:
                 reply = await worker.receive()
                 if printed := reply.pop("printed", ""):
                     logger.info("an agent printed: %s", printed)
-                runs.pop(reply["number"]).set_result(reply)
+                read: Result | str
+                read = (
+                    str(reply["error"]) if "error" in reply else read_result({key: reply[key] for key in ("reward", "metrics")})
+                )
+                runs.pop(reply["number"]).set_result(read)
         except Gone as gone:
             self._metrics.workers_replaced.labels("exit").inc()
             return str(gone)
-        except (ValueError, TypeError, KeyError, AttributeError) as bad:
+        except (ContractError, *INVALID_MESSAGE) as bad:
             self._metrics.workers_replaced.labels("reply").inc()
             return f"sent an invalid reply ({bad})"
 
