@@ -35,7 +35,7 @@ def test_what_an_agent_is_trained_on_is_what_the_policy_sampled(config):
         "rollout.engine=transformers",
         "groups_per_iteration=2",
         "group_size=4",
-        "output_dir=runs",
+        f"output_dir={config.parent / 'runs'}",
     )
     up = Up(config, *short, "name=short")
     assert up.wait() == 0, up.output
@@ -59,7 +59,7 @@ def test_what_an_agent_is_trained_on_is_what_the_policy_sampled(config):
 
 @pytest.mark.slow
 def test_the_example_reaches_its_documented_result(config):
-    up = Up(config, "name=whole", "output_dir=runs")
+    up = Up(config, "name=whole", f"output_dir={config.parent / 'runs'}")
     assert up.wait() == 0, up.output
     rewards = [record["reward/mean"] for record in up.records("iteration")]
     first, last = rewards[0], sum(rewards[-4:]) / 4
