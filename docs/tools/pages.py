@@ -17,6 +17,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
+    "examples/own_agent/README.md": "example-own-agent.md",
     "examples/own_algorithm/README.md": "example-own-algorithm.md",
     "examples/recipes/README.md": "recipes.md",
     "examples/running_total/README.md": "example-running-total.md",

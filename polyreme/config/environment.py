@@ -4,28 +4,50 @@ Invariant: every episode is bounded in turns, tokens and seconds.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polyreme.config.section import Operational, Section
 from polyreme.config.security import SecurityConfig
 
 
 class EnvironmentConfig(Section):
-    file: Path = Field(description="Python file with a class that has `reset` and `step`.")
+    file: Path | None = Field(
+        None, description="Python file with a class that has `reset`, and `step` or tools, or with an agent's function."
+    )
     name: str | None = Field(None, description="Name of the class in `file`. Required when there are several.")
-    options: dict[str, Any] = Field({}, description="Arguments of the class.")
+    function: str | None = Field(
+        None, description="Name of an agent's function in `file`: it gets a task, a base URL and an API key, and samples by them."
+    )
+    url: str | None = Field(
+        None, pattern=r"^https?://[^\s]+$", description="URL of an agent in place of `file`. It gets the same by POST, as JSON."
+    )
+    options: dict[str, Any] = Field({}, description="Arguments of the class, or further ones of the function.")
+    tool_parser: Literal["hermes", "llama3_json"] = Field(
+        "hermes",
+        description="How the model writes a call of a tool, by vLLM's name: `hermes` for the JSON in `<tool_call>` tags of Qwen2.5, Qwen3 and Hermes.",
+    )
     max_turns: int = Field(16, ge=1, description="Maximum number of turns of an episode.")
     max_seconds: float = Field(600.0, gt=0, description="Maximum wall-clock seconds of an episode.")
-    step_timeout: float = Field(30.0, gt=0, description="Maximum seconds of one call of `reset` or `step`.")
-    max_message_chars: int = Field(65_536, ge=1, description="Maximum characters that one call may return.")
+    step_timeout: float = Field(
+        30.0,
+        gt=0,
+        description="Maximum seconds of one call of `reset` or `step`; of an agent, from a bound of its episode to its reward.",
+    )
+    max_message_chars: int = Field(
+        65_536,
+        ge=1,
+        description="Maximum characters that one call may return, or that an agent may add in one request. Longer results of tools are cut.",
+    )
     tries: int = Field(
         3, ge=1, description="How often an episode may begin, when its server or process is lost, in an attempt at a group."
     )
     episodes: Operational[int] = Field(256, ge=1, description="Maximum number of episodes that a server plays at once.")
     workers: Operational[int] = Field(
-        1, ge=1, description="Worker processes of a server. Each plays several episodes, one call after the other."
+        1,
+        ge=1,
+        description="Worker processes of a server. Each plays several episodes: one call after the other, or each agent in a thread.",
     )
     worker_memory_mib: Operational[int] = Field(
         4096, ge=64, description="Memory limit of each worker process (RLIMIT_DATA), in MiB."
@@ -40,3 +62,18 @@ class EnvironmentConfig(Section):
     security: Operational[SecurityConfig | None] = Field(
         None, description="TLS and tokens of both ports. null: plain connections, for loopback only."
     )
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> "EnvironmentConfig":
+        if (self.file is None) == (self.url is None):
+            raise ValueError("an environment is a `file` or an agent's `url`; set one of the two")
+        if self.name is not None and self.function is not None:
+            raise ValueError("`name` is for a class and `function` for an agent; set one of the two")
+        if self.url is not None and (given := [key for key in ("name", "function", "options") if getattr(self, key)]):
+            raise ValueError(f"`{given[0]}` belongs to a `file`; remove it, since `url` names another program")
+        return self
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether the episodes are those of an agent, which asks for turns over HTTP and gives its reward at the end."""
+        return self.function is not None or self.url is not None

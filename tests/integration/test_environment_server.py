@@ -13,16 +13,18 @@ import yaml
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc, experience_pb2
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.errors import ConfigError, RunFailedError, UnavailableError
+from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme_environment.server import serve
 from polyreme_rollout.testing.simulated_engine import Lengths
+from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.main import orchestrate
 from support import guide
 from support.episode_world import WIDE, episode_world
+from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
 ENVIRONMENT = '''
 import asyncio, os, struct, time
@@ -56,6 +58,33 @@ class Count:
     def do_print(self): print("x" * 100000)
     def do_allocate(self): bytearray(1 << 32)
 '''
+TOOLS = '''
+class Notes:
+    """Keeps notes."""
+    def __init__(self):
+        self.reward, self.done, self.kept = 0.0, False, []
+    def reset(self, **row):
+        self.word = row["answer"]
+    async def keep(self, note: str) -> int:
+        """Keeps a note.
+
+        Args:
+            note: its text
+        """
+        self.kept.append(note)
+        self.reward = float(len(self.kept))
+        self.done = note == self.word
+        return len(self.kept)
+'''
+BOTH = (
+    TOOLS
+    + """
+class Judged(Notes):
+    tools = ["keep"]
+    def step(self, message):
+        return "go on", self.reward / 10, message == self.word
+"""
+)
 SHORT = {"lengths": Lengths(8)}
 
 
@@ -223,6 +252,64 @@ async def test_a_file_that_cannot_be_loaded_is_a_config_error(config, code, erro
             pass
 
 
+def called(**arguments):
+    return f"<tool_call>\n{json.dumps({'name': 'keep', 'arguments': arguments})}\n</tool_call>"
+
+
+def seen(message):
+    """Contents with their roles, the reward, and which of the calls failed."""
+    messages = [(each.role, each.content) for each in getattr(message, "messages", ())]
+    return messages, message.reward, [(call.name, bool(call.error)) for call in message.calls]
+
+
+async def test_tools_are_declared_called_and_answered(config):
+    config.file.write_text(TOOLS)
+    async with serving(config) as (_, stream):
+        episode = stream()
+        ask = await episode.start(answer="end")
+        (tool,) = json.loads(ask.tools_json)
+        assert tool["function"]["name"] == "keep" and tool["function"]["parameters"]["required"] == ["note"]
+        assert seen(await episode.answer("so " + called(note="a"))) == ([("tool", "1")], 1.0, [("keep", False)])
+        two = await episode.answer(called(note="b") + called(nota="c"))
+        assert seen(two) == (
+            [("tool", "2"), ("tool", "error: missing a required argument: 'note'")],
+            1.0,
+            [("keep", False), ("keep", True)],
+        )
+        assert two.calls[0].arguments == '{"note": "b"}' and two.calls[0].result == "2" and two.tools_json == ""
+        broken = await episode.send(answer=pb.Answer(text="", raw="<tool_call>keep"))
+        assert broken.messages[0].content.startswith("error: malformed call: it is no JSON") and broken.reward == 0.0
+        assert seen(await episode.answer(called(note="end"))) == ([], 1.0, [("keep", False)])
+        other = stream()
+        await other.start(answer="end")
+        assert seen(await other.answer("no call ends it")) == ([], 0.0, [])
+        assert await other.read() is grpc.StatusCode.OK
+
+
+async def test_an_answer_without_a_call_goes_to_step(config):
+    config.file.write_text(BOTH)
+    async with serving(config.model_copy(update={"name": "Judged"})) as (_, stream):
+        episode = stream()
+        await episode.start(answer="end")
+        assert seen(await episode.answer(called(note="a"))) == ([("tool", "1")], 0.0, [("keep", False)])
+        assert seen(await episode.answer("what?")) == ([("user", "go on")], 0.1, [])
+        assert seen(await episode.answer("end")) == ([], 0.1, [])
+
+
+async def test_tools_stand_in_the_prompt_of_the_row(redis, run_id, tmp_path, config):
+    config.file.write_text(TOOLS)
+    async with hosted(redis, run_id, tmp_path, config) as (w, client), serve(config, run=w.run):
+        await client.refresh()
+        with pytest.raises(DataError, match="a chat template that shows tools"):
+            await w.play(client)
+        w.template = Template(model_files("{{ tools | map(attribute='function.name') | list }}" + CHAT_TEMPLATE), w.config.data)
+        group = await w.play(client)
+        for sample in group.samples:
+            (prompt,) = w.template.decode([sample.prompt_ids.tolist()], special=True)
+            assert "keep" in prompt and prompt.endswith(f"<user>{w.prompts[0].plain}<assistant>")
+            assert sample.score == 0.0 and len(sample.turns) == 1
+
+
 async def test_the_environment_of_the_guide(tmp_path):
     guide.write_files("environments.md", tmp_path)
     section = yaml.safe_load((tmp_path / "environment.yaml").read_text())["environment"]
@@ -238,7 +325,7 @@ async def test_the_environment_of_the_guide(tmp_path):
 @asynccontextmanager
 async def hosted(redis, run_id, tmp_path, config):
     async with episode_world(redis, run_id, tmp_path, SHORT, environment=config.model_dump(mode="json"), reward=None) as w:
-        client = EnvironmentClient(w.run, w.config.environment, "answer", 0)
+        client = EnvironmentClient(w.run, w.config.environment, w.config.data, 0)
         try:
             yield w, client
         finally:

@@ -1,3 +1,4 @@
+from polyreme.api.v1 import experience_pb2 as _experience_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -23,10 +24,22 @@ class Start(_message.Message):
     def __init__(self, row_json: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("text",)
+    __slots__ = ("text", "raw", "refused", "over", "is_cut", "context_tokens", "tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
-    def __init__(self, text: _Optional[str] = ...) -> None: ...
+    raw: str
+    refused: str
+    over: bool
+    is_cut: bool
+    context_tokens: int
+    tokens: int
+    def __init__(self, text: _Optional[str] = ..., raw: _Optional[str] = ..., refused: _Optional[str] = ..., over: bool = ..., is_cut: bool = ..., context_tokens: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("ask", "ending")
@@ -45,17 +58,37 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("messages", "reward", "seconds")
+    __slots__ = ("messages", "reward", "seconds", "tools_json", "calls", "agent")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     reward: float
     seconds: float
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reward: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    tools_json: str
+    calls: _containers.RepeatedCompositeFieldContainer[_experience_pb2.ToolCall]
+    agent: AgentRequest
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reward: _Optional[float] = ..., seconds: _Optional[float] = ..., tools_json: _Optional[str] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ..., agent: _Optional[_Union[AgentRequest, _Mapping]] = ...) -> None: ...
+
+class AgentRequest(_message.Message):
+    __slots__ = ("messages_json", "tools_json", "after", "max_tokens", "temperature")
+    MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    messages_json: str
+    tools_json: str
+    after: int
+    max_tokens: int
+    temperature: float
+    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., after: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ...) -> None: ...
 
 class Ending(_message.Message):
-    __slots__ = ("reward", "parts", "error", "seconds")
+    __slots__ = ("reward", "parts", "error", "seconds", "calls")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -67,8 +100,10 @@ class Ending(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     reward: float
     parts: _containers.ScalarMap[str, float]
     error: str
     seconds: float
-    def __init__(self, reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+    calls: _containers.RepeatedCompositeFieldContainer[_experience_pb2.ToolCall]
+    def __init__(self, reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ...) -> None: ...

@@ -10,6 +10,7 @@ from polyreme.config.python_source import parse
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.net import tls
+from polyreme_environment.contract import METHODS
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
@@ -21,23 +22,36 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             tls.check_files(section.security)
         except ConfigError as error:
             yield error
+    if section.file is None:
+        return  # another program, which may start later
     try:
         code = section.file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"a Python file {section.file}", str(error), "Fix environment.file.") from None
     bound = parse(code, str(section.file))
+    if section.function is not None:
+        if section.function not in bound and "*" not in bound:
+            functions = sorted(name for name, node in bound.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+            raise ConfigError(
+                f"a function {section.function} in {section.file}", f"the functions {functions}", "Fix environment.function."
+            )
+        return
     classes = {name: node for name, node in bound.items() if isinstance(node, ast.ClassDef) and not name.startswith("_")}
     if section.name is not None and section.name not in bound and "*" not in bound:
         raise ConfigError(f"a class {section.name} in {section.file}", f"the classes {sorted(classes)}", "Fix environment.name.")
     # A base class may have the methods, so only a class without bases is judged.
-    found = [name for name, node in classes.items() if node.bases or {"reset", "step"} <= _methods(node)]
+    usable = {name: _methods(node) for name, node in classes.items() if not node.bases}
+    by_tools = [name for name, methods in usable.items() if "reset" in methods and (methods - {"reset", "close"})]
+    found = [name for name in by_tools if "step" in usable[name]] or by_tools
     if section.name is None and len(found) != 1 and not any(node.bases for node in classes.values()):
         raise ConfigError(
-            f"one class with `reset` and `step` in {section.file}",
+            f"one class with {METHODS} in {section.file}",
             f"the classes {found}",
             "Set environment.name." if found else "Write one.",
         )
 
 
 def _methods(node: ast.ClassDef) -> set[str]:
-    return {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    """The public methods of a class."""
+    functions = (each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {name for name in functions if not name.startswith("_")}

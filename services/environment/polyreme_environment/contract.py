@@ -1,4 +1,4 @@
-"""The contract of an environment in a Python file: a class with `reset` and `step`.
+"""The contract of an environment in a Python file: a class with `reset`, and `step` or tools.
 
     class Guess:
         def reset(self, row, seed):            # seed only if it has this parameter
@@ -9,12 +9,17 @@
             right = message == self.secret
             return "higher", 0.0, False        # (observation, reward, done), and optionally a dict of numbers to report
 
-Each episode has an instance of its own. Both methods, and `close` if there is one, may be coroutines.
+A tool is a method whose arguments have types and a docstring describes them. A class with `step` names its tools in `tools`; an answer without
+a call goes to `step`. In a class without `step` every public method is a tool; an answer without a call ends the episode, and the attributes
+`reward` (of the episode so far) and `done` say the rest.
+
+Each episode has an instance of its own. All methods, and `close` if there is one, may be coroutines.
 
 Invariant: what a user's code returns is either understood completely or refused. Pure.
 """
 
 import inspect
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,8 +28,17 @@ from typing import Any
 from polyreme.errors import ConfigError
 
 ROLES = ("user", "system", "tool")
+RESERVED = ("reset", "step", "close")
+"""Methods that are no tools."""
+METHODS = "`reset`, and `step` or tools"
 Message = tuple[str, str]
 """Role and content."""
+ToolCall = tuple[str, str, str, float, str]
+"""Name, arguments as JSON text, result, wall-clock seconds, and why it failed ("": it did not), as in the record."""
+
+
+_CUT_CHARS = 64
+"""For what a tool's result says about its cut."""
 
 
 class ContractError(Exception):
@@ -33,29 +47,52 @@ class ContractError(Exception):
 
 @dataclass(frozen=True)
 class Moved:
-    """What follows a turn: new messages, the turn's reward, whether the episode is over, and numbers to report."""
+    """What follows a turn: new messages, the turn's reward, whether the episode is over, numbers to report, and the turn's tool calls.
+
+    At the beginning of an episode: its messages, and the schemas of its tools.
+    """
 
     messages: list[Message] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
     parts: dict[str, float] = field(default_factory=dict)
+    calls: list[ToolCall] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
-def is_environment(value: object) -> bool:
-    """Whether it is a class with `reset` and `step`."""
-    return inspect.isclass(value) and all(callable(getattr(value, name, None)) for name in ("reset", "step"))
+def has_step(kind: Any) -> bool:
+    """Whether a class answers by `step`."""
+    return callable(getattr(kind, "step", None))
+
+
+def tool_names(kind: Any) -> list[str]:
+    """The names of a class's tools, in the order of its definition, inherited ones last."""
+    if has_step(kind):
+        return list(getattr(kind, "tools", ()))
+    found = [name for base in kind.__mro__[:-1] for name, value in vars(base).items() if inspect.isfunction(value)]
+    return [name for name in dict.fromkeys(found) if not name.startswith("_") and name not in RESERVED]
 
 
 def choose(classes: Mapping[str, object], name: str | None, where: str) -> Any:
-    """The environment among the public classes of a module. Raises ConfigError when it is ambiguous or none."""
-    found = {key: value for key, value in classes.items() if is_environment(value) and not key.startswith("_")}
+    """The environment among the public classes of a module: of those with `step`, or if none has it, of those with tools.
+
+    Raises:
+        ConfigError: it is ambiguous or none.
+    """
+    usable = {
+        key: value
+        for key, value in classes.items()
+        if inspect.isclass(value) and not key.startswith("_") and callable(getattr(value, "reset", None))
+    }
+    by_tools = {key: value for key, value in usable.items() if has_step(value) or tool_names(value)}
+    found = {key: value for key, value in by_tools.items() if has_step(value)} or by_tools
     if name is not None:
-        if name not in found:
-            raise ConfigError(f"a class {name} with `reset` and `step` in {where}", _listed(found), "Fix environment.name.")
-        return found[name]
+        if name not in by_tools:
+            raise ConfigError(f"a class {name} with {METHODS} in {where}", _listed(by_tools), "Fix environment.name.")
+        return by_tools[name]
     if len(found) != 1:
         raise ConfigError(
-            f"one class with `reset` and `step` in {where}", _listed(found), "Set environment.name." if found else "Write one."
+            f"one class with {METHODS} in {where}", _listed(found), "Set environment.name." if found else "Write one."
         )
     return next(iter(found.values()))
 
@@ -76,15 +113,17 @@ def moved(answer: object, limit: int) -> Moved:
         raise ContractError(f"expected a dict of numbers as the fourth value of step; found {_shown(parts)}")
     if not done and not messages:
         raise ContractError("expected an observation from step, since done is false; found none")
-    numbers = {name: _number(value, f"{name} of step") for name, value in parts.items()}
-    return Moved([] if done else messages, _number(reward, "reward of step"), bool(done), numbers)
+    numbers = {name: finite(value, f"{name} of step") for name, value in parts.items()}
+    return Moved([] if done else messages, finite(reward, "reward of step"), bool(done), numbers)
 
 
 def understood(reply: Mapping[str, Any], limit: int) -> Moved:
     """A worker's reply, which user code in its process could have written. Raises ContractError, or what reading another form raises."""
     said = [{"role": role, "content": content} for role, content in reply["messages"]]
-    numbers = {str(name): _number(value, "part") for name, value in reply["parts"].items()}
-    return Moved(_messages(said, "the worker", limit), _number(reply["reward"], "reward"), bool(reply["done"]), numbers)
+    numbers = {str(name): finite(value, "part") for name, value in reply["parts"].items()}
+    calls = [(str(n), str(a), str(r), finite(s, "seconds of a call"), str(e)) for n, a, r, s, e in reply["calls"]]
+    messages = _messages(said, "the worker", limit + _CUT_CHARS * len(calls))
+    return Moved(messages, finite(reply["reward"], "reward"), bool(reply["done"]), numbers, calls, list(reply["tools"]))
 
 
 def _messages(value: object, method: str, limit: int) -> list[Message]:
@@ -111,7 +150,19 @@ def _messages(value: object, method: str, limit: int) -> list[Message]:
     return messages
 
 
-def _number(value: object, what: str) -> float:
+def result_of(tool: str, answer: object) -> str:
+    """What a tool returned as text: a text as it is, another value as JSON. Raises ContractError."""
+    if isinstance(answer, str):
+        return answer.encode(errors="replace").decode()
+    try:
+        return json.dumps(answer, ensure_ascii=False).encode(errors="replace").decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ContractError(
+            f"expected {tool} to return a text or a value that JSON has; found {_shown(answer)}: {error}"
+        ) from None
+
+
+def finite(value: object, what: str) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):

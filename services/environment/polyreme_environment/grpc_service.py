@@ -12,6 +12,8 @@ import grpc
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
+from polyreme.api.v1.experience_pb2 import ToolCall
+from polyreme_environment.agents.agent_pool import AgentEpisode, AgentMoved, AgentPool
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import Episode, EpisodeLostError, EpisodePool, FullError, PlayError
@@ -22,7 +24,7 @@ NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     """Serves Run for one pool."""
 
-    def __init__(self, pool: EpisodePool, metrics: EnvironmentMetrics) -> None:
+    def __init__(self, pool: EpisodePool | AgentPool, metrics: EnvironmentMetrics) -> None:
         self._pool, self._metrics = pool, metrics
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -51,7 +53,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 self._metrics.ended.labels(how).inc()
 
     async def _play(
-        self, episode: Episode, requests: AsyncIterator[pb.RunRequest], context: Any
+        self, episode: Episode | AgentEpisode, requests: AsyncIterator[pb.RunRequest], context: Any
     ) -> AsyncIterator[pb.RunResponse]:
         parts: dict[str, float] = {}
         began = time.monotonic()
@@ -66,20 +68,25 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 return
             parts |= reply.parts
             seconds = time.monotonic() - began
+            calls = [ToolCall(name=n, arguments=a, result=r, seconds=s, error=e) for n, a, r, s, e in reply.calls]
             if reply.done:
-                yield pb.RunResponse(ending=pb.Ending(reward=reply.reward, parts=parts, seconds=seconds))
+                yield pb.RunResponse(ending=pb.Ending(reward=reply.reward, parts=parts, seconds=seconds, calls=calls))
                 return
             messages = [pb.ChatMessage(role=role, content=content) for role, content in reply.messages]
-            yield pb.RunResponse(ask=pb.Ask(messages=messages, reward=reply.reward, seconds=seconds))
+            tools = json.dumps(reply.tools) if reply.tools else ""
+            ask = pb.Ask(messages=messages, reward=reply.reward, seconds=seconds, tools_json=tools, calls=calls)
+            if isinstance(reply, AgentMoved):
+                ask.agent.CopyFrom(reply.agent)
+            yield pb.RunResponse(ask=ask)
 
 
 class _BadRequestError(Exception):
     """A message that the protocol does not allow."""
 
 
-async def _reply(episode: Episode, request: pb.RunRequest) -> Moved:
+async def _reply(episode: Episode | AgentEpisode, request: pb.RunRequest) -> Moved:
     if request.HasField("answer"):
-        return await episode.step(request.answer.text)
+        return await episode.step(request.answer)
     try:
         row = json.loads(request.start.row_json or "{}")
     except (ValueError, RecursionError) as error:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
@@ -51,9 +52,10 @@ class Episode:
         """Begins."""
         return await self._pool.call(self._slot, self._worker, {"episode": self._number, "reset": [row, seed]})
 
-    async def step(self, text: str) -> Moved:
+    async def step(self, answer: pb.Answer) -> Moved:
         """Takes the policy's answer."""
-        return await self._pool.call(self._slot, self._worker, {"episode": self._number, "step": text})
+        told = [answer.text, answer.raw or answer.text]
+        return await self._pool.call(self._slot, self._worker, {"episode": self._number, "step": told})
 
     async def close(self) -> None:
         """Ends. Its worker forgets it."""
@@ -64,6 +66,7 @@ class EpisodePool:
     """Worker processes that have loaded an environment. `metrics` counts calls and replaced workers."""
 
     def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
+        assert config.file is not None
         self._config, self._metrics = config, metrics
         try:
             code = config.file.read_text(encoding="utf-8")
@@ -72,7 +75,11 @@ class EpisodePool:
                 f"a Python file {config.file}", str(error), "Fix environment.file. The service reads it on its own machine."
             ) from None
         setup: dict[str, Any] = {"path": str(config.file), "code": code, "name": config.name, "options": config.options}
-        setup |= {"memory_mib": config.worker_memory_mib, "max_chars": config.max_message_chars}
+        setup |= {
+            "memory_mib": config.worker_memory_mib,
+            "max_chars": config.max_message_chars,
+            "tool_parser": config.tool_parser,
+        }
         module = "polyreme_environment.worker"
         self._processes = Workers(module, "environment", setup, (), config.start_timeout, config.worker_environment)
         self._slots: list[_Slot] = []

@@ -8,12 +8,13 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.routing import Route
 
 from polyreme import API_VERSION
 from polyreme.config.environment import EnvironmentConfig
@@ -22,6 +23,8 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
+from polyreme_environment.agents.address import is_session_path, session_routes
+from polyreme_environment.agents.agent_pool import AgentPool
 from polyreme_environment.grpc_service import NAME, EnvironmentServicer
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import EpisodePool
@@ -54,15 +57,20 @@ async def serve(
     assert endpoint.http_port is not None, "the environment service needs an HTTP port"
     metrics = EnvironmentMetrics()
     async with AsyncExitStack() as stack:
-        pool = EpisodePool(config, metrics)
+        pool = AgentPool(config, metrics) if config.is_agent else EpisodePool(config, metrics)
         stack.push_async_callback(pool.close)
         await pool.start()
         version, about = pool.about
         logger.info("the environment %s: %s", version, about)
-        app = make_app(lambda: pool.available and not pool.draining, metrics)
+        routes = session_routes(pool.sessions) if isinstance(pool, AgentPool) else []
+        app = make_app(lambda: pool.available and not pool.draining, metrics, routes)
+        is_open = is_session_path if routes else lambda path: False
         http = await stack.enter_async_context(
-            serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security, names=endpoint.names)
+            serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security, is_open, names=endpoint.names)
         )
+        if isinstance(pool, AgentPool):
+            scheme = "https" if config.security is not None and config.security.certificate else "http"
+            pool.server = f"{scheme}://{endpoint.http_address(http)}"
         servicer = EnvironmentServicer(pool, metrics)
         server = await stack.enter_async_context(
             rpc.serve(endpoint.host, endpoint.port, servicer.add_to, [NAME], grace, config.security)
@@ -82,9 +90,9 @@ async def serve(
             await server.set_ready(False)
 
 
-def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics) -> FastAPI:
-    """The HTTP application: /health, /ready, /metrics."""
-    app = FastAPI(title="Polyreme environments")
+def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics, routes: Sequence[Route] = ()) -> FastAPI:
+    """The HTTP application: /health, /ready, /metrics, and `routes`."""
+    app = FastAPI(title="Polyreme environments", routes=[*routes])
 
     @app.get("/health")
     async def health() -> Response:
@@ -102,7 +110,7 @@ def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics) -> FastAPI:
     return app
 
 
-async def _follow(pool: EpisodePool, server: rpc.Server) -> None:
+async def _follow(pool: EpisodePool | AgentPool, server: rpc.Server) -> None:
     """Updates readiness from the availability of the workers."""
     ready = True
     while True:

@@ -14,14 +14,17 @@ from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme.isolation.confinement import confine, limit_memory, summary
 from polyreme.isolation.wire import encode, receive
-from polyreme_environment.contract import ContractError, Moved, begun, choose, moved
+from polyreme_environment.contract import ContractError, Moved, begun, choose, finite, has_step, moved
+from polyreme_environment.tool_calls import Calls, find_calls
+from polyreme_environment.toolbox import Toolbox
 
 
 def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes. Returns the exit status.
 
-    The first message has `path`, `code`, `name`, `options`, `memory_mib` and `max_chars`. Then each message is a call: `number`, `episode`, and
-    `reset` ([row, seed]), `step` (a text) or `close`. Its reply has `number` and either `messages`, `reward`, `done` and `parts`, or `error`.
+    The first message has `path`, `code`, `name`, `options`, `memory_mib`, `max_chars` and `tool_parser`. Then each message is a
+    call: `number`, `episode`, and `reset` ([row, seed]), `step` ([text, text with special tokens]) or `close`. Its reply has `number` and either
+    the fields of `Moved`, or `error`.
     """
     setup = receive(channel)
     if setup is None:
@@ -32,6 +35,7 @@ def main(channel: socket.socket) -> int:
         module = load_module(setup["path"], setup["code"])
         kind = choose(_own_classes(module), setup["name"], setup["path"])
         inspect.signature(kind).bind(**setup["options"])
+        toolbox = Toolbox(kind, setup["path"])
     except ConfigError as error:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
         return 2
@@ -41,7 +45,7 @@ def main(channel: socket.socket) -> int:
     digest = hashlib.sha256(repr([setup["code"], setup["name"], setup["options"]]).encode()).hexdigest()[:12]
     about = (inspect.getdoc(kind) or kind.__name__).partition("\n")[0]
     channel.sendall(encode({"ready": [[f"{kind.__name__}-{digest}", about, False]]}))
-    player = Player(kind, setup["options"], setup["max_chars"])
+    player = Player(kind, toolbox, setup)
     output.take()
     while (call := receive(channel)) is not None:
         channel.sendall(encode({"number": call["number"], **player.call(call), "printed": output.take()}))
@@ -49,11 +53,13 @@ def main(channel: socket.socket) -> int:
 
 
 class Player:
-    """Plays the episodes of a worker. `limit`: characters that one call may return."""
+    """Plays the episodes of a worker. `setup`: its first message."""
 
-    def __init__(self, kind: Any, options: dict[str, Any], limit: int) -> None:
-        self._kind, self._options, self._limit = kind, options, limit
+    def __init__(self, kind: Any, toolbox: Toolbox, setup: dict[str, Any]) -> None:
+        self._kind, self._toolbox, self._parser = kind, toolbox, setup["tool_parser"]
+        self._options, self._limit = setup["options"], setup["max_chars"]
         self._episodes: dict[int, Any] = {}
+        self._rewards: dict[int, float] = {}
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
 
@@ -73,17 +79,46 @@ class Player:
         if "reset" in call:
             row, seed = call["reset"]
             episode = self._episodes[number] = self._kind(**self._options)
-            seeded = {"seed": seed} if "seed" in inspect.signature(episode.reset).parameters else {}
-            return Moved(begun(self._result(episode.reset(row, **seeded)), self._limit))
+            positional, named = _reset_arguments(episode.reset, row, seed)
+            first = begun(self._result(episode.reset(*positional, **named)), self._limit)
+            self._rewards[number] = 0.0
+            return Moved(first, tools=self._toolbox.schemas)
         if "step" in call:
-            return moved(self._result(self._episodes[number].step(call["step"])), self._limit)
+            text, raw = call["step"]
+            return self._step(number, text, find_calls(raw, self._parser) if self._toolbox.schemas else [])
         episode = self._episodes.pop(number, None)
+        self._rewards.pop(number, None)
         if (close := getattr(episode, "close", None)) is not None:
             self._result(close())
         return Moved()
 
+    def _step(self, number: int, text: str, calls: Calls) -> Moved:
+        episode = self._episodes[number]
+        if not calls and has_step(self._kind):
+            return moved(self._result(episode.step(text)), self._limit)
+        answered = self._toolbox.answer(episode, calls, self._limit, self._result)
+        if has_step(self._kind):
+            reward, done = 0.0, False
+        else:
+            reward, done = self._since(number, episode), not calls or bool(getattr(episode, "done", False))
+        return Moved([] if done else [("tool", result) for _, _, result, _, _ in answered], reward, done, calls=answered)
+
+    def _since(self, number: int, episode: Any) -> float:
+        """What the attribute `reward` of an episode has gained since the last turn."""
+        before, self._rewards[number] = self._rewards[number], finite(getattr(episode, "reward", 0.0), "attribute `reward`")
+        return self._rewards[number] - before
+
     def _result(self, answer: Any) -> Any:
         return self._loop.run_until_complete(answer) if inspect.iscoroutine(answer) else answer
+
+
+def _reset_arguments(reset: Any, row: dict[str, Any], seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The row and the seed as `reset` takes them: `reset(row)`, `reset(row, seed)`, or the columns by name, `reset(**row)` as TRL has it."""
+    parameters = inspect.signature(reset).parameters
+    seeded = {"seed": seed} if "seed" in parameters else {}
+    kinds = {name: each.kind for name, each in parameters.items()}
+    takes_columns = inspect.Parameter.VAR_KEYWORD in kinds.values() and kinds.get("row") in (None, inspect.Parameter.VAR_KEYWORD)
+    return ((), {**row, **seeded}) if takes_columns else ((row,), seeded)
 
 
 def _own_classes(module: Any) -> dict[str, object]:

@@ -29,6 +29,10 @@ def played(folder: Path, code: str | None, **section: Any) -> RunConfig:
         (GOOD + "class _Hidden:\n    def reset(self): ...\n    def step(self): ...\n", {}),
         ("from other import Base\nclass Guess(Base):\n    pass\n", {}),
         ("from other import *\n", {"name": "Guess"}),
+        ("class Tools:\n    def reset(self, row): ...\n    def search(self): ...\n", {}),
+        (GOOD + "class Board:\n    def reset(self): ...\n    def move(self): ...\n", {}),
+        ("async def run(task, base_url, api_key): ...\n", {"function": "run"}),
+        ("from other import run\n", {"function": "run"}),
     ],
 )
 def test_an_environment_that_can_be_loaded(tmp_path: Path, code: str, section: dict[str, Any]) -> None:
@@ -41,8 +45,10 @@ def test_an_environment_that_can_be_loaded(tmp_path: Path, code: str, section: d
         (None, {}, "a Python file"),
         ("class Guess(", {}, "valid Python"),
         ("def reset(): ...", {}, "Write one"),
+        ("class Idle:\n    def reset(self, row): ...\n    def _search(self): ...\n", {}, "Write one"),
         (GOOD + GOOD.replace("Guess", "Other"), {}, r"Set environment\.name"),
         (GOOD, {"name": "Other"}, r"Fix environment\.name"),
+        ("def other(): ...\n", {"function": "run"}, r"a function run in .*Fix environment\.function"),
     ],
 )
 def test_an_environment_that_cannot(tmp_path: Path, code: str | None, section: dict[str, Any], message: str) -> None:

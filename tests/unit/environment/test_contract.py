@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from polyreme.errors import ConfigError
-from polyreme_environment.contract import ContractError, begun, choose, moved
+from polyreme_environment.contract import ContractError, Moved, begun, choose, moved, tool_names
 
 
 class Env:
@@ -45,7 +45,41 @@ def test_messages(answer: object, messages: list[tuple[str, str]]) -> None:
 
 
 def test_a_step() -> None:
-    assert vars(moved((None, True, 1, {"tries": 3}), 9)) == {"messages": [], "reward": 1.0, "done": True, "parts": {"tries": 3.0}}
+    assert moved((None, True, 1, {"tries": 3}), 9) == Moved([], 1.0, True, {"tries": 3.0})
+
+
+class Tools:
+    def reset(self, row: dict[str, Any]) -> None: ...
+
+    def search(self) -> str:
+        return self._search()
+
+    def _search(self) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+class More(Tools):
+    def look(self) -> str:
+        return ""
+
+
+class Both(Env):
+    tools = ("look",)
+
+    def look(self) -> str:
+        return ""
+
+    def helps(self) -> str:
+        return ""
+
+
+def test_the_tools_of_a_class() -> None:
+    assert [tool_names(kind) for kind in (Tools, More, Env, Both)] == [["search"], ["look", "search"], [], ["look"]]
+    assert choose({"Tools": Tools}, None, "e.py") is Tools
+    assert choose({"Tools": Tools, "Both": Both}, None, "e.py") is Both, "a class with `step` is preferred"
+    assert choose({"Tools": Tools, "Both": Both}, "Tools", "e.py") is Tools
 
 
 class Nasty:

@@ -9,6 +9,7 @@ answer also follows that of the real one.
 
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from polyreme_trainer.data.template import Template
 Message = dict[str, Any]
 Tools = list[Any] | None
 _WHERE = "the messages of an episode"
-_CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+_TOOL = "f"
+_COUNTS = 256
 
 
 class Tail:
@@ -35,7 +37,7 @@ class Tail:
         self._ends: dict[str, int] = {}
         if not template.is_chat:
             raise ConfigError("data.template: chat, for conversations", "data.template: none", "Use the model's chat template.")
-        if not self._count_ends(answers_tool=False, tools=None):
+        if not self._count_ends([], None):
             raise ConfigError(
                 "a chat template that writes a stop token behind an answer, for conversations",
                 f"none of the stop tokens {template.stop_ids}",
@@ -53,16 +55,18 @@ class Tail:
 
         Args:
             exact: int32 [t], the conversation's tokens up to the last one that was sampled. An answer that was cut gets its end token.
-            messages: at least one, none of them an answer.
+            messages: at least one, none of them an answer. The results of the answer's tool calls are the first; their `name` is the tool's.
 
         Raises:
             DataError: the template refuses the messages.
         """
         if not messages or any(message.get("role") == "assistant" for message in messages):
             raise DataError("new messages behind an answer", "none" if not messages else "an answer", "Fix the environment.")
-        answers_tool = messages[0].get("role") == "tool"
-        whole = self._encode([*_stand_in(answers_tool), *messages], generation_prompt=True, tools=tools)
-        ends, count = np.flatnonzero(whole == self._template.end_id), self._count_ends(answers_tool, tools)
+        results = list(takewhile(lambda message: message.get("role") == "tool", messages))
+        calls = [_call(place, str(result.get("name") or _TOOL)) for place, result in enumerate(results)]
+        answered = [{**result, "tool_call_id": call["id"]} for result, call in zip(results, calls, strict=True)]
+        whole = self._encode([*_stand_in(calls), *answered, *messages[len(results) :]], generation_prompt=True, tools=tools)
+        ends, count = np.flatnonzero(whole == self._template.end_id), self._count_ends(calls, tools)
         if len(ends) < count:
             raise DataError(
                 "a chat template that keeps earlier answers",
@@ -73,11 +77,13 @@ class Tail:
         is_cut = exact[-1] != self._template.end_id
         return np.concatenate([[self._template.end_id] if is_cut else [], behind]).astype(np.int32)
 
-    def _count_ends(self, answers_tool: bool, tools: Tools) -> int:
+    def _count_ends(self, calls: list[Message], tools: Tools) -> int:
         """The number of end tokens in the stand-in up to the end of its answer. (Its text may differ once messages follow.)"""
-        key = json.dumps([answers_tool, tools])
+        key = json.dumps([calls, tools])
         if key not in self._ends:
-            ids = self._encode(_stand_in(answers_tool), generation_prompt=False, tools=tools)
+            if len(self._ends) >= _COUNTS:  # the policy writes the names of tools
+                self._ends.clear()
+            ids = self._encode(_stand_in(calls), generation_prompt=False, tools=tools)
             self._ends[key] = int(np.count_nonzero(ids == self._template.end_id))
         return self._ends[key]
 
@@ -87,7 +93,11 @@ class Tail:
         return self._template.encode([text])[0]
 
 
-def _stand_in(answers_tool: bool) -> list[Message]:
-    """A question and an answer; with `answers_tool`, an answer that calls a tool."""
-    call = {"tool_calls": [_CALL]} if answers_tool else {}
-    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **call}]
+def _call(place: int, name: str) -> Message:
+    return {"id": f"call{place:05d}", "type": "function", "function": {"name": name, "arguments": {"a": 1}}}
+
+
+def _stand_in(calls: list[Message]) -> list[Message]:
+    """A question and an answer, which makes these tool calls."""
+    made = {"tool_calls": calls} if calls else {}
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **made}]

@@ -88,10 +88,16 @@ def episodes(groups: Sequence[GroupRecord]) -> dict[str, float]:
         for group in groups
         for number in range(len(group.episodes))
     ]
+    calls = [call for group in groups for sample in group.samples for turn in sample.turns for call in turn.tool_calls]
     bounds = {"length": OUTCOME_LENGTH, "turns": OUTCOME_TURNS, "tokens": OUTCOME_TOKENS, "time": OUTCOME_TIME}
     return {
         **statistics("episode/turns", np.array(turns)),
+        "episode/branches": sum(bool(group.episodes) * (len(group.samples) - len(group.episodes)) for group in groups)
+        / len(played),
         "episode/environment_seconds": float(np.mean([episode.seconds for episode in played])),
+        "episode/tool_calls": len(calls) / len(played),
+        "episode/tool_errors": sum(bool(call.error) for call in calls) / len(played),
+        "episode/tool_seconds": sum(call.seconds for call in calls) / len(played),
         **{
             f"episode/by_{name}": float(np.mean([each.outcome == outcome for each in played])) for name, outcome in bounds.items()
         },

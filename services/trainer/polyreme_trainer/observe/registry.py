@@ -65,7 +65,21 @@ LENGTHS = (
 _PLAYED = "with an environment"
 EPISODES = (
     *statistics("episode/turns", "turns", "number of turns of an episode", _PLAYED),
+    Metric("episode/branches", "1", "Mean number of trajectories of an episode beyond the first one.", _PLAYED),
     Metric("episode/environment_seconds", "s", "Mean wall-clock time of an episode in its environment.", _PLAYED),
+    Metric("episode/tool_calls", "calls", "Mean number of tool calls of an episode.", _PLAYED),
+    Metric(
+        "episode/tool_errors",
+        "calls",
+        "Mean number of tool calls of an episode that failed: malformed, or refused or raised by the tool.",
+        _PLAYED,
+    ),
+    Metric(
+        "episode/tool_seconds",
+        "s",
+        "Mean wall-clock time of an episode in its tools, a part of the time in its environment.",
+        _PLAYED,
+    ),
     Metric("episode/by_length", "1", "Fraction of episodes whose last turn reached its maximum length.", _PLAYED),
     Metric("episode/by_turns", "1", "Fraction of episodes that reached `environment.max_turns`.", _PLAYED),
     Metric("episode/by_tokens", "1", "Fraction of episodes that filled `rollout.max_model_len`.", _PLAYED),

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.experience.records import ToolCall
 from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths
 from polyreme_rollout.testing.simulated_engine import sample as sampled
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.observe.metrics import episodes as episode_metrics
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.finished import FinishedEpisodes
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
@@ -21,6 +24,7 @@ from polyreme_trainer.orchestrator.generation.rollout_parts import PartialRollou
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from support.episode_world import WIDE, episode_world
 from support.simulated import VOCAB
+from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 from support.waiting import until
 
 SHORT = {"lengths": Lengths(8)}
@@ -84,6 +88,47 @@ async def test_each_turn_continues_the_exact_tokens(world):
             assert [message["content"] for message in shown[::2]] == [w.prompts[0].plain, "more", "again"]
 
 
+class Branching(Script):
+    """A host whose second and third turn both follow the first, and whose fourth begins anew."""
+
+    async def play(self, task, session):
+        told = [{"role": "user", "content": "more"}]
+        history = [*told, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why"}]
+        for new, after in (([], 0), (told, 1), (told, 1), (history, 0)):
+            await session.answer(new, after=after)
+            session.reward(0.5)
+        return Ending(session.outcome)
+
+
+async def test_a_rewritten_context_begins_a_trajectory(world):
+    async with world(SHORT) as w:
+        task = await w.admit()
+        group = await w.play(Branching(), task)
+        assert group.episode_of == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        template, policy = w.template, w.replicas[0].engine.policy
+        for number in range(3):
+            first, second, third = group.samples[3 * number : 3 * number + 3]
+            assert [len(sample.turns) for sample in (first, second, third)] == [2, 1, 1]
+            shared = [*group.prompt_ids.tolist(), *first.token_ids[: first.turns[1].start].tolist()]
+            assert group.prompt_of(second).tolist() == shared, "the tokens of the first turn, which are trained once"
+            (text,) = template.decode([group.prompt_of(third).tolist()], special=True)
+            assert text.startswith("<user>more<assistant>yes") and text.endswith("<user>why<assistant>")
+            for place, sample in enumerate((first, second, third)):
+                context, seed = group.prompt_of(sample).tolist(), sequence_seed(0, group.index, 1, number, place << 32)
+                ids, _ = sampled(policy, context, seed, FULL, min(96, 128 - len(context)), VOCAB, Lengths(8))
+                assert sample.token_ids[: sample.turns[0].end].tolist() == ids
+            assert [sample.score for sample in (first, second, third)] == [2.0] * 3
+            shown = json.loads(group.episodes[number].messages)
+            assert [m["content"] for m in shown if m["role"] == "user"] == [w.prompts[0].plain, "more", "more", "why"]
+        assert episode_metrics([group])["episode/branches"] == 2.0
+        finished = FinishedEpisodes(task, 3)
+        for number in (0, 2):
+            finished.add(number, (group.samples[3 * number : 3 * number + 3], group.episodes[number]))
+        again = FinishedEpisodes(task, 3)
+        again.restore([finished.part_since(None)])
+        assert again.missing() == [1] and [len(each) for each, _ in again.ordered()] == [3, 3]
+
+
 async def test_an_environment_may_begin_the_conversation(world):
     async with world(SHORT) as w:
         first = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -91,6 +136,31 @@ async def test_an_environment_may_begin_the_conversation(world):
         for sample in group.samples:
             assert w.template.decode([sample.prompt_ids.tolist()], special=True) == ["<system>be brief<user>hello<assistant>"]
         assert json.loads(group.episodes[0].messages)[:2] == first
+
+
+async def test_tools_are_declared_and_their_calls_recorded(world):
+    calls = [ToolCall("add", '{"a": 1}', "2", 0.5), ToolCall("", "{", "error: no", 0.25, "no")]
+
+    class Calling(Script):
+        async def play(self, task, session):
+            session.tools = [{"type": "function", "function": {"name": "add"}}]
+            await session.answer([{"role": "user", "content": "hello"}])
+            session.reward(0.5, calls)
+            await session.answer([{"role": "tool", "name": "add", "content": "2"}, {"role": "tool", "content": "error: no"}])
+            return Ending(session.outcome, calls=calls[:1])
+
+    async with world(SHORT) as w:
+        w.template = Template(model_files("{{ tools[0].function.name if tools }}" + CHAT_TEMPLATE), w.config.data)
+        group = await w.play(Calling())
+        for sample in group.samples:
+            prompt, between = sample.prompt_ids, sample.token_ids[sample.turns[0].end : sample.turns[1].start]
+            assert "add" in w.template.decode([prompt.tolist()], special=True)[0]
+            assert w.template.decode([between.tolist()], special=True)[0].endswith(
+                "tool<unk>2<unk>tool<unk>error<unk> no<assistant>"
+            )
+            assert [list(turn.tool_calls) for turn in sample.turns] == [calls, calls[:1]]
+        found = episode_metrics([group])
+        assert (found["episode/tool_calls"], found["episode/tool_errors"], found["episode/tool_seconds"]) == (3.0, 1.0, 1.25)
 
 
 async def test_turns_and_tokens_are_bounded(world):
@@ -222,14 +292,14 @@ async def test_finished_episodes_of_another_task_or_an_older_policy_are_played_a
         group = await w.play(Script("more"), task)
         finished = FinishedEpisodes(task, 3)
         for number in (0, 2):
-            finished.add(number, (group.samples[number], group.episodes[number]))
+            finished.add(number, ([group.samples[number]], group.episodes[number]))
         part = finished.part_since(None)
         newer = FinishedEpisodes(replace(task, admission=replace(task.admission, version=1)), 3)
         newer.restore([part])
         assert newer.missing() == [0, 1, 2]
         again = FinishedEpisodes(task, 3)
         again.restore([part])
-        assert again.missing() == [1] and [sample.episode for sample, _ in again.ordered()] == [0, 1]
+        assert again.missing() == [1] and [[sample.episode for sample in each] for each, _ in again.ordered()] == [[0], [1]]
         for other, damaged in (
             (FinishedEpisodes(replace(task, prompt=w.prompts[1]), 3), part),
             (FinishedEpisodes(task, 2), part),

@@ -91,6 +91,39 @@ def test_blanks_thoughts_and_calls_of_an_answer_change_nothing(family: str, answ
     assert new[0]["content"] in rest and rest.endswith(opened)
 
 
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama3"])
+@given(results=st.lists(st.tuples(st.sampled_from(["multiply", "é", ""]), words), min_size=1, max_size=3), is_cut=st.booleans())
+def test_results_of_tools_follow_as_the_template_writes_them(family: str, results: list[tuple[str, str]], is_cut: bool) -> None:
+    template, tail = of(family)
+    answer = template.encode(['<tool_call>\n{"name": "multiply", "arguments": {"a":12}}\n</tool_call>'])[0]
+    exact = np.concatenate([tail.begin(QUESTION, TOOLS), answer, [] if is_cut else [template.end_id]]).astype(np.int32)
+    new = [{"role": "tool", "content": text, **({"name": name} if name else {})} for name, text in results]
+    behind = tail.after(exact, new, TOOLS)
+    assert (behind[0] == template.end_id) == is_cut
+    calls = [{"type": "function", "function": {"name": name or "f", "arguments": {}}} for name, _ in results]
+    called = {"role": "assistant", "content": "y", "tool_calls": calls}
+    chat = Chat((*QUESTION, called, *new), tuple(TOOLS))
+    rendered = template.apply([chat], generation_prompt=True)[0]
+    before = template.apply([Chat((*QUESTION, called), tuple(TOOLS))], generation_prompt=False)[0].rstrip("\n")
+    assert rendered.startswith(before)
+    np.testing.assert_array_equal(behind[is_cut:], template.encode([rendered.removeprefix(before)])[0])
+
+
+def test_results_have_the_names_and_ids_of_their_calls() -> None:
+    """Templates that write them, as some families do."""
+    written = (
+        "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' %}{{ m.name }},{{ m.tool_call_id }},{% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }},{{ c.id }},{% endfor %}"
+        "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    template = Template(model_files(written), DataConfig(train=Path("unused")))
+    new = [{"role": "tool", "name": "add", "content": "4"}, {"role": "tool", "name": "sub", "content": "5"}]
+    behind = Tail(template).after(np.array([template.end_id], np.int32), new, TOOLS)
+    assert text_of(template, behind) == "<tool>add,call00000,4<tool>sub,call00001,5<assistant>".replace(
+        "<tool>", "<unk>tool<unk>"
+    )
+
+
 def test_an_answer_that_stopped_at_another_token_gets_its_end() -> None:
     template, tail = of("qwen3")
     exact = np.append(tail.begin(QUESTION), np.int32(SPECIAL.index("<|endoftext|>")))

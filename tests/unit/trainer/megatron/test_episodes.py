@@ -92,6 +92,23 @@ def step_on(
     return advantages, value.item(), gradient.numpy(), losses.reduced(), losses
 
 
+def test_the_records_advantages_are_those_of_the_sampled_tokens() -> None:
+    """The environment's tokens between the turns have none, and a token that is not trained on has 0."""
+    groups = [branched(episode_group(0, index, masked=0.2)) for index in range(3)]
+    advantages, *_, losses = step_on(ALGORITHMS["turn_norm"], *gathered(ALGORITHMS["turn_norm"], groups))
+    samples = [sample for group in groups for sample in group.samples]
+    assert any(sample.sampled_tokens < len(sample) for sample in samples)
+    written = losses.trained_samples().advantages
+    assert written.shape == (sum(sample.sampled_tokens for sample in samples),)
+    trained = np.concatenate([sample.loss_mask[turn.start : turn.end] for sample in samples for turn in sample.turns]) == 1
+    np.testing.assert_array_equal(written[trained], advantages.advantages[gathered_mask(groups)])
+    assert not written[~trained].any()
+
+
+def gathered_mask(groups: Sequence[GroupRecord]) -> np.ndarray:
+    return gathered(ALGORITHMS["turn_norm"], groups)[1].trained
+
+
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "turn_norm"])
 def test_a_response_that_is_cut_into_turns_has_the_same_loss(name: str) -> None:
     algorithm = ALGORITHMS[name]
@@ -198,9 +215,11 @@ def test_every_preset_is_finite_and_leaves_the_environment_alone(name: str, seed
         assert (advantages.returns[outside] == 0).all()
         assert (algorithm.critic_coefficients(tokens, np.arange(len(tokens)))[outside] == 0).all()
     samples = [sample for group in groups for sample in group.samples]
-    for sample, fields in zip(samples, losses.trained_samples().fields([len(sample) for sample in samples]), strict=True):
-        recorded = np.broadcast_to(fields["advantage"], len(sample))
-        assert (recorded[sample.loss_mask == 0] == 0).all()
+    lengths = [sample.sampled_tokens for sample in samples]
+    for sample, fields in zip(samples, losses.trained_samples().fields(lengths), strict=True):
+        trained = np.concatenate([sample.loss_mask[turn.start : turn.end] for turn in sample.turns]) == 1
+        recorded = np.broadcast_to(fields["advantage"], sample.sampled_tokens)
+        assert (recorded[~trained] == 0).all()
 
 
 @pytest.mark.parametrize("branches", [False, True], ids=["one trajectory", "branches"])

@@ -123,18 +123,15 @@ class Losses:
         )
 
     def trained_samples(self) -> TrainedSamples:
-        """How the optimizer steps used each sample. A response begins with its first sampled token."""
+        """How the optimizer steps used each sample. Its advantages are those of the tokens that the policy sampled, trained on or not."""
         count = len(self.sequences)
         steps: list[list[int]] = [[] for _ in range(count)]
         for number, step in enumerate(self._steps, start=1):
             for sequence in step.tolist():
                 steps[sequence].append(number)
-        sampled, begins = np.flatnonzero(self._tokens.version >= 0), np.full(count, self._tokens.tokens)
-        np.minimum.at(begins, self._sequence_of[sampled], sampled)
-        of_response = np.arange(self._tokens.tokens) >= begins[self._sequence_of]
         sums = np.bincount(self._sequence_of, weights=self._weights, minlength=count)
         return TrainedSamples(
-            advantages=self._advantages.advantages[of_response],
+            advantages=self._advantages.advantages[self._tokens.version >= 0],
             weights=(sums / max(1, len(steps[0]))).astype(np.float32),
             steps=np.array(steps, dtype=np.int32),
         )

@@ -23,6 +23,6 @@ def make_environment(
     config, settings = sampler.config, sampler.config.environment
     if settings is None:
         return SingleTurn(sampler, scoring, partial_log, budget)
-    servers = EnvironmentClient(run, settings, config.data.label_key, config.seed)
+    servers = EnvironmentClient(run, settings, config.data, config.seed)
     bounds = Bounds(settings.max_turns, config.rollout.max_model_len, settings.max_seconds)
     return Episodes(sampler, Tail(sampler.template), servers, partial_log, bounds, settings.tries)

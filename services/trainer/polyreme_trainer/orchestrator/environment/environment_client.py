@@ -18,12 +18,18 @@ import grpc
 
 from polyreme.api.v1 import environment_pb2, environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME
+from polyreme.config.data import DataConfig
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.dataset.chat import Chat, read_tools
+from polyreme.dataset.columns import TokenIds
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
+from polyreme.experience.records import ToolCall
 from polyreme.experience.run import Run
 from polyreme.net import rpc
-from polyreme_trainer.data.tail import Message
+from polyreme_trainer.data.prompts import prompt_in
+from polyreme_trainer.data.tail import Message, Tools
+from polyreme_trainer.orchestrator.environment.agent_turn import agent_turn
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
 from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession
@@ -35,6 +41,9 @@ logger = logging.getLogger(__name__)
 _REST_SECONDS = 5.0
 """Seconds for which a server that failed gets no episode; one that is full, a tenth of it."""
 _CLOSE_SECONDS = 1.0
+_SHOWN_CHARS = 1 << 14
+_AGENT_SECONDS = 10.0
+"""Seconds for a server to report the end of an agent that it has ended."""
 
 
 @dataclass(eq=False)
@@ -55,12 +64,14 @@ class EnvironmentClient:
     Args:
         run: provides the leases and receives the notices.
         config: `start_timeout` and `security` are used.
-        label_key: the column of a row that has its label.
+        data: says which columns of a row are its prompt, tools and label.
         seed: the run's seed.
     """
 
-    def __init__(self, run: Run, config: EnvironmentConfig, label_key: str, seed: int) -> None:
-        self._config, self._label_key, self._seed = config, label_key, seed
+    def __init__(self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int) -> None:
+        self._config, self._data, self._seed = config, data, seed
+        # An agent gives its reward at its end, for which it has step_timeout seconds after a bound.
+        self._grace = config.step_timeout + _AGENT_SECONDS if config.is_agent else 0.0
         self._leases = LiveServers(run, "environment")
         self._servers: dict[str, _EnvironmentServer] = {}
         self._changed = asyncio.Condition()
@@ -121,7 +132,7 @@ class EnvironmentClient:
         try:
             await _write(call, environment_pb2.RunRequest(start=self._start(task, session)))
             while True:
-                async with asyncio.timeout_at(session.deadline) as limit:
+                async with asyncio.timeout_at(session.deadline + self._grace) as limit:
                     response = await call.read()
                 if response is grpc.aio.EOF:
                     raise self._lost(server, "ended an episode without its ending")
@@ -129,27 +140,52 @@ class EnvironmentClient:
                     if response.ending.error:
                         raise EpisodeError(f"the environment failed: {response.ending.error}")
                     spent += response.ending.seconds
-                    return Ending(session.outcome, response.ending.reward, dict(response.ending.parts), spent)
+                    end = response.ending
+                    return Ending(session.outcome, end.reward, dict(end.parts), spent, _calls(end))
                 ask = response.ask
                 spent += ask.seconds
                 if session.turns:
-                    session.reward(_finite(ask.reward))
-                answer = await session.answer(_messages(ask, session))
-                await _write(call, environment_pb2.RunRequest(answer=environment_pb2.Answer(text=answer.text)))
+                    session.reward(_finite(ask.reward), _calls(ask))
+                await _write(call, environment_pb2.RunRequest(answer=await self._answer(ask, task, session)))
         except TimeoutError:
             if not limit.expired():
                 raise
+            if self._config.is_agent:
+                raise self._lost(server, "did not end an agent in time") from None
             return Ending(OUTCOME_TIME, seconds=spent)
         except EpisodeOverError as over:
             return Ending(over.outcome, seconds=spent)
         finally:
             call.cancel()
 
+    async def _answer(self, ask: environment_pb2.Ask, task: Task, session: EpisodeSession) -> environment_pb2.Answer:
+        if ask.HasField("agent"):
+            return await agent_turn(ask.agent, session)
+        if session.turns:
+            messages = _new_messages(ask)
+        else:
+            session.tools, messages = self._begin(ask, task)
+        answer = await session.answer(messages)
+        return environment_pb2.Answer(text=answer.text, raw="" if answer.raw == answer.text else answer.raw)
+
     def _start(self, task: Task, session: EpisodeSession) -> environment_pb2.Start:
-        row = {**json.loads(task.prompt.metadata_json or "{}"), self._label_key: task.prompt.label}
+        row = {**json.loads(task.prompt.metadata_json or "{}"), self._data.label_key: task.prompt.label}
         admission = task.admission
         seed = sequence_seed(self._seed, admission.index, admission.attempt, session.number, 0)
         return environment_pb2.Start(row_json=json.dumps(row), seed=seed)
+
+    def _begin(self, ask: Any, task: Task) -> tuple[Tools, list[Message]]:
+        """The tools of an episode, with those of its row, and its first messages; none for the row's own prompt as it is."""
+        messages = [{"role": message.role, "content": message.content} for message in ask.messages]
+        tools = read_tools(ask.tools_json, "an environment")
+        if tools is None:
+            return None, messages
+        row = json.loads(task.prompt.metadata_json or "{}")
+        prompt = prompt_in(row, "the row of an episode", self._data)
+        if isinstance(prompt, TokenIds):
+            raise EpisodeError("expected a prompt of text or messages, for an environment with tools; found tokens")
+        chat = Chat(({"role": "user", "content": prompt},)) if isinstance(prompt, str) else prompt
+        return [*(chat.tools or ()), *tools], messages or [*chat.messages]
 
     @asynccontextmanager
     async def _claim(self) -> AsyncIterator[_EnvironmentServer]:
@@ -186,10 +222,22 @@ async def _write(call: Any, request: environment_pb2.RunRequest) -> None:
         await call.write(request)
 
 
-def _messages(ask: Any, session: EpisodeSession) -> list[Message]:
-    if session.turns and not ask.messages:
+def _new_messages(ask: Any) -> list[Message]:
+    """What follows a turn. The first ones are the results of its tool calls."""
+    if not ask.messages:
         raise EpisodeError("expected new messages after a turn; found none")
-    return [{"role": message.role, "content": message.content} for message in ask.messages]
+    messages: list[Message] = [{"role": message.role, "content": message.content} for message in ask.messages]
+    for message, call in zip(messages, ask.calls, strict=False):
+        if call.name:
+            message["name"] = call.name
+    return messages
+
+
+def _calls(message: Any) -> list[ToolCall]:
+    return [
+        ToolCall(call.name, call.arguments, call.result[:_SHOWN_CHARS], max(0.0, call.seconds), call.error)
+        for call in message.calls
+    ]
 
 
 def _finite(reward: float) -> float:

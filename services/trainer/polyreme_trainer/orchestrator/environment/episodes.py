@@ -7,11 +7,11 @@ episodes a try; an episode begins again with the same seeds.
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from polyreme.experience.records import EpisodeRecord, RewardPart
+from polyreme.experience.records import EpisodeRecord, RewardPart, ToolCall
 from polyreme_trainer.data.tail import Message, Tail
 from polyreme_trainer.orchestrator.environment.finished import Finished, FinishedEpisodes
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Played, Task
@@ -38,12 +38,14 @@ class Ending:
         reward: of the last turn, in addition to what the session has; finite.
         parts: numbers to report, by name.
         seconds: wall-clock seconds in the environment.
+        calls: the tool calls of the last turn, in addition to what the session has.
     """
 
     outcome: int
     reward: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    calls: Sequence[ToolCall] = ()
 
 
 class Host(Protocol):
@@ -98,7 +100,7 @@ class Episodes:
 
             await together([play(number) for number in finished.missing()])
             episodes = finished.ordered()
-        samples, records = [sample for sample, _ in episodes], [record for _, record in episodes]
+        samples, records = [sample for each, _ in episodes for sample in each], [record for _, record in episodes]
         return Played(samples, records, generate_seconds=time.monotonic() - began)
 
     async def _play(self, task: Task, number: int, *, greedy: bool) -> Finished:
@@ -119,11 +121,11 @@ def _finished(session: EpisodeSession, ending: Ending) -> Finished:
         raise EpisodeError("expected at least one turn in an episode; found none: its first messages leave no room, or no time")
     if not all(math.isfinite(number) for number in (ending.reward, *ending.parts.values())):
         raise EpisodeError(f"expected finite rewards; found {ending.reward} and {dict(ending.parts)}")
-    session.reward(ending.reward)
+    session.reward(ending.reward, ending.calls)
     score = session.score
     parts = [RewardPart(PART, score, score), *(RewardPart(f"{PART}/{name}", each, each) for name, each in ending.parts.items())]
     messages = json.dumps([_shown(message) for message in session.messages])
-    return session.trajectory(parts), EpisodeRecord(ending.outcome, messages, ending.seconds)
+    return session.trajectories(parts), EpisodeRecord(ending.outcome, messages, ending.seconds)
 
 
 def _shown(message: Message) -> dict[str, Any]:

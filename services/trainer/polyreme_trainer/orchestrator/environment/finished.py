@@ -15,7 +15,8 @@ from polyreme.experience.records import EpisodeRecord, GroupRecord, SampleRecord
 from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.generation.rollout_parts import PartialRolloutError
 
-Finished = tuple[SampleRecord, EpisodeRecord]
+Finished = tuple[list[SampleRecord], EpisodeRecord]
+"""An episode's trajectories, at least one, and the episode."""
 
 
 class FinishedEpisodes:
@@ -38,7 +39,7 @@ class FinishedEpisodes:
         self._episodes[number] = episode
 
     def ordered(self) -> list[Finished]:
-        """The episodes in the order of their numbers; each trajectory has the place of its episode."""
+        """The episodes in the order of their numbers; its trajectories have its place."""
         return _placed([self._episodes[number] for number in sorted(self._episodes)])
 
     def mark(self) -> frozenset[int]:
@@ -48,7 +49,7 @@ class FinishedEpisodes:
         numbers = sorted(self._episodes.keys() - (mark or frozenset()))
         episodes = _placed([self._episodes[number] for number in numbers])
         admission, prompt = self._task.admission, self._task.prompt
-        samples, records = [sample for sample, _ in episodes], [record for _, record in episodes]
+        samples, records = [sample for each, _ in episodes for sample in each], [record for _, record in episodes]
         group = GroupRecord(admission.index, admission.attempt, prompt.ids, samples, episodes=records)
         return struct.pack(f"<{len(numbers) + 1}I", len(numbers), *numbers) + encode_group(group)
 
@@ -69,9 +70,13 @@ class FinishedEpisodes:
         if not np.array_equal(group.prompt_ids, self._task.prompt.ids) or max(numbers) >= self._count:
             raise PartialRolloutError("expected episodes of this task; found others")
         oldest = self._task.admission.version
-        pairs = zip(group.samples, group.episodes, strict=True)
-        return {number: pair for number, pair in zip(numbers, pairs, strict=True) if pair[0].oldest_version >= oldest}
+        found: dict[int, Finished] = {}
+        for place, (number, record) in enumerate(zip(numbers, group.episodes, strict=True)):
+            samples = [sample for sample in group.samples if sample.episode == place]
+            if all(sample.oldest_version >= oldest for sample in samples):
+                found[number] = samples, record
+        return found
 
 
 def _placed(episodes: Sequence[Finished]) -> list[Finished]:
-    return [(replace(sample, episode=place), record) for place, (sample, record) in enumerate(episodes)]
+    return [([replace(sample, episode=place) for sample in samples], record) for place, (samples, record) in enumerate(episodes)]

@@ -1,7 +1,8 @@
 """One episode's policy: it samples an answer to messages, and keeps the exact tokens of the conversation.
 
-Invariant: the tokens that the learner trains on are those that were sampled, in the context in which they were sampled. Each turn's context is
-the previous one, its answer, and what the chat template writes behind an answer for the new messages; nothing is encoded twice. A turn
+Invariant: the tokens that the learner trains on are those that were sampled, in the context in which they were sampled, each in one
+trajectory. A turn's context is that of the turn that it follows, its answer, and what the chat template writes behind an answer for the new
+messages; nothing is encoded twice. A turn that follows none, or another one than the last of its trajectory, begins a trajectory. A turn
 counts only when it is complete, so a session that ends in mid-turn has the turns before.
 """
 
@@ -9,14 +10,14 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from polyreme.api.v1 import experience_pb2 as pb
-from polyreme.experience.records import RewardPart, SampleRecord, Turn
-from polyreme_trainer.data.tail import Message, Tail
+from polyreme.experience.records import RewardPart, SampleRecord, ToolCall, Turn
+from polyreme_trainer.data.tail import Message, Tail, Tools
 from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, Span, merged
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
@@ -34,10 +35,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A turn's message, without special tokens, and whether it was cut at its maximum length."""
+    """A turn's message without special tokens, the same with them but without the stop token, whether it was cut at its maximum length, and the
+    tokens before it and of it."""
 
     text: str
+    raw: str
     is_cut: bool
+    context_tokens: int
+    tokens: int
 
 
 class EpisodeOverError(Exception):
@@ -46,6 +51,17 @@ class EpisodeOverError(Exception):
     def __init__(self, outcome: int) -> None:
         super().__init__(pb.Outcome.Name(outcome))
         self.outcome = outcome
+
+
+@dataclass
+class _Trajectory:
+    """Tokens that only grow: the prompt, and the context up to the end of the last turn, both int32; the turns, and their samples."""
+
+    number: int
+    prompt: np.ndarray
+    context: np.ndarray
+    turns: list[Turn] = field(default_factory=list)
+    sampled: list[PartialRollout] = field(default_factory=list)
 
 
 class EpisodeSession:
@@ -57,22 +73,28 @@ class EpisodeSession:
 
     Attributes:
         messages: the conversation so far, for display.
+        tools: what the chat template declares in the next answer's context; None: nothing.
         deadline: time on the event loop's clock at which the episode's seconds have passed.
     """
 
     def __init__(self, sampler: Sampler, tail: Tail, task: Task, number: int, bounds: Bounds, *, greedy: bool = False) -> None:
         self._sampler, self._tail, self._task, self._bounds = sampler, tail, task, bounds
         self.number, self._greedy = number, greedy
-        self._prompt = task.prompt.ids
-        self._context = np.empty(0, np.int32)
-        self._turns: list[Turn] = []
-        self._sampled: list[PartialRollout] = []
+        self._trajectories: list[_Trajectory] = []
+        self._turns: list[tuple[_Trajectory, int]] = []  # in the order of sampling: the trajectory, and the place among its turns
+        self._over: int = pb.OUTCOME_UNSPECIFIED
         self.messages: list[Message] = []
+        self.tools: Tools = None
         self.begin()
 
     def begin(self) -> None:
         """Starts the episode's clock, when its environment is there."""
         self.deadline = asyncio.get_running_loop().time() + self._bounds.seconds
+
+    @property
+    def temperature(self) -> float:
+        """The temperature at which it samples. (Greedy episodes are no exception: their agents must not know.)"""
+        return self._sampler.config.rollout.temperature
 
     @property
     def turns(self) -> int:
@@ -82,18 +104,26 @@ class EpisodeSession:
     @property
     def score(self) -> float:
         """The sum of the turns' rewards."""
-        return math.fsum(turn.reward for turn in self._turns)
+        return math.fsum(turn.reward for each in self._trajectories for turn in each.turns)
 
     @property
     def outcome(self) -> int:
         """The outcome of the episode if it ends now."""
-        return pb.OUTCOME_LENGTH if self._sampled and _is_cut(self._sampled[-1]) else pb.OUTCOME_STOP
+        if self._over:
+            return self._over
+        if asyncio.get_running_loop().time() >= self.deadline:
+            return pb.OUTCOME_TIME
+        return pb.OUTCOME_LENGTH if (last := self._last_sample()) and _is_cut(last) else pb.OUTCOME_STOP
 
-    async def answer(self, messages: Sequence[Message]) -> SampledTurn:
+    async def answer(
+        self, messages: Sequence[Message], *, after: int | None = None, max_tokens: int | None = None
+    ) -> SampledTurn:
         """Samples the next turn.
 
         Args:
-            messages: what came since the last answer. Before the first one they are the whole conversation; none: the row's prompt.
+            messages: what came since the answer that it follows. Without one they are the whole conversation; none: the row's prompt.
+            after: the number of the turn that it follows, from 1; 0: none. None: the last turn, if there is one.
+            max_tokens: upper bound of its tokens, in addition to rollout.max_new_tokens.
 
         Raises:
             EpisodeOverError: the episode has reached a bound.
@@ -101,34 +131,38 @@ class EpisodeSession:
             GenerateError, UnavailableError: see `generate`.
         """
         if self.turns >= self._bounds.turns:
-            raise EpisodeOverError(pb.OUTCOME_TURNS)
-        context = self._continued(messages)
+            raise self._end(pb.OUTCOME_TURNS)
+        trajectory, context = self._continued(messages, self.turns if after is None else after)
         room = self._bounds.tokens - len(context)
         if room < 1:
-            raise EpisodeOverError(pb.OUTCOME_TOKENS)
+            raise self._end(pb.OUTCOME_TOKENS)
         began = time.monotonic()
         try:
             async with asyncio.timeout_at(self.deadline) as limit:
-                sample = await self._sample(context, room)
+                sample = await self._sample(trajectory, context, min(room, max_tokens or room))
         except TimeoutError:
             if limit.expired():
-                raise EpisodeOverError(pb.OUTCOME_TIME) from None
+                raise self._end(pb.OUTCOME_TIME) from None
             raise
-        return self._add(messages, context, sample, time.monotonic() - began)
+        return self._add(messages, trajectory, context, sample, time.monotonic() - began)
 
-    def reward(self, reward: float) -> None:
-        """Adds to the reward of the last turn."""
-        self._turns[-1] = self._turns[-1]._replace(reward=self._turns[-1].reward + reward)
+    def reward(self, reward: float, calls: Sequence[ToolCall] = ()) -> None:
+        """Adds to the reward and the tool calls of the last turn."""
+        trajectory, place = self._turns[-1]
+        last = trajectory.turns[place]
+        trajectory.turns[place] = last._replace(reward=last.reward + reward, tool_calls=(*last.tool_calls, *calls))
 
-    def trajectory(self, parts: Sequence[RewardPart]) -> SampleRecord:
-        """The record of the episode's tokens, after at least one turn. Its score is the sum of the turns' rewards."""
-        start = len(self._prompt)
-        ids = self._context[start:]
+    def trajectories(self, parts: Sequence[RewardPart]) -> list[SampleRecord]:
+        """The records of the episode's tokens, after at least one turn. Their score is the sum of all turns' rewards."""
+        return [self._record(each, parts) for each in self._trajectories]
+
+    def _record(self, trajectory: _Trajectory, parts: Sequence[RewardPart]) -> SampleRecord:
+        ids = trajectory.context[len(trajectory.prompt) :]
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.uint8)
-        width = max((sample.route_bytes for sample in self._sampled), default=0)
+        width = max(sample.route_bytes for sample in trajectory.sampled)
         routes = np.zeros((len(ids), width), np.uint8) if width else None
         spans: list[Span] = []
-        for turn, sample in zip(self._turns, self._sampled, strict=True):
+        for turn, sample in zip(trajectory.turns, trajectory.sampled, strict=True):
             logprobs[turn.start : turn.end] = sample.token_logprobs()
             mask[turn.start : turn.end] = not self._greedy
             spans += [(version, turn.start + first, turn.start + last) for version, first, last in sample.spans]
@@ -138,25 +172,41 @@ class EpisodeSession:
             token_ids=ids,
             logprobs=logprobs,
             loss_mask=mask,
-            finish_reason=self._sampled[-1].finish_reason,
+            finish_reason=trajectory.sampled[-1].finish_reason,
             spans=merged(spans),
             score=self.score,
             parts=list(parts),
             text=self._sampler.template.decode([ids.tolist()], special=False)[0],
             routes=routes,
-            replicas=tuple(dict.fromkeys(name for sample in self._sampled for name in sample.replicas)),
-            prompt_ids=None if np.array_equal(self._prompt, self._task.prompt.ids) else self._prompt,
-            turns=tuple(self._turns),
+            replicas=tuple(dict.fromkeys(name for sample in trajectory.sampled for name in sample.replicas)),
+            prompt_ids=None if np.array_equal(trajectory.prompt, self._task.prompt.ids) else trajectory.prompt,
+            turns=tuple(trajectory.turns),
         )
 
-    def _continued(self, messages: Sequence[Message]) -> np.ndarray:
-        """The context of the next turn, int32."""
-        if self._sampled:
-            return np.concatenate([self._context, self._tail.after(self._context, messages)])
-        return self._tail.begin(messages) if messages else self._prompt
+    def _end(self, outcome: int) -> EpisodeOverError:
+        self._over = outcome
+        return EpisodeOverError(outcome)
 
-    async def _sample(self, context: np.ndarray, room: int) -> PartialRollout:
-        before = len(context) - len(self._prompt) if self._sampled else 0
+    def _last_sample(self) -> PartialRollout | None:
+        if not self._turns:
+            return None
+        trajectory, place = self._turns[-1]
+        return trajectory.sampled[place]
+
+    def _continued(self, messages: Sequence[Message], after: int) -> tuple[_Trajectory, np.ndarray]:
+        """The trajectory of the next turn, which may be a new one, and the turn's context, int32."""
+        if not after:
+            prompt = self._tail.begin(messages, self.tools) if messages else self._task.prompt.ids
+            return _Trajectory(len(self._trajectories), prompt, prompt), prompt
+        trajectory, place = self._turns[after - 1]
+        exact = trajectory.context[: len(trajectory.prompt) + trajectory.turns[place].end]
+        context = np.concatenate([exact, self._tail.after(exact, messages, self.tools)])
+        if place == len(trajectory.turns) - 1:
+            return trajectory, context
+        return _Trajectory(len(self._trajectories), context, context), context  # the turns before are those of the other one
+
+    async def _sample(self, trajectory: _Trajectory, context: np.ndarray, room: int) -> PartialRollout:
+        before = (trajectory.number << 32) + len(context) - len(trajectory.prompt)
         group = self._sampler.of_group(self._task.admission, context)
         admission = self._task.admission
         wanted = replace(
@@ -167,21 +217,32 @@ class EpisodeSession:
             temperature=0.0 if self._greedy else group.temperature,
             seed=partial(_seed, self._sampler.config.seed, admission.index, admission.attempt, self.number, before),
         )
-        used = self._sampled[-1].replicas if self._sampled else []
-        (sample,) = await self._sampler.sample(wanted, prefer=used[-1] if used else None)
+        last = self._last_sample()
+        (sample,) = await self._sampler.sample(wanted, prefer=last.replicas[-1] if last and last.replicas else None)
         return sample
 
-    def _add(self, messages: Sequence[Message], context: np.ndarray, sample: PartialRollout, seconds: float) -> SampledTurn:
-        if not self._sampled:
-            self._prompt = context
-        start = len(context) - len(self._prompt)
-        self._context = np.concatenate([context, sample.token_ids()])
-        self._turns.append(Turn(start, start + sample.length, seconds=seconds))
-        self._sampled.append(sample)
-        (text,) = self._sampler.template.decode([sample.token_ids().tolist()], special=False)
-        asked = messages or [{"role": "user", "content": self._task.prompt.plain}]
+    def _add(
+        self, messages: Sequence[Message], trajectory: _Trajectory, context: np.ndarray, sample: PartialRollout, seconds: float
+    ) -> SampledTurn:
+        if not trajectory.turns:
+            self._trajectories.append(trajectory)
+        self._turns.append((trajectory, len(trajectory.turns)))
+        start = len(context) - len(trajectory.prompt)
+        trajectory.context = np.concatenate([context, sample.token_ids()])
+        trajectory.turns.append(Turn(start, start + sample.length, seconds=seconds))
+        trajectory.sampled.append(sample)
+        template, ids = self._sampler.template, sample.token_ids().tolist()
+        (text,) = template.decode([ids], special=False)
+        (raw,) = template.decode([ids[:-1] if ids[-1] in template.stop_ids else ids], special=True)
+        asked = _behind_answers(messages) if messages else [{"role": "user", "content": self._task.prompt.plain}]
         self.messages += [*asked, {"role": "assistant", "content": text}]
-        return SampledTurn(text, _is_cut(sample))
+        return SampledTurn(text, raw, _is_cut(sample), len(context), sample.length)
+
+
+def _behind_answers(messages: Sequence[Message]) -> list[Message]:
+    """The messages behind the last answer among them: those before it have been shown, or are in the trajectory's prompt."""
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    return list(messages[answers[-1] + 1 :] if answers else messages)
 
 
 def _is_cut(sample: PartialRollout) -> bool:
@@ -189,5 +250,5 @@ def _is_cut(sample: PartialRollout) -> bool:
 
 
 def _seed(seed: int, group: int, attempt: int, episode: int, before: int, _: int, prefix: int) -> int:
-    """The seed of a token with `before` + `prefix` tokens of its trajectory before it."""
+    """The seed of a token with `before` + `prefix` tokens of its trajectory before it; each trajectory counts from a number of its own."""
     return sequence_seed(seed, group, attempt, episode, before + prefix)

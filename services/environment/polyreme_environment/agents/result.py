@@ -1,0 +1,37 @@
+"""What an agent returns when it ends: nothing, a reward, or a mapping with a reward and numbers to report.
+
+Invariant: what a user's code returns is either understood completely or refused. Pure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from polyreme_environment.contract import ContractError, finite
+
+_KEYS = {"reward", "metrics"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A reward, None if the agent gave it otherwise, and numbers to report by name."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def read_result(value: object) -> Result:
+    """Raises ContractError."""
+    if value is None:
+        return Result()
+    if not isinstance(value, Mapping):
+        return Result(finite(value, "reward of the agent"))
+    if not value.keys() <= _KEYS:
+        raise ContractError(f"expected reward and metrics from the agent; found {sorted(map(str, value.keys() - _KEYS))!r:.100}")
+    metrics = value.get("metrics") or {}
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise ContractError(f"expected a mapping of numbers as metrics of the agent; found {metrics!r:.100}")
+    reward = value.get("reward")
+    return Result(
+        None if reward is None else finite(reward, "reward of the agent"),
+        {name: finite(each, f"metric {name} of the agent") for name, each in metrics.items()},
+    )

@@ -1,0 +1,90 @@
+"""The tool calls in an answer, as the policy's chat template teaches it to write them.
+
+Invariant: this is the only place that knows how a model writes a call. What looks like a call and is none is malformed, with the reason, and
+never left out. A thought has no calls. Pure.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call. `arguments`: by name; `text`: their JSON text."""
+
+    name: str
+    arguments: dict[str, Any]
+    text: str
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """What the policy wrote in place of a call, and what is wrong with it."""
+
+    text: str
+    problem: str
+
+
+Calls = list[Call | Malformed]
+
+
+def find_calls(answer: str, parser: str) -> Calls:
+    """The calls of an answer in their order.
+
+    Args:
+        answer: the answer with its special tokens, but without the stop token.
+        parser: a key of PARSERS.
+    """
+    _, _, said = answer.rpartition(_THOUGHT_ENDS)
+    return [] if _THOUGHT_BEGINS in said else PARSERS[parser](said)
+
+
+def _hermes(said: str) -> Calls:
+    """<tool_call> {"name": ..., "arguments": {...}} </tool_call>, as Qwen and Hermes write it. The end of the last one may be absent."""
+    return [_read(closed or open_, "arguments") for closed, open_ in _HERMES.findall(said)]
+
+
+def _llama3_json(said: str) -> Calls:
+    """{"name": ..., "parameters": {...}}, as Llama 3 writes it; several are separated by semicolons. Other text is no call."""
+    text = said.replace("<|python_tag|>", "").strip()
+    if not text.startswith("{"):
+        return []
+    decoder, calls = json.JSONDecoder(parse_constant=_refuse), Calls()
+    while text:
+        try:
+            _, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            return [*calls, Malformed(text, f"it is no JSON: {error}")]
+        calls.append(_read(text[:end], "parameters"))
+        rest = text[end:].lstrip()
+        if rest and not rest.startswith(";"):
+            return [*calls, Malformed(rest, "expected nothing but further calls behind a call, after a semicolon")]
+        text = rest[1:].lstrip()
+    return calls
+
+
+PARSERS: Mapping[str, Callable[[str], Calls]] = {"hermes": _hermes, "llama3_json": _llama3_json}
+"""The parsers, by the names that vLLM has for them."""
+
+
+def _read(text: str, key: str) -> Call | Malformed:
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        json.dumps(value, ensure_ascii=False).encode()  # an escape may stand for half a character
+    except (ValueError, RecursionError) as error:
+        return Malformed(text, f"it is no JSON: {error}")
+    name = value.get("name") if isinstance(value, dict) else None
+    arguments = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return Malformed(text, f'expected {{"name": ..., "{key}": {{...}}}}')
+    return Call(name, arguments, json.dumps(arguments, ensure_ascii=False))
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")

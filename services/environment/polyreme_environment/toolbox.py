@@ -1,0 +1,82 @@
+"""The tools of an environment in a worker: declares them, and answers the calls of the policy.
+
+Invariant: every call is answered, in order. A call that is malformed, names no tool, does not fit its arguments, or whose tool raises, is
+answered with the reason: the policy sees it, and the episode goes on.
+"""
+
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+from polyreme.errors import ConfigError
+from polyreme_environment.contract import RESERVED, ContractError, ToolCall, result_of, tool_names
+from polyreme_environment.tool_calls import Call, Calls, Malformed
+from polyreme_environment.tool_schema import Schema, tool_schema
+
+_NAMED = 10
+
+
+class Toolbox:
+    """The tools of a class; `where` names its file in errors.
+
+    Raises:
+        ConfigError: a tool cannot be described.
+    """
+
+    def __init__(self, kind: Any, where: str) -> None:
+        self._names = tool_names(kind)
+        for name in self._names:
+            if not inspect.isfunction(getattr(kind, str(name), None)) or str(name) in RESERVED:
+                raise ConfigError(f"names of methods as `tools` of {kind.__name__} in {where}", repr(name), "Fix `tools`.")
+        self.schemas: list[Schema] = [tool_schema(getattr(kind, name), name, where) for name in self._names]
+
+    def answer(self, episode: Any, calls: Calls, limit: int, finish: Callable[[Any], Any]) -> list[ToolCall]:
+        """Makes the calls, one after the other.
+
+        Args:
+            episode: the instance whose methods are called.
+            limit: characters of all results together.
+            finish: awaits what a method returned, if needed.
+
+        Raises:
+            ContractError: a tool returned what no text can stand for.
+        """
+        return [self._answer(episode, call, limit // len(calls), finish) for call in calls]
+
+    def _answer(self, episode: Any, call: Call | Malformed, limit: int, finish: Callable[[Any], Any]) -> ToolCall:
+        began, name = time.monotonic(), "" if isinstance(call, Malformed) else call.name
+        result = error = ""
+        try:
+            if isinstance(call, Malformed):
+                raise ValueError(f"malformed call: {call.problem}")
+            result = result_of(name, finish(self._bound(episode, call)()))
+        except (ContractError, MemoryError):
+            raise
+        except Exception as raised:  # noqa: BLE001 a tool may raise anything
+            error = _reason(raised)
+        return name, call.text, _cut(result or f"error: {error}" * bool(error), limit), time.monotonic() - began, error
+
+    def _bound(self, episode: Any, call: Call) -> Callable[[], Any]:
+        if call.name not in self._names:
+            more = ", ..." * (len(self._names) > _NAMED)
+            raise ValueError(f"no tool is called {call.name[:100]!r}; the tools are {', '.join(self._names[:_NAMED])}{more}")
+        tool = getattr(episode, call.name)
+        bound = inspect.signature(tool).bind(**call.arguments)
+        return lambda: tool(*bound.args, **bound.kwargs)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"
+
+
+def _reason(error: Exception) -> str:
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 str() of a user's exception may raise
+        text = ""
+    return (
+        (text if type(error) in (TypeError, ValueError) and text else f"{type(error).__name__}: {text}")
+        .encode(errors="replace")
+        .decode()
+    )

@@ -1,0 +1,43 @@
+"""A turn that an agent asked for.
+
+Invariant: an agent whose request gets no turn is told why, and its episode goes on: its reward comes with its end.
+"""
+
+import json
+
+from polyreme.api.v1.environment_pb2 import AgentRequest, Answer
+from polyreme.api.v1.experience_pb2 import OUTCOME_TIME, OUTCOME_TOKENS, OUTCOME_TURNS
+from polyreme.dataset.chat import read_chat
+from polyreme.errors import DataError
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
+from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession
+
+_BOUNDS: dict[int, str] = {
+    OUTCOME_TURNS: "the episode has reached environment.max_turns",
+    OUTCOME_TOKENS: "the conversation has reached rollout.max_model_len",
+    OUTCOME_TIME: "the episode has reached environment.max_seconds",
+}
+
+
+async def agent_turn(request: AgentRequest, session: EpisodeSession) -> Answer:
+    """The turn, or why there is none.
+
+    Raises:
+        EpisodeError: the request is none that an environment server may send.
+        GenerateError, UnavailableError: see `EpisodeSession.answer`.
+    """
+    if request.after > session.turns:
+        raise EpisodeError(f"expected messages that follow one of {session.turns} turns; found turn {request.after}")
+    if request.HasField("temperature") and request.temperature != session.temperature:
+        found = f"expected rollout.temperature = {session.temperature:g} of the run; found {request.temperature:g}"
+        return Answer(refused=f"{found}. Remove `temperature`.")
+    try:
+        chat = read_chat(json.loads(request.messages_json), "`messages`", request.tools_json or None)
+        session.tools = None if chat.tools is None else list(chat.tools)
+        turn = await session.answer(chat.messages, after=request.after, max_tokens=request.max_tokens or None)
+    except EpisodeOverError as over:
+        return Answer(refused=_BOUNDS[over.outcome], over=True)
+    except DataError as error:
+        return Answer(refused=str(error))
+    raw = "" if turn.raw == turn.text else turn.raw
+    return Answer(text=turn.text, raw=raw, is_cut=turn.is_cut, context_tokens=turn.context_tokens, tokens=turn.tokens)

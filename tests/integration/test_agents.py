@@ -1,0 +1,224 @@
+"""Agents that ask for turns at a session address: real worker processes and HTTP, and the orchestrator's sessions over simulated replicas."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+import yaml
+
+from polyreme.api.v1 import experience_pb2
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.errors import ConfigError
+from polyreme_environment.server import serve
+from polyreme_rollout.testing.simulated_engine import Lengths
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
+from polyreme_trainer.orchestrator.environment.episodes import HostLostError
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
+from polyreme_trainer.orchestrator.main import orchestrate
+from support import guide
+from support.episode_world import WIDE, episode_world
+from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
+
+AGENT = '''
+import json, time, urllib.error, urllib.request
+
+def run(task, base_url, api_key, act="talk"):
+    """Talks over three turns."""
+    def post(path, body, key=api_key):
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        request = urllib.request.Request(base_url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.load(reply)
+
+    def chat(messages, **more):
+        answer = post("/chat/completions", {"model": "any", "messages": messages, **more})
+        return [*messages, answer["choices"][0]["message"]]
+
+    return globals()["do_" + act](task, post, chat)
+
+def do_talk(task, post, chat):
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for number in range(3):
+        messages = [*chat(messages), {"role": "user", "content": f"turn {number}"}]
+    return {"reward": 2, "metrics": {"messages": len(messages)}}
+
+def do_post(task, post, chat):
+    messages = chat([{"role": "user", "content": "a"}])
+    post("/reward", {"reward": 0.5})
+    chat([*messages, {"role": "user", "content": "b"}])
+    post("/reward", {"reward": 0.25})
+    post("/reward", {"reward": 0.25})
+
+def do_rewrite(task, post, chat):
+    first = chat([{"role": "user", "content": "a"}])
+    chat([*first, {"role": "user", "content": "b"}])
+    chat([*first, {"role": "user", "content": "c"}])
+    chat([{"role": "user", "content": "summary"}])
+    return 1.0
+
+def do_forget(task, post, chat):
+    chat([{"role": "user", "content": "a"}])
+
+def do_raise(task, post, chat):
+    chat([{"role": "user", "content": "a"}])
+    raise ValueError("no good")
+
+def do_silence(task, post, chat):
+    return 1.0
+
+def do_exit(task, post, chat):
+    import os
+    os._exit(3)
+
+def do_hang(task, post, chat):
+    chat([{"role": "user", "content": "a"}])
+    time.sleep(1000)
+
+def do_endless(task, post, chat):
+    messages, refused = [{"role": "user", "content": "a"}], []
+    while len(refused) < 50:
+        try:
+            messages = [*chat(messages), {"role": "user", "content": "b"}]
+        except urllib.error.HTTPError as error:
+            refused.append(json.load(error)["error"]["code"])
+    return {"reward": 1.0, "metrics": {"over": refused.count("episode_over")}}
+
+def do_tools(task, post, chat):
+    tools = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}]
+    messages = chat([{"role": "user", "content": "a"}], tools=tools)
+    chat([*messages, {"role": "tool", "tool_call_id": "c", "content": "408"}], tools=tools)
+    return 1.0
+
+def do_hot(task, post, chat):
+    chat([{"role": "user", "content": "a"}], temperature=0.0)
+'''
+SHORT = {"lengths": Lengths(8)}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text(AGENT)
+    return EnvironmentConfig(file=path, function="run", step_timeout=2.0, start_timeout=60.0, worker_memory_mib=2048)
+
+
+@asynccontextmanager
+async def hosted(redis, run_id, folder, config, **sections):
+    """A run with an environment server for agents."""
+    section = config.model_dump(mode="json", exclude_defaults=True)
+    async with episode_world(redis, run_id, folder, SHORT, reward=None, environment=section, **sections) as w:
+        client = EnvironmentClient(w.run, config, w.config.data, w.config.seed)
+        async with serve(config, run=w.run, grace=0.0):
+            await client.refresh()
+            try:
+                yield w, client
+            finally:
+                await client.close()
+
+
+def acting(config, act, **settings):
+    return config.model_copy(update={"options": {"act": act}, **settings})
+
+
+async def test_an_episode_of_an_agent(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, config) as (w, client):
+        group = await w.play(client)
+        assert [len(sample.turns) for sample in group.samples] == [3, 3, 3]
+        assert [sample.score for sample in group.samples] == [2.0] * 3
+        assert [part[:2] for part in group.samples[0].parts] == [("environment", 2.0), ("environment/messages", 7.0)]
+        for sample, episode in zip(group.samples, group.episodes, strict=True):
+            shown = json.loads(episode.messages)
+            texts = [message["content"] for message in shown if message["role"] == "assistant"]
+            ids = [sample.token_ids[turn.start : turn.end].tolist() for turn in sample.turns]
+            assert w.template.decode(ids, special=False) == texts
+            (between,) = w.template.decode([sample.token_ids[sample.turns[0].end : sample.turns[1].start].tolist()], special=True)
+            assert between.endswith("<user>turn 0<assistant>")
+            assert [turn.reward for turn in sample.turns] == [0.0, 0.0, 2.0] and episode.seconds > 0
+
+
+async def test_rewards_may_be_posted_for_each_turn(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "post")) as (w, client):
+        group = await w.play(client)
+        assert [[turn.reward for turn in sample.turns] for sample in group.samples] == [[0.5, 0.5]] * 3
+
+
+async def test_an_agent_that_rewrites_its_history_has_several_trajectories(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "rewrite")) as (w, client):
+        group = await w.play(client)
+        assert [len(sample.turns) for sample in group.samples] == [2, 1, 1] * 3
+        assert group.episode_of == [0, 0, 0, 1, 1, 1, 2, 2, 2] and {sample.score for sample in group.samples} == {1.0}
+
+
+async def test_tools_are_declared_to_the_policy(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "tools")) as (w, client):
+        with pytest.raises(EpisodeError, match="HTTP Error 400"):
+            await w.play(client)
+        w.template = Template(model_files("{{ tools | map(attribute='function.name') | list }}" + CHAT_TEMPLATE), w.config.data)
+        group = await w.play(client)
+        for sample in group.samples:
+            assert "multiply" in w.template.decode([sample.prompt_ids.tolist()], special=True)[0]
+            (between,) = w.template.decode([sample.token_ids[sample.turns[0].end : sample.turns[1].start].tolist()], special=True)
+            assert between.endswith("<assistant>") and "<unk>408" in between and "multiply" not in between
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        ("forget", "expected a reward, which the agent returns"),
+        ("raise", "ValueError: no good"),
+        ("silence", "expected at least one turn"),
+        ("hot", "HTTP Error 400"),
+    ],
+)
+async def test_a_failed_agent_is_no_reward(redis, run_id, tmp_path, config, act, error):
+    async with hosted(redis, run_id, tmp_path, acting(config, act)) as (w, client):
+        with pytest.raises(EpisodeError, match=error):
+            await w.play(client)
+
+
+async def test_a_process_that_ends_costs_its_episodes_a_try(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "exit")) as (w, client):
+        with pytest.raises(HostLostError, match="exited with status 3"):
+            await w.play(client, tries=1)
+
+
+async def test_an_agent_that_hangs_is_killed_and_others_play_on(redis, run_id, tmp_path, config):
+    hasty = acting(config, "hang", max_seconds=1.0, step_timeout=0.5)
+    async with hosted(redis, run_id, tmp_path, hasty) as (w, client):
+        with pytest.raises(EpisodeError, match=r"it went on for 0\.5 s after a bound"):
+            await w.play(client, bounds=WIDE.__class__(8, 128, 1.0))
+
+
+async def test_an_agent_still_gives_its_reward_after_a_bound(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "endless")) as (w, client):
+        group = await w.play(client, bounds=WIDE.__class__(2, 128, 3600.0))
+        assert {episode.outcome for episode in group.episodes} == {experience_pb2.OUTCOME_TURNS}
+        assert [len(sample.turns) for sample in group.samples] == [2, 2, 2] and group.mean_reward == 1.0
+        assert dict((part.name, part.raw) for part in group.samples[0].parts)["environment/over"] == 50
+
+
+async def test_the_agent_of_the_guide(redis, run_id, tmp_path):
+    guide.write_files("agents.md", tmp_path)
+    section = yaml.safe_load((tmp_path / "agent.yaml").read_text())["environment"]
+    assert section == {"file": "agent.py", "function": "run", "max_turns": 3}
+    config = EnvironmentConfig.model_validate({**section, "file": tmp_path / "agent.py", "start_timeout": 120.0})
+    async with hosted(redis, run_id, tmp_path, config) as (w, client):
+        group = await w.play(client)
+        assert [len(sample.turns) for sample in group.samples] == [3, 3, 3] and group.mean_reward == 0.0
+        assert EnvironmentConfig.model_validate(yaml.safe_load((tmp_path / "url.yaml").read_text())["environment"]).is_agent
+
+
+async def test_a_run_with_an_agent(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, config) as (w, _):
+        await asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas))
+        assert (await w.log.audit()).clean and sorted(w.learner.trained) == [1, 2]
+
+
+@pytest.mark.parametrize("code", ["x = 1", "def run(task): ...", "1 / 0"])
+async def test_a_function_that_cannot_be_loaded_is_a_config_error(config, code):
+    config.file.write_text(code)
+    with pytest.raises(ConfigError):
+        async with serve(config):
+            pass

@@ -1,0 +1,307 @@
+"""The session address over HTTP, as the public client of OpenAI and hostile ones use it. The test is the agent, and answers the episode's stream."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import grpc
+import httpx
+import openai
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from polyreme.api.v1 import environment_pb2 as pb
+from polyreme.api.v1 import environment_pb2_grpc
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.net import rpc
+from polyreme.net.http_server import serve_http
+from polyreme_environment.server import serve
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+class Agents:
+    """A program behind a URL whose runs the test takes, and ends with a reply."""
+
+    def __init__(self):
+        self.runs, self._ends = asyncio.Queue(), []
+
+    async def run(self, request):
+        ended = asyncio.get_running_loop().create_future()
+        self._ends.append(ended)
+        await self.runs.put((await request.json(), ended))
+        return await ended
+
+    def end(self):
+        for ended in self._ends:
+            if not ended.done():
+                ended.set_result(Response())
+
+
+class Opened:
+    """One episode: its stream, and its session."""
+
+    def __init__(self, stub, agents, client):
+        self.call, self._agents, self.client = stub.Run(), agents, client
+
+    async def start(self):
+        await self.call.write(pb.RunRequest(start=pb.Start(row_json=json.dumps({"prompt": "p"}), seed=7)))
+        asked, self._ended = await asyncio.wait_for(self._agents.runs.get(), 30)
+        assert asked["task"] == {"prompt": "p"}
+        self.url, self.key = asked["base_url"], asked["api_key"]
+        self.client = self.client.with_options(base_url=self.url, api_key=self.key)
+        return self
+
+    def ask(self, *messages, **more):
+        """A request of the agent, which runs in the background."""
+        return asyncio.ensure_future(self.client.chat.completions.create(model="m", messages=messages, **more))
+
+    async def read(self):
+        response = await asyncio.wait_for(self.call.read(), 30)
+        return getattr(response, response.WhichOneof("body"))
+
+    async def answer(self, text, **more):
+        await self.call.write(pb.RunRequest(answer=pb.Answer(text=text, context_tokens=5, tokens=2, **more)))
+
+    async def turn(self, text, *messages, **more):
+        """A request with the answer `text`, its reply, and what the stream asked for."""
+        asking = self.ask(*messages, **more)
+        ask = await self.read()
+        await self.answer(text)
+        return await asking, ask
+
+    async def end(self, result):
+        self._ended.set_result(result if isinstance(result, Response) else JSONResponse(result))
+        return await self.read()
+
+
+@asynccontextmanager
+async def address(security=None, **settings):
+    """Yields a function that opens an episode."""
+    agents = Agents()
+    async with serve_http("127.0.0.1", 0, Starlette(routes=[Route("/run", agents.run, methods=["POST"])])) as port:
+        given = {"url": f"http://127.0.0.1:{port}/run", "step_timeout": 2.0, "security": security, **settings}
+        config = EnvironmentConfig.model_validate(given)
+        async with serve(config, grace=0.0) as lease, rpc.connect(lease.address, config.security) as channel:
+            stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
+            async with openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0) as client:
+                yield lambda: Opened(stub, agents, client).start()
+        agents.end()
+
+
+def asked(ask):
+    return ask.agent.after, [(message["role"], message["content"]) for message in json.loads(ask.agent.messages_json)]
+
+
+async def code_of(request):
+    with pytest.raises(openai.APIStatusError) as caught:
+        await request
+    return caught.value.status_code, caught.value.code
+
+
+async def test_turns_of_the_public_client():
+    async with address() as opened:
+        episode = await opened()
+        reply, ask = await episode.turn("hi ", HELLO)
+        assert asked(ask) == (0, [("user", "hello")])
+        (choice,) = reply.choices
+        assert (choice.message.content, choice.finish_reason, reply.model) == ("hi ", "stop", "m")
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (5, 2, 7)
+        back = {"role": "assistant", "content": "\nhi"}
+        asking = episode.ask(
+            HELLO, back, {"role": "user", "content": "more"}, max_tokens=9, stream=True, stream_options={"include_usage": True}
+        )
+        ask = await episode.read()
+        assert (asked(ask), ask.agent.max_tokens) == ((1, [("user", "more")]), 9)
+        await episode.answer("yes", is_cut=True)
+        chunks = [chunk async for chunk in await asking]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "yes"
+        assert chunks[-2].choices[0].finish_reason == "length" and chunks[-1].usage.total_tokens == 7
+        assert [model.id for model in (await episode.client.models.list()).data] == ["policy"]
+        ending = await episode.end({"reward": 0.5, "metrics": {"steps": 2}})
+        assert (ending.reward, dict(ending.parts), ending.error) == (0.5, {"steps": 2.0}, "")
+
+
+TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 12}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_are_called_and_answered(stream):
+    async with address() as opened:
+        episode = await opened()
+        asking = episode.ask(HELLO, tools=[TOOL], stream=stream)
+        ask = await episode.read()
+        assert json.loads(ask.agent.tools_json) == [TOOL]
+        await episode.answer(f"Let me see.\n{CALL}")
+        reply = await asking
+        if stream:
+            first, last = [chunk.choices[0] async for chunk in reply]
+            message, finish = first.delta, last.finish_reason
+        else:
+            message, finish = reply.choices[0].message, reply.choices[0].finish_reason
+        (call,) = message.tool_calls
+        assert (message.content, finish, call.function.name, call.function.arguments) == (
+            "Let me see.",
+            "tool_calls",
+            "multiply",
+            '{"a": 12}',
+        )
+        function = {"name": "multiply", "arguments": '{"a":12}'}
+        back = {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+        }
+        result = {"role": "tool", "tool_call_id": call.id, "content": "408"}
+        _, ask = await episode.turn("408", HELLO, back, result, tools=[TOOL])
+        assert asked(ask) == (1, [("tool", "408")])
+        assert [(made.name, made.arguments, made.result) for made in ask.calls] == [("multiply", '{"a": 12}', "408")]
+        reply, ask = await episode.turn(CALL, HELLO, tools=[TOOL], tool_choice="none")
+        assert reply.choices[0].message.content == CALL and asked(ask) == (0, [("user", "hello")])
+
+
+async def test_a_repeated_request_gets_the_same_answer():
+    async with address() as opened:
+        episode = await opened()
+        first, again = episode.ask(HELLO), episode.ask(HELLO)
+        await episode.read()
+        await episode.answer("hi")
+        assert (await first) == (await again) == (await episode.ask(HELLO))
+        _, ask = await episode.turn("ho", HELLO, max_tokens=3)
+        assert asked(ask) == (0, [("user", "hello")]), "another request"
+
+
+async def test_a_client_that_leaves_may_ask_again():
+    async with address() as opened:
+        episode = await opened()
+        leaving = episode.ask(HELLO, stream=True)
+        await episode.read()
+        leaving.cancel()
+        again = episode.ask(HELLO, stream=True)
+        await asyncio.sleep(0)
+        await episode.answer("hi")
+        async with await again as stream:
+            assert (await anext(aiter(stream))).id.endswith("-1")
+        _, ask = await episode.turn("ho", HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "on"})
+        assert ask.agent.after == 1
+
+
+async def test_a_key_opens_only_its_own_session():
+    async with address() as opened:
+        one, other = await opened(), await opened()
+        stranger = one.client.with_options(api_key=other.key)
+        assert await code_of(stranger.chat.completions.create(model="m", messages=[HELLO])) == (401, "invalid_api_key")
+        async with httpx.AsyncClient() as http:
+            for headers in ({}, {"authorization": "Bearer x"}, {"authorization": f"Basic {one.key}"}, {"x-api-key": b"\xff"}):
+                assert (await http.post(f"{one.url}/chat/completions", headers=headers, json={})).status_code == 401
+            assert (await http.post(f"{one.url}/reward", headers={"x-api-key": other.key}, json={"reward": 9})).status_code == 401
+            plain = one.url.partition("/s/")[0] + "/v1/models"
+            assert (await http.get(plain, headers={"x-api-key": one.key})).status_code == 200
+        reply, _ = await one.turn("hi", HELLO)
+        assert reply.choices[0].message.content == "hi"
+        assert (await one.end(1.0)).reward == 1.0
+        assert await code_of(one.ask(HELLO)) == (401, "invalid_api_key"), "the episode has ended"
+
+
+async def test_the_runs_token_and_the_keys_of_sessions_are_apart(monkeypatch):
+    monkeypatch.setenv("EPISODES", "secret")
+    async with address({"token_env": "EPISODES"}) as opened, httpx.AsyncClient() as http:
+        episode = await opened()
+        reply, _ = await episode.turn("hi", HELLO)
+        assert reply.choices[0].message.content == "hi"
+        server = episode.url.partition("/s/")[0]
+        for key in (episode.key, "secret"):
+            expected = 200 if key == "secret" else 401
+            assert (await http.get(f"{server}/metrics", headers={"authorization": f"Bearer {key}"})).status_code == expected
+        assert (await http.get(f"{episode.url}/models", headers={"authorization": "Bearer secret"})).status_code == 401
+
+
+async def test_what_a_session_refuses_costs_no_turn():
+    async with address(max_message_chars=10) as opened:
+        episode = await opened()
+        assert await code_of(episode.ask(HELLO, n=2)) == (400, "invalid_request")
+        assert await code_of(episode.ask({"role": "user", "content": "a" * 11})) == (400, "invalid_request")
+        refused = episode.ask(HELLO, temperature=0.5)
+        assert (await episode.read()).agent.temperature == 0.5
+        await episode.call.write(pb.RunRequest(answer=pb.Answer(refused="another temperature")))
+        assert await code_of(refused) == (400, "invalid_request")
+        async with httpx.AsyncClient(headers={"x-api-key": episode.key}) as http:
+            for body in ({"reward": "1"}, {"reward": True}, {}, {"reward": 1}):
+                assert (await http.post(f"{episode.url}/reward", json=body)).status_code == 400, "there is no turn yet"
+            for content in (b"[]", b"{", b"\xff"):
+                assert (await http.post(f"{episode.url}/chat/completions", content=content)).status_code == 400
+        reply, ask = await episode.turn("hi", HELLO)
+        assert reply.id.endswith("-1") and not ask.agent.HasField("temperature")
+
+
+async def test_after_a_bound_a_session_replays_and_refuses():
+    async with address() as opened:
+        episode = await opened()
+        first, _ = await episode.turn("hi", HELLO)
+        async with httpx.AsyncClient(headers={"x-api-key": episode.key}) as http:
+            assert (await http.post(f"{episode.url}/reward", json={"reward": 0.25})).status_code == 200
+        more = {"role": "user", "content": "more"}
+        refused = episode.ask(more)
+        await episode.read()
+        await episode.call.write(pb.RunRequest(answer=pb.Answer(refused="too many turns", over=True)))
+        assert await code_of(refused) == (400, "episode_over")
+        assert await code_of(episode.ask(more)) == (400, "episode_over")
+        assert await episode.ask(HELLO) == first
+        ending = await episode.end(Response("broken", 500))
+        assert (ending.reward, ending.error) == (0.0, ""), "the posted reward came with the last ask"
+
+
+async def test_requests_that_wait_are_bounded():
+    async with address() as opened:
+        episode = await opened()
+        waiting = [episode.ask({"role": "user", "content": f"{number}"}) for number in range(70)]
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert await code_of(done.pop()) == (429, "too_many")
+        episode.call.cancel()
+        codes = {await code_of(request) for request in waiting}
+        assert codes == {(429, "too_many"), (400, "episode_over")}
+
+
+async def test_abandoned_sessions_leave_nothing_behind():
+    async with address(episodes=4) as opened:
+        keys = set()
+        for _ in range(12):
+            four = [await opened() for _ in range(4)]
+            keys |= {episode.key for episode in four}
+            asking = [episode.ask(HELLO) for episode in four]
+            for episode in four:
+                episode.call.cancel()
+            for request in asking:
+                assert await code_of(request) in ((400, "episode_over"), (401, "invalid_api_key"))
+        assert len(keys) == 48
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (Response("broken", 500), "the agent answered 500: broken"),
+        (Response("{"), "the agent's answer: "),
+        (JSONResponse({"score": 1}), "found ['score']"),
+        (JSONResponse({"reward": "high"}), "expected a number as the reward"),
+        (JSONResponse(None), "expected a reward, which the agent returns"),
+        (Response(b"1" * (2 << 20)), "expected at most 1048576 bytes"),
+    ],
+)
+async def test_a_broken_reply_of_an_agent_is_a_failure(reply, error):
+    async with address() as opened:
+        episode = await opened()
+        await episode.turn("hi", HELLO)
+        assert error in (await episode.end(reply)).error
+
+
+async def test_an_agent_that_cannot_be_reached_costs_a_try():
+    config = EnvironmentConfig(url="http://127.0.0.1:9/run")
+    async with serve(config, grace=0.0) as lease, rpc.connect(lease.address) as channel:
+        call = environment_pb2_grpc.EnvironmentServiceStub(channel).Run()
+        await call.write(pb.RunRequest(start=pb.Start(row_json="{}")))
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be reached"):
+            await call.read()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,173 @@
+"""Requests of agents: what is refused, which turn a request continues, and what an agent may return."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyreme.config.environment import EnvironmentConfig
+from polyreme_environment.agents.conversation import Conversation
+from polyreme_environment.agents.message import Spoken, spoken
+from polyreme_environment.agents.request import ChatRequest, RefusedError, parse
+from polyreme_environment.agents.result import Result, read_result
+from polyreme_environment.contract import ContractError
+from polyreme_environment.tool_calls import Call
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+def request(**body: Any) -> ChatRequest:
+    return parse(json.dumps({"model": "m", "messages": [HELLO], **body}).encode())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("top_p", 0.9),
+        ("presence_penalty", 0.1),
+        ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"5": 100}),
+        ("stop", ["x"]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("tools", [{"function": {}}]),
+        ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "json_object"}),
+        ("guided_json", {}),
+        ("structured_outputs", {"choice": ["a"]}),
+        ("min_tokens", 5),
+        ("max_tokens", 0),
+        ("max_tokens", "5"),
+        ("temperature", "hot"),
+        ("messages", []),
+        ("messages", "hello"),
+        ("messages", [HELLO, {"role": "assistant", "content": "hi"}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        ("messages", [{"role": "user", "content": "\ud800"}]),
+        ("messages", [{"content": "hello"}]),
+    ],
+)
+def test_what_changes_the_distribution_or_cannot_be_read_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(RefusedError) as refused:
+        request(**{key: value})
+    assert refused.value.status == 400 and key in refused.value.message
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    plain = request()
+    neutral = {"n": 1, "top_p": 1.0, "stop": None, "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}}
+    found = request(**neutral, seed=3, user="u", stream=True, stream_options={"include_usage": True})
+    assert (found.messages, found.max_tokens, found.temperature) == (plain.messages, None, None)
+    assert (found.stream, found.usage, plain.stream) == (True, True, False)
+    assert request(max_tokens=9, max_completion_tokens=7).max_tokens == 7
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    assert request(messages=parts).messages == [HELLO]
+
+
+def test_equal_requests_have_equal_digests_however_they_are_sent() -> None:
+    assert request().digest == request(stream=True, n=None).digest
+    others = [request(max_tokens=3), request(messages=[{"role": "user", "content": "hallo"}]), request(temperature=1)]
+    assert len({each.digest for each in (request(), *others)}) == 4
+
+
+ROLES = st.sampled_from(["user", "system", "tool"])
+MESSAGES = st.lists(st.builds(lambda role, content: {"role": role, "content": content}, ROLES, st.sampled_from("ab")), min_size=1)
+BLANKS = st.sampled_from(["", " ", "\n", "  \n"])
+
+
+@given(st.lists(st.tuples(MESSAGES, st.text("xy ", max_size=2), BLANKS), min_size=1, max_size=5), st.data())
+def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], data: st.DataObject) -> None:
+    """Against a plain model: a dict from the messages, with stripped answers, to the number of the turn."""
+    known: dict[Any, int] = {}
+    conversation = Conversation()
+    history: list[dict[str, str]] = []
+    for new, answer, blanks in turns:
+        begins = data.draw(st.booleans())
+        messages = new if begins else [*history, *new]
+        plain = [(m["role"], m["content"].strip() if m["role"] == "assistant" else m["content"]) for m in messages]
+        found = [end for end in range(1, len(messages)) if tuple(plain[:end]) in known]
+        behind = max((end for end in range(len(messages)) if messages[end]["role"] == "assistant"), default=-1)
+        expected = max((end for end in found if end > behind), default=0)
+        number, rest = conversation.place(messages)
+        assert number == (known[tuple(plain[:expected])] if expected else 0) and rest == messages[expected:]
+        known[(*plain, ("assistant", answer.strip()))] = conversation.add(messages, {"role": "assistant", "content": answer})
+        history = [*messages, {"role": "assistant", "content": blanks + answer.strip() + blanks}]
+
+
+TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 12,  "b":34}}\n</tool_call>'
+MULTIPLY = Call("multiply", {"a": 12, "b": 34}, '{"a": 12, "b": 34}')
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("408", Spoken("408")),
+        ("", Spoken("")),
+        (f"Let me see.  \n{CALL}", Spoken("Let me see.", "", (MULTIPLY,))),
+        (CALL + CALL, Spoken("", "", (MULTIPLY, MULTIPLY))),
+        (f"<think>\nuse it\n</think>\n\n{CALL}", Spoken("", "use it", (MULTIPLY,))),
+        ("use it\n</think>\n\n42", Spoken("42", "use it")),
+        ("<think>\nnever closed", Spoken("", "never closed")),
+        ("<tool_call>\nno json\n</tool_call>", Spoken("<tool_call>\nno json\n</tool_call>")),
+        (CALL + "<tool_call>no", Spoken(CALL + "<tool_call>no")),
+    ],
+)
+def test_an_answer_as_a_message(text: str, expected: Spoken) -> None:
+    assert spoken(text, text, "hermes") == expected
+    without = spoken(text, text, None)
+    assert not without.calls and without.thought == expected.thought
+
+
+def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "multiply", "arguments": {"a": 12}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "408"}
+    conversation = Conversation()
+    assert conversation.add([HELLO], answer, [TOOL]) == 1
+    again = {**answer, "content": "\n", "tool_calls": [{**call, "function": {"name": "multiply", "arguments": {"a": 12.0}}}]}
+    assert conversation.place([HELLO, again, result], [TOOL]) == (1, [result])
+    assert conversation.place([HELLO, again, result])[0] == 0, "without tools the prompt is another one"
+    other = {**answer, "tool_calls": [{**call, "id": "call_2"}]}
+    assert conversation.place([HELLO, other, result], [TOOL])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, Result()),
+        (1, Result(1.0)),
+        (True, Result(1.0)),
+        ({"reward": 0.5, "metrics": {"steps": 3}}, Result(0.5, {"steps": 3.0})),
+        ({"metrics": None}, Result()),
+    ],
+)
+def test_results_of_an_agent(value: Any, expected: Result) -> None:
+    assert read_result(value) == expected
+
+
+@pytest.mark.parametrize("value", ["high", float("nan"), [1.0], {"score": 1.0}, {"metrics": [1]}, {"metrics": {"a": "b"}}])
+def test_what_is_no_result_is_refused(value: Any) -> None:
+    with pytest.raises(ContractError):
+        read_result(value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"file": "agent.py", "url": "http://a/run"},
+        {"file": "agent.py", "name": "Guess", "function": "run"},
+        {"url": "http://a/run", "function": "run"},
+        {"url": "http://a/run", "options": {"a": 1}},
+        {"url": "ftp://a/run"},
+    ],
+)
+def test_a_section_is_a_class_a_function_or_a_url(section: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        EnvironmentConfig.model_validate(section)
