@@ -261,6 +261,11 @@ class RunConfig(BaseConfig):
         """The names of the parts of a score: those of the rewards, or `environment`."""
         return ("environment",) if self.environment else self.reward_names
 
+    @property
+    def longest_sequence(self) -> int:
+        """The largest number of tokens that are trained on together: a prompt and a response, or with an environment a conversation."""
+        return self.rollout.max_model_len if self.environment else self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
     def evaluates(self, version: int) -> bool:
         """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""
         scheduled = version == self.iterations or (self.eval_interval > 0 and version % self.eval_interval == 0)
