@@ -95,7 +95,7 @@ class EvaluationPace:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """A scored answer.
 
     Attributes:
@@ -113,14 +113,14 @@ class Answer:
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Answers(Protocol):
+class HeldOutAnswers(Protocol):
     """Where a set's scored answers come from."""
 
     @property
     def measure_correctness(self) -> bool:
         """Whether every score is 1 for a right or 0 for a wrong answer."""
 
-    async def answer(self, pace: EvaluationPace, held_out: HeldOutSet, first: int) -> list[Answer]:
+    async def answer(self, pace: EvaluationPace, held_out: HeldOutSet, first: int) -> list[ScoredAnswer]:
         """The answers to each prompt, prompt by prompt. Their seeds depend on the prompt's position in its set and not on the version.
 
         Args:
@@ -132,7 +132,7 @@ class Answers(Protocol):
         """
 
 
-def make_answers(run: Run, sampler: Sampler, rewards: RewardClient | None, environment: Environment) -> Answers | None:
+def make_answers(run: Run, sampler: Sampler, rewards: RewardClient | None, environment: Environment) -> HeldOutAnswers | None:
     """The answers of a run; None when nothing scores them."""
     if isinstance(environment, Episodes):
         return EpisodeAnswers(run, sampler, environment)
@@ -149,7 +149,7 @@ class SingleAnswers:
     def measure_correctness(self) -> bool:
         return self._rewards.measure_correctness
 
-    async def answer(self, pace: EvaluationPace, held_out: HeldOutSet, first: int) -> list[Answer]:
+    async def answer(self, pace: EvaluationPace, held_out: HeldOutSet, first: int) -> list[ScoredAnswer]:
         capacity = _capacity(self._sampler, held_out)
         asked = [self._sampled(pace, held_out, position, capacity) for position in range(len(held_out.prompts))]
         samples = [sample for group in await together(asked) for sample in group]
@@ -172,7 +172,7 @@ class SingleAnswers:
         batches = await together([self._rewards.score(questions[start : start + _SCORED_AT_ONCE]) for start in starts])
         results = [result for batch in batches for result in batch]
         return [
-            Answer(
+            ScoredAnswer(
                 prompt,
                 response,
                 result.score,
@@ -216,14 +216,14 @@ class EpisodeAnswers:
         settings = self._sampler.config.environment
         return settings is not None and settings.correctness
 
-    async def answer(self, pace: EvaluationPace, held_out: HeldOutSet, first: int) -> list[Answer]:
+    async def answer(self, pace: EvaluationPace, held_out: HeldOutSet, first: int) -> list[ScoredAnswer]:
         capacity = _capacity(self._sampler, held_out)
         played = [self._played(pace, held_out, position, capacity) for position in range(len(held_out.prompts))]
         return [answer for answers in await together(played) for answer in answers]
 
     async def _played(
         self, pace: EvaluationPace, held_out: HeldOutSet, position: int, capacity: asyncio.Semaphore
-    ) -> list[Answer]:
+    ) -> list[ScoredAnswer]:
         prompt, count = held_out.prompts[position], held_out.settings.answers
         async with capacity:
             found = await together([self._episode(pace.version, held_out, position, number) for number in range(count)])
@@ -243,13 +243,13 @@ class EpisodeAnswers:
         raise AssertionError("max_attempts is at least 1")
 
 
-def _answer(prompt: Prompt, episode: Finished) -> Answer:
+def _answer(prompt: Prompt, episode: Finished) -> ScoredAnswer:
     """An episode as an answer, shown by its last trajectory."""
     samples, record = episode
     last = samples[-1]
     group = GroupRecord(0, 1, prompt.ids, samples, episodes=[record])
     tokens = sum(sample.sampled_tokens for sample in samples)
-    return Answer(prompt, last.text, last.score, last.parts, tokens, last.finish_reason, episode_fields(group, last))
+    return ScoredAnswer(prompt, last.text, last.score, last.parts, tokens, last.finish_reason, episode_fields(group, last))
 
 
 def _capacity(sampler: Sampler, held_out: HeldOutSet) -> asyncio.Semaphore:

@@ -22,7 +22,13 @@ from polyreme.rundir.progress import evaluation_of
 from polyreme.rundir.run_records import write_atomically
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.evaluation.answer_metrics import answer_metrics
-from polyreme_trainer.orchestrator.evaluation.answers import Answer, Answers, EvaluationError, EvaluationPace, HeldOutSet
+from polyreme_trainer.orchestrator.evaluation.answers import (
+    EvaluationError,
+    EvaluationPace,
+    HeldOutAnswers,
+    HeldOutSet,
+    ScoredAnswer,
+)
 from polyreme_trainer.orchestrator.generation.generate import GenerateError
 from polyreme_trainer.orchestrator.scoring.score_call import ScoreError
 
@@ -44,7 +50,7 @@ class _Result:
 class Evaluator:
     """Evaluates versions on sets of held-out prompts, one set after the other."""
 
-    def __init__(self, run: Run, config: RunConfig, sets: Sequence[HeldOutSet], answers: Answers) -> None:
+    def __init__(self, run: Run, config: RunConfig, sets: Sequence[HeldOutSet], answers: HeldOutAnswers) -> None:
         self._run, self._config, self._sets, self._answers = run, config, sets, answers
 
     async def evaluate(self, version: int) -> float:
@@ -137,7 +143,7 @@ def _groups(values: Sequence[Value], count: int) -> list[Sequence[Value]]:
     return [values[start : start + count] for start in range(0, len(values), count)]
 
 
-def answer_line(answer: Answer) -> dict[str, Any]:
+def answer_line(answer: ScoredAnswer) -> dict[str, Any]:
     """The line of an answer, with the fields of a training sample's line."""
     return {
         "prompt": answer.prompt.text,
@@ -151,7 +157,7 @@ def answer_line(answer: Answer) -> dict[str, Any]:
     }
 
 
-def part_means(answers: Sequence[Answer]) -> dict[str, float]:
+def part_means(answers: Sequence[ScoredAnswer]) -> dict[str, float]:
     """The mean raw value of each part, over the answers that have it."""
     values: dict[str, list[float]] = {}
     for answer in answers:

@@ -9,7 +9,7 @@ import pytest
 from polyreme.config.evaluation import EvaluationSet
 from polyreme.experience.records import RewardPart
 from polyreme_trainer.data.prompt_store import Prompt
-from polyreme_trainer.orchestrator.evaluation.answers import PROGRESS_SECONDS, Answer, EvaluationPace, HeldOutSet
+from polyreme_trainer.orchestrator.evaluation.answers import PROGRESS_SECONDS, EvaluationPace, HeldOutSet, ScoredAnswer
 from polyreme_trainer.orchestrator.evaluation.evaluate import metric_name, part_means
 
 
@@ -29,8 +29,8 @@ def test_only_the_share_of_right_answers_is_an_accuracy(correctness: bool, score
 def test_parts_have_the_mean_of_the_answers_that_have_them() -> None:
     prompt = Prompt(np.array([1], np.int32), "2+2", "4", "{}", "2+2")
 
-    def answer(**parts: float) -> Answer:
-        return Answer(prompt, "4", 0.0, [RewardPart(name, raw, raw) for name, raw in parts.items()], 1, 1)
+    def answer(**parts: float) -> ScoredAnswer:
+        return ScoredAnswer(prompt, "4", 0.0, [RewardPart(name, raw, raw) for name, raw in parts.items()], 1, 1)
 
     means = part_means([answer(exact=1.0, shape=0.5), answer(exact=0.0), answer()])
     assert means == {"exact": 0.5, "shape": 0.5}
