@@ -28,6 +28,10 @@ class EnvironmentConfig(Section):
         "hermes",
         description="How the model writes a call of a tool, by vLLM's name: `hermes` for the JSON in `<tool_call>` tags of Qwen2.5, Qwen3 and Hermes.",
     )
+    correctness: bool = Field(
+        False,
+        description="Whether an episode's reward is 1 for a success and 0 for a failure: evaluations then have accuracy and pass@k.",
+    )
     max_turns: int = Field(16, ge=1, description="Maximum number of turns of an episode.")
     max_seconds: float = Field(600.0, gt=0, description="Maximum wall-clock seconds of an episode.")
     step_timeout: float = Field(

@@ -221,16 +221,15 @@ class RunConfig(BaseConfig):
         if not self.evaluation_sets and (self.iterations == 0 or self.eval_stop_after):
             key = "iterations = 0" if self.iterations == 0 else "eval_stop_after"
             raise ValueError(f"{key} needs held-out prompts, data.eval or eval_sets")
-        if self.reward is None and self.evaluation_sets:
-            raise ValueError(
-                "data.eval and eval_sets need the section `reward`, which scores the answers of an evaluation"
-                + "; with `environment`, see reward/mean" * (self.environment is not None)
-            )
+        if self.reward is None and self.environment is None and self.evaluation_sets:
+            raise ValueError("data.eval and eval_sets need the section `reward` or `environment`, which scores the answers")
         names = [each.name for each in self.eval_sets]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set needs a different name")
         if self.evaluation_sets or self.eval_best:
-            best_metric(self.evaluation_sets, self.eval_best, self.reward_names)
+            _, metric = best_metric(self.evaluation_sets, self.eval_best, self.part_names)
+            if self.environment is not None and metric.startswith("pass@") and not self.environment.correctness:
+                raise ValueError(f"eval_best = {self.eval_best} needs environment.correctness: true, rewards of 1 or 0")
 
     @property
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
@@ -256,6 +255,16 @@ class RunConfig(BaseConfig):
     def reward_names(self) -> tuple[str, ...]:
         """The names of the rewards in the parts of a score; empty without rewards."""
         return tuple(spec.label for spec in self.reward.rewards) if self.reward else ()
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the parts of a score: those of the rewards, or `environment`."""
+        return ("environment",) if self.environment else self.reward_names
+
+    @property
+    def longest_sequence(self) -> int:
+        """The largest number of tokens that are trained on together: a prompt and a response, or with an environment a conversation."""
+        return self.rollout.max_model_len if self.environment else self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     def evaluates(self, version: int) -> bool:
         """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""

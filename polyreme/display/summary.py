@@ -159,6 +159,8 @@ def redis_bytes(config: RunConfig) -> int:
     routes = route_bytes(config.model.path) if config.trainer.moe.replay_routes else 0
     token = _TOKEN_BYTES + routes + _NUMBER_BYTES * ((config.reward is not None) + (config.teacher is not None))
     response = config.rollout.max_new_tokens * token
+    if config.environment is not None:  # an agent may begin a trajectory with each turn
+        response = config.longest_sequence * token * (config.environment.max_turns if config.environment.is_agent else 1)
     group = _GROUP_OVERHEAD_BYTES + config.data.max_prompt_tokens * 8 + config.group_size * response
     save_interval = config.trainer.save_interval or config.iterations
     since_oldest = save_interval * (config.trainer.keep_checkpoints + 1)  # a checkpoint may be written until the next save

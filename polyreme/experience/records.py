@@ -6,12 +6,15 @@ several turns is one or more **trajectories**, which are samples with turns: sam
 Invariant: records never change, and every group that enters or leaves the log is consistent (see `record_codec`).
 """
 
+import json
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from polyreme.api.v1.experience_pb2 import Outcome
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -60,7 +63,11 @@ class Turn(NamedTuple):
 
 
 class EpisodeRecord(NamedTuple):
-    """One attempt at a task: its outcome (pb.OUTCOME_...), its messages (JSON text, for display) and its seconds in the environment."""
+    """One attempt at a task: its outcome (pb.OUTCOME_...), its messages and its seconds in the environment.
+
+    The messages are JSON text, for display: a list of objects with `role` and `content`. One that the policy sampled also has `trajectory`,
+    the place among the episode's trajectories, and `turn`, the place among the turns there.
+    """
 
     outcome: int
     messages: str = ""
@@ -177,3 +184,21 @@ class GroupRecord:
     @property
     def mean_reward(self) -> float:
         return math.fsum(sample.score for sample in self.scored) / len(self.scored)
+
+
+def episode_fields(group: GroupRecord, sample: SampleRecord) -> dict[str, Any]:
+    """The fields of a trajectory's line of JSON: its episode, why that ended, its turns, and the conversation.
+
+    If it has several trajectories, `trajectories` are the positions of its samples, and `trajectory` is the place of this one among them.
+    """
+    episode = group.episodes[sample.episode]
+    positions = [position for position, other in enumerate(group.samples) if other.episode == sample.episode]
+    own = next(place for place, position in enumerate(positions) if group.samples[position] is sample)
+    return {
+        "episode": sample.episode,
+        **({"trajectories": positions, "trajectory": own} if len(positions) > 1 else {}),
+        "outcome": Outcome.Name(episode.outcome).removeprefix("OUTCOME_").lower(),
+        "environment_seconds": round(episode.seconds, 5),
+        "turns": [{**turn._asdict(), "tool_calls": [call._asdict() for call in turn.tool_calls]} for turn in sample.turns],
+        "messages": json.loads(episode.messages) if episode.messages else [],
+    }

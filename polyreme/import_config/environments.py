@@ -1,6 +1,6 @@
 """Runs of several turns: another system's agents, tools and environments as our section `environment`.
 
-Invariant: what our environments cannot have (a reward service, evaluations, a prompt without the chat template) is taken out and said.
+Invariant: what our environments cannot have (a reward service, a prompt without the chat template) is taken out and said.
 """
 
 from polyreme.import_config.application import Entry, Imported
@@ -12,7 +12,6 @@ CLASS = "a class with `reset` and `step`, which gives the rewards (docs/environm
 _BRIEFEST = 3
 """Tokens of the briefest turn, if tokens alone bound an episode: the answer, its end and the next message."""
 _WITHOUT = {
-    "data.eval": "evaluations with an environment are not possible yet",
     "rollout.tokens_per_iteration": "episodes do not pause",
     "trainer.moe.replay_routes": "an environment's own tokens have no reported routes",
     "teacher.url": "an environment has no teacher",

@@ -323,8 +323,9 @@ async def test_the_environment_of_the_guide(tmp_path):
 
 
 @asynccontextmanager
-async def hosted(redis, run_id, tmp_path, config):
-    async with episode_world(redis, run_id, tmp_path, SHORT, environment=config.model_dump(mode="json"), reward=None) as w:
+async def hosted(redis, run_id, tmp_path, config, **sections):
+    sections |= {"environment": config.model_dump(mode="json"), "reward": None}
+    async with episode_world(redis, run_id, tmp_path, SHORT, **sections) as w:
         client = EnvironmentClient(w.run, w.config.environment, w.config.data, 0)
         try:
             yield w, client
@@ -400,6 +401,39 @@ async def test_a_run_over_its_iterations(redis, run_id, tmp_path, config):
         for groups in w.learner.trained.values():
             for group in groups:
                 assert [len(sample.turns) for sample in group.samples] == [3, 3, 3] and group.mean_reward == 0.75
+
+
+@pytest.mark.parametrize(("correctness", "metrics"), [(True, {"accuracy", "pass@1", "pass@2"}), (False, {"score"})])
+async def test_held_out_tasks_are_played_by_one_version(redis, run_id, tmp_path, config, correctness, metrics):
+    config.file.write_text(ENVIRONMENT.replace("0.25, done", "float(done and self.seed % 2), done"))
+    (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "answer": "?"}) for n in range(4)))
+    playing = config.model_copy(update={"correctness": correctness})
+    held_out = {"data": {"eval": str(tmp_path / "eval.jsonl")}, "eval_answers": 2}
+    async with hosted(redis, run_id, tmp_path, playing, **held_out) as (w, _), serve(playing, run=w.run):
+        await asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas))
+        assert (await w.log.audit()).clean and sorted(w.learner.trained) == [1, 2]
+        first, last = [record for _, record in await w.run.records("0", 0) if record["kind"] == "eval"]
+    assert (first["version"], last["version"]) == (0, 2)
+    assert first.keys() & {"accuracy", "score", "pass@1", "pass@2"} == metrics
+    lines = [json.loads(line) for line in (w.config.run_dir / "samples" / "evaluation_0000.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["answer"]) for line in lines] == [divmod(place, 2) for place in range(8)]
+    assert {line["score"] for line in lines} == {0.0, 1.0}, "each episode has its seed"
+    assert first["mean@2"] == sum(line["score"] for line in lines) / 8
+    assert first["parts"].keys() == {"environment", "environment/seen"}
+    for line in lines:
+        assert len(line["turns"]) == 3 and line["outcome"] == "stop"
+        assert line["tokens"] == sum(turn["end"] - turn["start"] for turn in line["turns"])
+
+
+async def test_an_evaluation_plays_failed_episodes_again_and_then_says_why(redis, run_id, tmp_path, config):
+    config.file.write_text(ENVIRONMENT.replace("act = getattr", "act = self.row['answer'] == 'bad' and self.do_raise; getattr"))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "bad"}))
+    held_out = {"data": {"eval": str(tmp_path / "eval.jsonl")}}
+    async with hosted(redis, run_id, tmp_path, config, **held_out) as (w, _), serve(config, run=w.run):
+        await asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas))
+        failed = [record for _, record in await w.run.records("0", 0) if record["kind"] == "eval_failed"]
+    assert sorted(w.learner.trained) == [1, 2], "the training goes on"
+    assert "ValueError: no good" in failed[0]["text"]
 
 
 async def test_a_run_whose_environment_always_fails_ends_and_says_why(redis, run_id, tmp_path, config):

@@ -105,9 +105,9 @@ def made_episodes(group: GroupRecord) -> GroupRecord:
         messages = [
             {"role": "system", "content": "Use the tool."},
             {"role": "user", "content": [{"type": "text", "text": group.prompt}]},
-            {"role": "assistant", "content": f"<tool_call>{call.name}</tool_call>"},
+            {"role": "assistant", "content": f"<tool_call>{call.name}</tool_call>", "trajectory": 0, "turn": 0},
             {"role": "tool", "content": call.error or call.result},
-            {"role": "assistant", "content": sample.text},
+            {"role": "assistant", "content": sample.text, "trajectory": 0, "turn": 1},
         ]
         outcome = pb.OUTCOME_TURNS if number == 2 else pb.OUTCOME_STOP
         episodes.append(EpisodeRecord(outcome, json.dumps(messages), 0.5))

@@ -74,16 +74,12 @@ def sample_text(sample: Sample) -> list[str]:
 
 
 def conversation_text(sample: Sample) -> list[str]:
-    """The messages of an episode, each on one line; below a turn of the policy its reward and its tool calls.
-
-    The last answers are the turns: the first messages may contain answers, too, as examples.
-    """
-    messages, lines = sample["messages"], list[str]()
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = dict(zip(answers[-len(sample["turns"]) :], sample["turns"], strict=False))
-    for place, message in enumerate(messages):
+    """The messages of an episode, each on one line; below a turn of the sample's trajectory its reward and its tool calls."""
+    lines = list[str]()
+    for message in sample["messages"]:
         lines.append(f"  {message['role']:9} {_shown(message.get('content') or '')}")
-        if turn := turns.get(place):
+        if message.get("trajectory") == sample.get("trajectory", 0):
+            turn = sample["turns"][message["turn"]]
             lines += [
                 f"    {call['name']}({_shown(call['arguments'])}): {_shown(call['error'] or call['result'])}"
                 for call in turn["tool_calls"]

@@ -20,20 +20,20 @@ function Turn({turn, place}) {
     <span class="soft">${number(turn.end - turn.start)} tokens, ${seconds(turn.seconds)}</span>`;
 }
 
-// `Conversation` has one entry per message. The last answers are the trajectory's turns: the first messages may contain answers, too, as examples.
+// `Conversation` has one entry per message of the episode. Turns of its other trajectories are dimmed.
 export function Conversation({sample}) {
-  const answers = sample.messages.filter((message) => message.role === "assistant").length;
-  let seen = sample.turns.length - answers;
+  const own = sample.trajectory ?? 0;
   return html`<ol class="conversation" aria-label="Conversation">${sample.messages.map((message) => {
-    const place = message.role === "assistant" ? seen++ : -1, turn = sample.turns[place];
-    return html`<li class=${turn ? "sampled" : "written"}><header><h3>${message.role}</h3>${turn ? html`<${Turn} turn=${turn} place=${place} />` : null}</header>
+    const turn = message.trajectory === own ? sample.turns[message.turn] : null, other = message.trajectory !== undefined && !turn;
+    return html`<li class=${turn ? "sampled" : "written"}><header><h3>${message.role}</h3>${turn ? html`<${Turn} turn=${turn} place=${message.turn} />` : null}
+      ${other ? html`<span class="soft">in trajectory ${message.trajectory + 1}</span>` : null}</header>
       <pre tabindex="0">${text(message.content) || "(empty)"}</pre>${turn?.tool_calls.map((call) => html`<${ToolCall} call=${call} />`)}</li>`;
   })}</ol>`;
 }
 
 // Links to the other trajectories of the episode.
 export function Branches({run, sample}) {
-  const others = (sample.trajectories ?? []).filter((position) => position !== sample.position);
+  const others = sample.kind === "train" ? (sample.trajectories ?? []).filter((position) => position !== sample.position) : [];
   return others.length ? html`<p class="soft">This episode has ${others.length + 1} trajectories, since its context was rewritten. Others: ${others.map((position) => {
     const id = `${sample.group}.${position}`;
     return html`<a href=${link("life", [run.name, id])}>${id}</a> (<a href=${link("compare", [run.name, sample.id, id])}>side by side</a>) `;

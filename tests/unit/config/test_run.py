@@ -100,7 +100,7 @@ def test_a_teacher_may_stand_beside_rewards(tree: dict[str, Any], tmp_path: Path
     ("changes", "found"),
     [
         ({"rollout.temperature": 0.7}, "rollout.temperature"),
-        ({"data.eval": "held_out.jsonl"}, "data.eval and eval_sets need the section `reward`"),
+        ({"data.eval": "held_out.jsonl"}, "data.eval and eval_sets need the section `reward` or `environment`"),
     ],
 )
 def test_a_distillation_refuses_what_makes_no_sense_with_it(

@@ -62,7 +62,7 @@ def test_an_environment_that_cannot(tmp_path: Path, code: str | None, section: d
         ({"reward": {"rewards": [{"name": "exact"}]}}, "`reward` does not go with `environment`"),
         ({"trainer": {"moe": {"replay_routes": True}}}, "replay_routes does not go"),
         ({"data": {"template": "none"}}, "needs data.template: chat"),
-        ({"data": {"eval": "eval.jsonl"}}, "with `environment`, see reward/mean"),
+        ({"data": {"eval": "eval.jsonl"}, "eval_answers": 2, "eval_best": "pass@2"}, "needs environment.correctness"),
         ({"algorithm": {"advantage": {"kind": "per_part"}}}, "an advantage per reward"),
         ({"rollout": {"tokens_per_iteration": 4}, "max_staleness": 8}, "its episodes do not pause"),
     ],

@@ -63,10 +63,9 @@ def test_what_an_environment_cannot_have_is_taken_out_and_said() -> None:
         f"{TURNS}.max_tool_response_length",
         f"{TURNS}.format",
         "reward.rewards",
-        "data.eval",
         "trainer.moe.replay_routes",
     }
-    assert run.environment is not None and str(run.environment.file) == "FILL_IN/environment.py" and run.data.eval is None
+    assert run.environment is not None and str(run.environment.file) == "FILL_IN/environment.py" and run.data.eval is not None
 
 
 def test_one_answer_has_no_environment() -> None:
@@ -85,7 +84,7 @@ def test_openrlhfs_agent_is_named_and_must_be_adapted() -> None:
     assert run.environment is not None and str(run.environment.file) == "/o/agent.py"
     assert run.environment.max_turns == 1000  # 3000 tokens: OpenRLHF's agent itself decides when it ends
     assert found.lost[0].key == "train.agent_func_path" and "AgentInstance" in found.lost[0].note
-    assert lost_keys(found)[1:] == ["rollout.top_p", "data.eval", "data.template"] and run.data.template == "chat"
+    assert lost_keys(found)[1:] == ["rollout.top_p", "data.template"] and run.data.template == "chat"
 
 
 def test_rounds_of_tool_calls_are_answers_and_one_more() -> None:

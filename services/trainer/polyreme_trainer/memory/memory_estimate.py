@@ -176,7 +176,7 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
         entropy = False
     else:
         groups = -(-config.groups_per_iteration // config.algorithm.minibatches)
-        steps = [(groups * config.group_size, config.data.max_prompt_tokens + config.rollout.max_new_tokens)]
+        steps = [(groups * config.group_size, config.longest_sequence)]
         rows = [phase.batch_size for phase in config.trainer.sft]
         rows += [config.algorithm.ptx.batch_size] if config.algorithm.ptx else []
         steps += [(count, config.rollout.max_model_len) for count in rows]

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from polyreme.api.v1.experience_pb2 import FinishReason, Outcome
+from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.record_codec import decode_group
-from polyreme.experience.records import GroupRecord, SampleRecord
+from polyreme.experience.records import GroupRecord, SampleRecord, episode_fields
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.rundir.progress import Progress, Record, stream_time
@@ -224,21 +224,6 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
             "logprobs": np.round(sample.logprobs.astype(np.float64), _DIGITS).tolist(),
             **(episode_fields(group, sample) if group.episodes else {}),
         }
-
-
-def episode_fields(group: GroupRecord, sample: SampleRecord) -> Record:
-    """The fields of a trajectory's line: its episode, why that ended, its turns, and the conversation. `trajectories`: the positions of the
-    episode's samples, if there are several."""
-    episode = group.episodes[sample.episode]
-    positions = [position for position, other in enumerate(group.samples) if other.episode == sample.episode]
-    return {
-        "episode": sample.episode,
-        **({"trajectories": positions} if len(positions) > 1 else {}),
-        "outcome": Outcome.Name(episode.outcome).removeprefix("OUTCOME_").lower(),
-        "environment_seconds": round(episode.seconds, _DIGITS),
-        "turns": [{**turn._asdict(), "tool_calls": [call._asdict() for call in turn.tool_calls]} for turn in sample.turns],
-        "messages": json.loads(episode.messages) if episode.messages else [],
-    }
 
 
 def cut_torn_line(path: Path) -> None:

@@ -21,7 +21,8 @@ from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.environment.choose import make_environment
 from polyreme_trainer.orchestrator.environment.protocol import Environment, EpisodeError
-from polyreme_trainer.orchestrator.evaluation.evaluate import Evaluator, HeldOutSet
+from polyreme_trainer.orchestrator.evaluation.answers import HeldOutSet, make_answers
+from polyreme_trainer.orchestrator.evaluation.evaluate import Evaluator
 from polyreme_trainer.orchestrator.evaluation.schedule import EvalSchedule
 from polyreme_trainer.orchestrator.generation.generate import GenerateError
 from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
@@ -86,7 +87,8 @@ async def _orchestrate(run: Run) -> None:
     scoring, partial_log, tokens = Scoring(rewards, teacher), PartialRolloutLog(experience), config.rollout.tokens_per_iteration
     bounds = config.groups_per_iteration, config.max_staleness
     budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
-    environment = make_environment(run, Sampler(run.run_id, config, template, pool), scoring, partial_log, budget)
+    sampler = Sampler(run.run_id, config, template, pool)
+    environment = make_environment(run, sampler, scoring, partial_log, budget)
     wanted = (
         config.rollout.replicas if await run.check() is RunState.STARTING else 1
     )  # a running run continues with the replicas that it has
@@ -99,7 +101,8 @@ async def _orchestrate(run: Run) -> None:
         return
     maker = GroupMaker(config, train, environment)
     sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
-    evaluator = Evaluator(run, config, template, sets, pool, rewards) if sets and rewards else None
+    answers = make_answers(run, sampler, rewards, environment)
+    evaluator = Evaluator(run, config, sets, answers) if sets and answers else None
     settle()
     try:
         await Orchestrator(run, config, experience, pool, scoring, maker, evaluator, environment, partial_log, budget).work()

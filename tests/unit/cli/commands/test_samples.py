@@ -92,6 +92,8 @@ def test_an_episode_is_a_conversation_with_its_turns() -> None:
         ("assistant", "last"),
     ]
     messages = [{"role": role, "content": content} for role, content in said]
+    messages[3] |= {"trajectory": 0, "turn": 0}
+    messages[5] |= {"trajectory": 0, "turn": 1}
     sample = {"iteration": 1, "group": 2, "score": 0.5, "parts": {}, "tokens": 3, "finish_reason": "stop", "label": "x"}
     lines = sample_text({**sample, "outcome": "turns", "turns": turns, "messages": messages})
     assert lines[0] == "iteration 1, group 2: reward 0.5, 3 tokens, turns"

@@ -9,6 +9,7 @@ import pytest
 
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import STAGES
+from polyreme.display.summary import redis_bytes
 from polyreme.errors import ConfigError
 from polyreme_trainer.memory.estimate import moments
 from polyreme_trainer.memory.memory_estimate import announce, learner_memory, memory_lines, micro_batch_of, models_of, refuse
@@ -285,6 +286,16 @@ def test_sleeping_replicas_keep_their_weights_in_the_host_s_memory(tmp_path: Pat
     assert [machine.asleep and machine.asleep.nbytes for machine in learner_memory(spread).machines] == [
         2 * 2 * PARAMETERS[NAME]
     ] * 2
+
+
+def test_an_episode_is_as_long_as_its_context(tmp_path: Path) -> None:
+    rollout = {"max_new_tokens": 768, "max_model_len": 4096}
+    answers, episodes = (
+        run(tmp_path, rollout=rollout, trainer={"optimizer": {"lr": 1e-6}, "micro_batch_tokens": 1}, **sections)
+        for sections in ({}, {"reward": None, "environment": {"file": "environment.py"}})
+    )
+    assert [micro_batch_of(config).padded for config in (answers, episodes)] == [256 + 768, 4096]
+    assert redis_bytes(episodes) > 3 * redis_bytes(answers)
 
 
 def test_on_cpu_both_are_the_same_memory(tmp_path: Path) -> None:

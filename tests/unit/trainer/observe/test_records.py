@@ -204,11 +204,9 @@ def test_a_trajectory_has_its_episode_and_its_turns() -> None:
     call = {"name": "add", "arguments": "{}", "result": "3", "seconds": 0.0, "error": ""}
     assert line["turns"] == [{"start": 0, "end": turn.end, "reward": 0.5, "seconds": 0.1, "tool_calls": [call]}]
     assert line["messages"] == messages and "trajectories" not in line
-    branches = [replace(plain.samples[0], turns=(turn,))] * 2
-    assert [each["trajectories"] for each in sample_lines(replace(plain, samples=branches, episodes=[episode]))] == [
-        [0, 1],
-        [0, 1],
-    ]
+    branches = [replace(plain.samples[0], turns=(turn,)) for _ in range(2)]
+    two = list(sample_lines(replace(plain, samples=branches, episodes=[episode])))
+    assert [(each["trajectory"], each["trajectories"]) for each in two] == [(0, [0, 1]), (1, [0, 1])]
 
 
 async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:

@@ -96,17 +96,22 @@ class Episodes:
         with self._partial_log.track(task.admission, FinishedEpisodes(task, config.group_size + greedy)) as finished:
 
             async def play(number: int) -> None:
-                finished.add(number, await self._play(task, number, greedy=number == config.group_size))
+                finished.add(number, await self.play_one(task, number, temperature=0.0 if number == config.group_size else None))
 
             await together([play(number) for number in finished.missing()])
             episodes = finished.ordered()
         samples, records = [sample for each, _ in episodes for sample in each], [record for _, record in episodes]
         return Played(samples, records, generate_seconds=time.monotonic() - began)
 
-    async def _play(self, task: Task, number: int, *, greedy: bool) -> Finished:
+    async def play_one(self, task: Task, number: int, *, temperature: float | None = None) -> Finished:
+        """Episode `number` of a task. Raises as `play`.
+
+        Args:
+            temperature: of an episode that is not trained on; None: the run's.
+        """
         tries = 0
         while True:
-            session = EpisodeSession(self._sampler, self._tail, task, number, self._bounds, greedy=greedy)
+            session = EpisodeSession(self._sampler, self._tail, task, number, self._bounds, temperature)
             try:
                 return _finished(session, await self._host.play(task, session))
             except HostLostError:

@@ -69,7 +69,7 @@ class EpisodeSession:
 
     Args:
         number: the number of the episode within its group, which determines its seeds.
-        greedy: whether it samples greedily and is not trained on.
+        temperature: of an episode that is not trained on, 0 for a greedy one; None: the run's.
 
     Attributes:
         messages: the conversation so far, for display.
@@ -77,9 +77,11 @@ class EpisodeSession:
         deadline: time on the event loop's clock at which the episode's seconds have passed.
     """
 
-    def __init__(self, sampler: Sampler, tail: Tail, task: Task, number: int, bounds: Bounds, *, greedy: bool = False) -> None:
+    def __init__(
+        self, sampler: Sampler, tail: Tail, task: Task, number: int, bounds: Bounds, temperature: float | None = None
+    ) -> None:
         self._sampler, self._tail, self._task, self._bounds = sampler, tail, task, bounds
-        self.number, self._greedy = number, greedy
+        self.number, self._temperature = number, temperature
         self._trajectories: list[_Trajectory] = []
         self._turns: list[tuple[_Trajectory, int]] = []  # in the order of sampling: the trajectory, and the place among its turns
         self._over: int = pb.OUTCOME_UNSPECIFIED
@@ -93,7 +95,7 @@ class EpisodeSession:
 
     @property
     def temperature(self) -> float:
-        """The temperature at which it samples. (Greedy episodes are no exception: their agents must not know.)"""
+        """The run's temperature. (Of all episodes: an agent must not know which of them are trained on.)"""
         return self._sampler.config.rollout.temperature
 
     @property
@@ -164,7 +166,7 @@ class EpisodeSession:
         spans: list[Span] = []
         for turn, sample in zip(trajectory.turns, trajectory.sampled, strict=True):
             logprobs[turn.start : turn.end] = sample.token_logprobs()
-            mask[turn.start : turn.end] = not self._greedy
+            mask[turn.start : turn.end] = self._temperature is None
             spans += [(version, turn.start + first, turn.start + last) for version, first, last in sample.spans]
             if routes is not None and (of_turn := sample.token_routes()) is not None:
                 routes[turn.start : turn.end] = of_turn
@@ -214,7 +216,7 @@ class EpisodeSession:
             name=f"{group.name}-{self.number}-{self.turns}",
             count=1,
             max_new=min(group.max_new, room),
-            temperature=0.0 if self._greedy else group.temperature,
+            temperature=group.temperature if self._temperature is None else self._temperature,
             seed=partial(_seed, self._sampler.config.seed, admission.index, admission.attempt, self.number, before),
         )
         last = self._last_sample()
@@ -235,7 +237,10 @@ class EpisodeSession:
         (text,) = template.decode([ids], special=False)
         (raw,) = template.decode([ids[:-1] if ids[-1] in template.stop_ids else ids], special=True)
         asked = _behind_answers(messages) if messages else [{"role": "user", "content": self._task.prompt.plain}]
-        self.messages += [*asked, {"role": "assistant", "content": text}]
+        self.messages += [
+            *asked,
+            {"role": "assistant", "content": text, "trajectory": trajectory.number, "turn": len(trajectory.turns) - 1},
+        ]
         return SampledTurn(text, raw, _is_cut(sample), len(context), sample.length)
 
 

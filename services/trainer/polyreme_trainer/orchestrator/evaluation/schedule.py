@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Set
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
-from polyreme_trainer.orchestrator.evaluation.evaluate import EvaluationError, Evaluator
+from polyreme_trainer.orchestrator.evaluation.answers import EvaluationError
+from polyreme_trainer.orchestrator.evaluation.evaluate import Evaluator
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 
 logger = logging.getLogger(__name__)

@@ -6,16 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyreme.api.v1 import reward_pb2
 from polyreme.config.evaluation import EvaluationSet
+from polyreme.experience.records import RewardPart
 from polyreme_trainer.data.prompt_store import Prompt
-from polyreme_trainer.orchestrator.evaluation.evaluate import (
-    PROGRESS_SECONDS,
-    EvaluationPace,
-    HeldOutSet,
-    metric_name,
-    part_means,
-)
+from polyreme_trainer.orchestrator.evaluation.answers import PROGRESS_SECONDS, EvaluationPace, HeldOutSet, ScoredAnswer
+from polyreme_trainer.orchestrator.evaluation.evaluate import metric_name, part_means
 
 
 @pytest.mark.parametrize(
@@ -32,13 +27,12 @@ def test_only_the_share_of_right_answers_is_an_accuracy(correctness: bool, score
 
 
 def test_parts_have_the_mean_of_the_answers_that_have_them() -> None:
-    def result(**parts: float) -> reward_pb2.ScoreResult:
-        result = reward_pb2.ScoreResult()
-        for name, raw in parts.items():
-            result.parts.add(name=name, raw=raw)
-        return result
+    prompt = Prompt(np.array([1], np.int32), "2+2", "4", "{}", "2+2")
 
-    means = part_means([result(exact=1.0, shape=0.5), result(exact=0.0), result()])
+    def answer(**parts: float) -> ScoredAnswer:
+        return ScoredAnswer(prompt, "4", 0.0, [RewardPart(name, raw, raw) for name, raw in parts.items()], 1, 1)
+
+    means = part_means([answer(exact=1.0, shape=0.5), answer(exact=0.0), answer()])
     assert means == {"exact": 0.5, "shape": 0.5}
 
 
