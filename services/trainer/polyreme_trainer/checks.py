@@ -28,7 +28,7 @@ from polyreme_trainer.data.template import Template
 from polyreme_trainer.expert_checks import check_experts
 from polyreme_trainer.megatron.huggingface.families import load_architecture
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
-from polyreme_trainer.memory.memory_estimate import refuse
+from polyreme_trainer.memory.memory_estimate import fit_errors
 from polyreme_trainer.memory.placement import advice
 
 _PARSED = 20_000
@@ -85,7 +85,7 @@ def _check_model(config: RunConfig) -> Iterator[str | PolyremeError]:
     arch, critic = load_architecture(config.model.path), config.trainer.critic.path if config.algorithm.has_critic else None
     checks = [_check_engine(arch, config), check_experts(config)]
     if critic is None or (critic / "config.json").is_file():
-        checks.append(refuse(config, memory_limit() if config.device == "cpu" else None))
+        checks.append(fit_errors(config, memory_limit() if config.device == "cpu" else None))
         checks += [] if critic is None else [_check_critic(critic, config)]
     yield from results(*checks)
 

@@ -16,7 +16,7 @@ from polyreme.experience.device_lease import trains
 from polyreme.experience.ledger import Admission, ExperienceLog, StaleAttemptError, TransitionError, Writer
 from polyreme.experience.record_codec import encode_group
 from polyreme.experience.run import Run, RunState
-from polyreme.process.lifecycle import settle
+from polyreme.process.lifecycle import freeze_gc
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.environment.choose import make_environment
@@ -87,9 +87,8 @@ async def _orchestrate(run: Run) -> None:
     bounds = config.groups_per_iteration, config.max_staleness
     budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
     environment = make_environment(run, Sampler(run.run_id, config, template, pool), scoring, partial_log, budget)
-    wanted = (
-        config.rollout.replicas if await run.check() is RunState.STARTING else 1
-    )  # a running run continues with the replicas that it has
+    is_new = await run.check() is RunState.STARTING  # a running run continues with the replicas that it has
+    wanted = config.rollout.replicas if is_new else 1
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     waits = [pool.wait_for(wanted), environment.wait_ready()]
     waits += [rewards.wait_for(1)] if rewards else []
@@ -100,7 +99,7 @@ async def _orchestrate(run: Run) -> None:
     maker = GroupMaker(config, train, environment)
     sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
     evaluator = Evaluator(run, config, template, sets, pool, rewards) if sets and rewards else None
-    settle()
+    freeze_gc()
     try:
         await Orchestrator(run, config, experience, pool, scoring, maker, evaluator, environment, partial_log, budget).work()
     finally:
@@ -245,7 +244,7 @@ class Orchestrator:
             if await self._filter.skips(admission):
                 return None
             record = await self._maker.make(admission)
-            tally, score = self._filter.judge(record), record.mean_reward
+            tally, score = self._filter.count_solved(record), record.mean_reward
             if self._sampling.drops(record):
                 await self._experience.drop(index, number, "equal scores", score, tally)
             else:
