@@ -77,7 +77,7 @@ def size(folder: Path, pattern: str) -> int:
     return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
 
 
-async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, options: argparse.Namespace) -> Series:
+async def observe(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, options: argparse.Namespace) -> Series:
     """Measures every `--every` seconds until the run ends, or for `--minutes`. Raises RuntimeError when the run stalls."""
     series: Series = defaultdict(list)
     reached, progress, last = 0, time.monotonic(), "0"
@@ -204,7 +204,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]
         ) as started:
             await fill_answers(started.run)
             await started.run.redis.config_set("auto-aof-rewrite-min-size", f"{REWRITE_MIB}mb")
-            series = await follow(started, server, folder / "redis", options)
+            series = await observe(started, server, folder / "redis", options)
             if started.children["train"].poll() is None:
                 await started.run.set_state(RunState.DRAINING, f"the bench ends after {options.minutes:g} minutes")
             state, reason = await started.ended(300.0)

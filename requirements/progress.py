@@ -70,7 +70,7 @@ class Installation:
         return text + f"remaining about {_duration(passed * (total - done) / done)}"
 
 
-def follow(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run_with_progress(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs uv and shows its progress on stdout: one changing line on a terminal, otherwise a line at intervals. Other output goes to
     stderr.
     Returns the exit status."""

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from progress import follow
+from progress import run_with_progress
 
 # pip's option, uv's variable, and the separator of its values
 VARIABLES = (
@@ -56,7 +56,7 @@ def main() -> None:
     no_index = ["--no-index"] if options.get("no-index", "") in ("1", "true", "yes", "on") else []
     words = [str(folder / "uv"), "pip", sys.argv[1], "--python", sys.executable, *no_index, *sys.argv[2:]]
     if sys.argv[1] == "install" and not {"-q", "--quiet"} & {*sys.argv}:
-        sys.exit(follow(words, environment(options, os.environ)))
+        sys.exit(run_with_progress(words, environment(options, os.environ)))
     os.execve(words[0], words, environment(options, os.environ))
 
 

@@ -4,7 +4,7 @@ Invariant: this section contains no credentials. Each tracker's package reads th
 """
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,12 +18,12 @@ class TrackerSection(Section):
     """The common fields of all trackers.
 
     Attributes:
-        package: name of the required package for pip.
-        module: name of the package's module.
+        package: name of the required package for pip; of a plugin, which is any package, none.
+        module: name of the package's module, likewise.
     """
 
-    package: ClassVar[str]
-    module: ClassVar[str]
+    package: ClassVar[str] = ""
+    module: ClassVar[str] = ""
     kind: str
     project: str = Field("polyreme", min_length=1, description=PROJECT)
 
@@ -69,4 +69,12 @@ class TrackioConfig(TrackerSection):
     directory: Path | None = Field(None, description="Directory of the local database. null: below the run directory.")
 
 
-TrackerConfig = Annotated[WandbConfig | SwanlabConfig | MlflowConfig | TrackioConfig, Field(discriminator="kind")]
+class PluginConfig(TrackerSection):
+    """A tracker of another installed package: an entry point of the group `polyreme.trackers`."""
+
+    kind: Literal["plugin"] = Field("plugin", description=KIND)
+    name: str = Field(min_length=1, description="Name of the entry point.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options that only this tracker reads.")
+
+
+TrackerConfig = Annotated[WandbConfig | SwanlabConfig | MlflowConfig | TrackioConfig | PluginConfig, Field(discriminator="kind")]

@@ -173,8 +173,7 @@ class RunHandle:
             time.sleep(_POLL_SECONDS)
 
     def watch(self, timeout: float | None = None) -> RunStatus:
-        """Shows the run's progress as `polyreme up` does, until it has ended or `timeout` seconds have passed. An interrupt also ends it
-        and
+        """Shows the run's progress as `polyreme up` does, until it has ended or `timeout` seconds have passed. An interrupt also ends it, and
         does not affect the run.
 
         Raises:

@@ -1,7 +1,4 @@
-"""A run as text: one line per record while it runs, and a report at its end.
-
-Invariant: pure functions from records and Progress to strings.
-"""
+"""A run as text: one line per record while it runs, and a report at its end."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -122,8 +122,8 @@ class Forwarder:
             found = f"expected a version that the headers allow; found {', '.join(map(str, versions))}. Ask again after a while."
             await reply.fail(503, found, "no_answer")
         else:
-            found = f"none of {len(tried)} replicas gave an answer by what was asked for"
-            await reply.fail(503, f"expected {names}; found that {found}. Ask again.", "no_answer")
+            found = f"no answer of {len(tried)} replicas that satisfies the version headers"
+            await reply.fail(503, f"expected {names}; found {found}. Ask again.", "no_answer")
 
     async def _forward(self, request: ForwardedRequest, replica: ServedReplica, reply: Reply) -> _Outcome:
         outcome = await _unless(replica.gone.wait(), self._exchange(request, replica, reply))

@@ -97,7 +97,7 @@ class ReplicaTable:
         """The served versions, newest first."""
         return sorted({each.version for each in self._replicas.values() if each.version is not None}, reverse=True)
 
-    async def follow(self) -> None:
+    async def keep_current(self) -> None:
         """Refreshes after each POLL_INTERVAL. Never returns."""
         while True:
             await asyncio.sleep(POLL_INTERVAL)

@@ -41,7 +41,7 @@ async def serve_gateway(run: Run, host: str, port: int, aliases: Sequence[str], 
         await table.refresh()
         serving = asyncio.current_task()
         assert serving is not None
-        following = asyncio.create_task(table.follow(), name="replicas of the gateway")
+        following = asyncio.create_task(table.keep_current(), name="replicas of the gateway")
         following.add_done_callback(lambda task: None if task.cancelled() else serving.cancel())  # a bug ends the block
         try:
             async with serve_http(host, port, app, DRAIN_TIMEOUT, config.security, error_body=server_error_body) as bound:

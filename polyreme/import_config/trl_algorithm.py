@@ -1,7 +1,4 @@
-"""The algorithm of TRL's GRPO and RLOO as our keys: advantage, loss, KL, correction.
-
-Invariant: pure functions of the values; an algorithm without a counterpart is refused.
-"""
+"""The algorithm of TRL's GRPO and RLOO as our keys: advantage, loss, KL, correction."""
 
 from typing import Any
 

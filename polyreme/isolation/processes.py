@@ -37,7 +37,7 @@ INVALID_MESSAGE = (ValueError, TypeError, AttributeError, LookupError, Arithmeti
 """What reading a message raises whose form or numbers are wrong: untrusted code can write to its worker's socket."""
 
 
-class Gone(Exception):
+class WorkerExitedError(Exception):
     """The worker's process has ended. The message states how."""
 
 
@@ -62,7 +62,7 @@ class Worker:
             await self._writer.drain()
 
     async def receive(self) -> Any:
-        """The next message. Raises Gone when the worker has ended, and ValueError for an invalid message."""
+        """The next message. Raises WorkerExitedError when the worker has ended, and ValueError for an invalid message."""
         try:
             (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if size > _REPLY_BYTES:
@@ -75,7 +75,7 @@ class Worker:
                 if self.ended is not None:
                     break
                 await asyncio.sleep(0.01)
-            raise Gone(self.ended or "closed its connection") from None
+            raise WorkerExitedError(self.ended or "closed its connection") from None
 
     def end(self, reason: str) -> None:
         """Marks the process as ended. Messages that it sent can still be read, even while another process holds the other end."""
@@ -103,7 +103,7 @@ class Workers:
         begin_loading: called when a worker begins to load. Returns what receives the fractions of weights that it reports.
 
     Attributes:
-        trouble: why the last attempt to start a worker failed, or None.
+        last_error: why the last attempt to start a worker failed, or None.
         facts: version and description of each thing that was loaded, and whether it reads tokens, as reported by the first worker.
     """
 
@@ -120,7 +120,7 @@ class Workers:
         self._module, self._kind = module, kind
         self._setup, self._preload, self._start_timeout = setup, preload, start_timeout
         self._environment, self._begin_loading = environment, begin_loading
-        self.trouble: str | None = None
+        self.last_error: str | None = None
         self._keeper_answers = False
         self._alive: dict[int, Worker] = {}
         self._names = 0
@@ -151,7 +151,7 @@ class Workers:
             raise UnavailableError(
                 f"{self._kind}s that load within {self._start_timeout:g} s", "no answer", f"Raise {self._kind}.start_timeout."
             ) from None
-        except Gone as gone:
+        except WorkerExitedError as gone:
             self.discard(worker)
             raise ConfigError(f"{self._kind}s that load", f"their process {gone}", "Fix the code that runs at import.") from None
         except INVALID_MESSAGE as error:
@@ -170,7 +170,7 @@ class Workers:
             raise ConfigError(
                 f"the same {self._kind}s as at start ({self.facts})", str(facts), f"Restart the {self._kind} service."
             )
-        self.facts, self.trouble = facts, None
+        self.facts, self.last_error = facts, None
         return worker
 
     async def _fork(self) -> Worker:
@@ -192,7 +192,7 @@ class Workers:
                     return worker
                 self.discard(worker)  # another spawn has replaced the keeper
             except (TimeoutError, BlockingIOError):
-                self.trouble = "the worker keeper does not answer"
+                self.last_error = "the worker keeper does not answer"
                 self.discard(worker)
                 if self._control is keeper:
                     logger.error("the worker keeper does not answer; it is killed and restarted")
@@ -212,7 +212,7 @@ class Workers:
                 return await self.spawn()
             except (ConfigError, UnavailableError, OSError) as error:
                 logger.error("a worker could not be replaced: %s", error)
-                self.trouble = str(error)
+                self.last_error = str(error)
                 give_up(f"no worker could be started: {error}")
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 5.0)

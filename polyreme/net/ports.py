@@ -65,9 +65,8 @@ def check_free(host: str, port: int) -> None:
     """Raises ConfigError when a process listens at this machine's address `host` and port."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     with socket.socket(family, kind) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as servers do; otherwise closed connections would block the port
+        # As servers do; otherwise closed connections would block the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:

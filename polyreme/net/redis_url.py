@@ -44,9 +44,8 @@ def without_password(url: str | None) -> str | None:
 def exposure(url: str) -> str:
     """Who can command the Redis at `url`, and what to do, if this process reaches it without a password; else ''."""
     parts = split(url)
-    if (
-        _password_of(parts) or os.environ.get(PASSWORD) or parts.scheme != "redis"
-    ):  # rediss:// may ask for a certificate; a socket has the rights of its file
+    # rediss:// may ask for a certificate; a socket has the rights of its file.
+    if _password_of(parts) or os.environ.get(PASSWORD) or parts.scheme != "redis":
         return ""
     host = parts.hostname or "localhost"
     who = "user of its machine" if host == "localhost" or is_loopback(host) else "machine that reaches it, and every user there,"

@@ -49,7 +49,7 @@ async def _serve(paths: list[Path], redis: str | None, host: str, port: int) -> 
         run_directories(path)
     runs = Runs(paths)
     security = _security(runs)
-    following = asyncio.create_task(runs.follow())
+    following = asyncio.create_task(runs.keep_current())
     try:
         async with serve_http(host, port, application(runs, ServerStatus(redis)), security=security, is_open=is_open) as bound:
             scheme = "https" if security and security.certificate else "http"

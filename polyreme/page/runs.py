@@ -48,7 +48,7 @@ class Runs:
         """The reader of a run; None for an unknown name."""
         return self.readers.get(name)
 
-    async def follow(self) -> None:
+    async def keep_current(self) -> None:
         """Keeps the readers up to date. Never returns."""
         try:
             while True:

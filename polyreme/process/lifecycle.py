@@ -49,7 +49,7 @@ def die_with_parent(parent_pid: int, death_signal: int = signal.SIGKILL) -> None
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Suspends garbage collection, for imports of torch and vLLM: collections take a tenth of their time. They also run finalizers in the
     middle of C code, where Python ignores an exception that a signal raises.
     """
@@ -60,7 +60,7 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def settle() -> None:
+def freeze_gc() -> None:
     """Makes the garbage collector ignore all existing objects. Call it once when startup is complete.
 
     A process that has imported torch or vLLM keeps a million objects; each collection of them takes a third of a second.

@@ -1,7 +1,4 @@
-"""The memory and devices of this machine or container.
-
-Invariant: reading changes nothing.
-"""
+"""The memory and devices of this machine or container."""
 
 import ctypes
 import os

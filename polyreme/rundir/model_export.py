@@ -1,7 +1,4 @@
-"""A Hugging Face directory as the export of a run or a stage.
-
-Invariant: reading changes nothing.
-"""
+"""A Hugging Face directory as the export of a run or a stage."""
 
 from collections.abc import Mapping
 from pathlib import Path

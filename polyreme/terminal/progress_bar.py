@@ -21,8 +21,8 @@ from rich.progress import (
 
 Item = TypeVar("Item")
 
-_STEPS = 500
-"""Minimum seconds between two updates of a bar, since an update takes longer than reading a line."""
+_UPDATES_PER_BAR = 500
+"""A bar is drawn anew at most this often, since an update takes longer than reading a line."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         def count(done: int) -> None:
             nonlocal waiting
             waiting += done
-            if waiting * _STEPS >= total:
+            if waiting * _UPDATES_PER_BAR >= total:
                 progress.advance(task, waiting)
                 waiting = 0
 

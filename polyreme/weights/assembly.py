@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from polyreme.weights.digest import DigestError, Each, verify
+from polyreme.weights.digest import DigestError, MapFunction, verify
 from polyreme.weights.manifest import Manifest, ManifestError
 
 
@@ -116,7 +116,7 @@ class Assembly(RangeAssembly):
         super().__init__(own, manifest.nbytes, buffer, f"version {manifest.version}")
 
     @classmethod
-    def verified_part(cls, manifest: Manifest, buffer: memoryview, each: Each = map) -> "Assembly":
+    def verified_part(cls, manifest: Manifest, buffer: memoryview, each: MapFunction = map) -> "Assembly":
         """The assembly of a part that is complete in the buffer. Raises as `verify`, and as the constructor."""
         verify(manifest, buffer, each)
         assembly = cls(manifest, buffer)

@@ -12,7 +12,7 @@ import xxhash
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.weights import sparse
-from polyreme.weights.digest import Each
+from polyreme.weights.digest import MapFunction
 from polyreme.weights.manifest import NUMPY_DTYPES, Manifest, ManifestError, Tensor
 from polyreme.weights.sparse import Changes, Frame, Words, words_of
 
@@ -126,7 +126,7 @@ class WeightDelta:
     payload: bytes
 
 
-def diff(before: Manifest, old: memoryview, after: Manifest, new: memoryview, each: Each = map) -> WeightDelta | None:
+def diff(before: Manifest, old: memoryview, after: Manifest, new: memoryview, each: MapFunction = map) -> WeightDelta | None:
     """The changes of a part since another version of it; None when they are more than half of the part's bytes.
 
     Args:
@@ -153,7 +153,7 @@ def diff(before: Manifest, old: memoryview, after: Manifest, new: memoryview, ea
     return _assembled(before, after, frames)
 
 
-def apply(delta: DeltaManifest, payload: memoryview, shadow: memoryview, each: Each = map) -> None:
+def apply(delta: DeltaManifest, payload: memoryview, shadow: memoryview, each: MapFunction = map) -> None:
     """Writes the changes into bytes that hold the base. Verify them afterwards.
 
     Args:

@@ -11,7 +11,7 @@ import xxhash
 
 from polyreme.weights.manifest import Manifest, ManifestError
 
-Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """`map`, or the `map` of an executor."""
 
 
@@ -33,7 +33,7 @@ def seal(manifest: Manifest, buffer: memoryview) -> Manifest:
     return replace(manifest, tensors=tensors)
 
 
-def verify(manifest: Manifest, buffer: memoryview, each: Each = map) -> None:
+def verify(manifest: Manifest, buffer: memoryview, each: MapFunction = map) -> None:
     """Reads every tensor's bytes once. `each`: maps over the tensors; hashing releases the GIL.
 
     Raises:

@@ -51,7 +51,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Runs `layout_checks.follow` on a layout's ranks."""
+    """Runs `layout_checks.run_orders` on a layout's ranks."""
     out = tmp_path_factory.mktemp("out") / "measured.json"
 
     def run(layout: dict[str, int], *runs: dict[str, Any], dtype: str = "float32", model: Path = model) -> dict[str, Any]:

@@ -17,9 +17,9 @@ TOLERANCE = 1e-5
 
 
 def train_ranks(model: Path, layout: dict[str, int], out: Path, *runs: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
-    """Runs `layout_checks.follow` on a layout's ranks and reads its results from the file `out`."""
+    """Runs `layout_checks.run_orders` on a layout's ranks and reads its results from the file `out`."""
     order = {"model": str(model), "dtype": dtype, "out": str(out), "layout": layout, "runs": runs}
-    run_ranks(layout_checks.follow, ParallelConfig(**layout).world_size, json.dumps(order), timeout=240)
+    run_ranks(layout_checks.run_orders, ParallelConfig(**layout).world_size, json.dumps(order), timeout=240)
     measured: dict[str, Any] = json.loads(out.read_text())
     return measured
 

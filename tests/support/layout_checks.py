@@ -88,7 +88,7 @@ def step(role: Role[Policy]) -> tuple[float, float]:
     return float(role.shard.sum(total)), norm
 
 
-def follow(script: str) -> None:
+def run_orders(script: str) -> None:
     """Runs a script: {model, dtype, out, layout: [tensor, data], runs: [{resume: path | null, steps, save: {step: path}, lora: of the
     configuration | absent, recompute, moe: likewise, model, dtype: others than the script's | absent}]}.
 

@@ -14,7 +14,7 @@ from polyreme.experience.store import connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, stop_event
 from polyreme_trainer.launch.trainer_process import Trainer, trainer_processes
-from polyreme_trainer.launch.worker_node import follow
+from polyreme_trainer.launch.worker_node import serve_launches
 
 RANK = ("-m", "support.lone_rank")
 
@@ -29,7 +29,7 @@ async def live(node: int, folder: Path) -> None:
             learner, _ = trainer_processes(config, run_id, url, folder, RANK)
             await Trainer(config, run, [learner]).run()
         else:
-            await follow(run, config, url, node, stop_event(), RANK)
+            await serve_launches(run, config, url, node, stop_event(), RANK)
     finally:
         await redis.aclose()
 

@@ -77,10 +77,10 @@ def test_what_is_there_already_is_said() -> None:
 
 def test_only_what_is_no_progress_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     program = "import sys; sys.stderr.write('Resolved 2 packages in 1ms\\nerror: no such file\\n'); sys.exit(3)"
-    assert progress.follow([sys.executable, "-c", program], {}) == 3
+    assert progress.run_with_progress([sys.executable, "-c", program], {}) == 3
     out, err = capfd.readouterr()
     assert err == "error: no such file\n" and "installed" not in out
     program = "import sys; sys.stderr.write('Installed 1 package in 1ms\\n + numpy==2.2.6\\n')"
-    assert progress.follow([sys.executable, "-c", program], {}) == 0
+    assert progress.run_with_progress([sys.executable, "-c", program], {}) == 0
     out, err = capfd.readouterr()
     assert "  1 package installed in " in out and not err

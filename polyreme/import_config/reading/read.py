@@ -88,9 +88,8 @@ def _read_script(text: str, path: Path) -> Read:
         return Read({})
     values = {**_options(launch), **{key: Unresolved(text) for key, text in launch.opened.items()}}
     processes = launch.processes if launch.processes is not None else _processes_of(launch.config_file, path)
-    dotted = any(
-        "." in key for key in (*launch.values, *launch.opened)
-    )  # hydra's keys, or OpenRLHF's: they count devices themselves
+    # Keys with dots are hydra's, or OpenRLHF's, which count devices themselves.
+    dotted = any("." in key for key in (*launch.values, *launch.opened))
     if processes is not None and "num_processes" not in values and not dotted:
         values["num_processes"] = processes
     return Read(values, _with_config(values, path) + launch.notes, launch.program)

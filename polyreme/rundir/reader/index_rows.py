@@ -1,7 +1,4 @@
-"""Records and sample lines as rows of the index.
-
-Invariant: pure functions of one line of `metrics.jsonl` or of a sample file.
-"""
+"""Records and sample lines as rows of the index."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""The numbers of records that can be plotted, with their names and steps. Trackers, TensorBoard and the run page show the same numbers.
-
-Invariant: a pure function of one record.
-"""
+"""The numbers of records that can be plotted, with their names and steps. Trackers, TensorBoard and the run page show the same numbers."""
 
 import math
 from collections.abc import Iterator

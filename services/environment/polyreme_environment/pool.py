@@ -14,7 +14,7 @@ from typing import Any
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
-from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
+from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_environment.contract import ContractError, Moved, understood
 from polyreme_environment.metrics import EnvironmentMetrics
 
@@ -163,7 +163,7 @@ class EpisodePool:
                 except TimeoutError:
                     found, reason = f"within environment.step_timeout = {self._config.step_timeout:g} s; found none", "timeout"
                     error = PlayError(f"expected {method} to return {found}, so its process was killed")
-                except Gone as gone:
+                except WorkerExitedError as gone:
                     error, reason = PlayError(f"the worker process {gone} in {method}"), "exit"
                 except (ContractError, *INVALID_MESSAGE) as bad:
                     error, reason = PlayError(f"the worker's reply is invalid: {bad}"), "reply"

@@ -1,7 +1,4 @@
-"""RewardService over gRPC, the native protocol.
-
-Invariant: this module only translates; `scorer` computes the scores.
-"""
+"""RewardService over gRPC, the native protocol."""
 
 from typing import Any, NoReturn
 

@@ -115,7 +115,7 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def judge(answer: object, tokens: int = 0) -> Outcome:
+def outcome_of(answer: object, tokens: int = 0) -> Outcome:
     """The outcome for a reward's return value.
 
     Args:

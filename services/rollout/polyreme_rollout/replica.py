@@ -18,7 +18,7 @@ from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import exec_again, exit_on_signals
 from polyreme.process.resource_metrics import private_bytes_of_children
-from polyreme_rollout.devices.device_start import Held, devices_while_starting, release
+from polyreme_rollout.devices.device_start import StartupGrant, devices_while_starting, release
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.http.model_config import config_for_model
@@ -96,12 +96,12 @@ async def _serve_model(engine: InferenceEngine, config: RunConfig, endpoint: End
 
     stop = lifecycle.stop_event()
     await engine.open()
-    lifecycle.settle()
+    lifecycle.freeze_gc()
     await serve_v1(engine, config, endpoint, stop)
 
 
 async def _serve(
-    engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, held: Held | None, began: float
+    engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, held: StartupGrant | None, began: float
 ) -> bool:
     from polyreme.process import lifecycle
     from polyreme_rollout.serving import serve
@@ -109,7 +109,7 @@ async def _serve(
     stop = lifecycle.stop_event()
     async with lifecycle.until_set(stop):
         await engine.open()
-        lifecycle.settle()
+        lifecycle.freeze_gc()
         await report_engine(redis_url, spec.run_id, engine.name, time.monotonic() - began)
     if stop.is_set():
         return False

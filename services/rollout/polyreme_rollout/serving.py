@@ -24,7 +24,7 @@ from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme.process.lifecycle import StopEvent, until_set
 from polyreme.process.machine import MemoryKills, killed_for_memory_since
-from polyreme_rollout.devices.device_start import Held
+from polyreme_rollout.devices.device_start import StartupGrant
 from polyreme_rollout.devices.device_turns import ReplicaTurns
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.generation.requests import RequestLimits
@@ -54,7 +54,7 @@ async def serve(
     redis_url: str,
     endpoint: Endpoint,
     stop: StopEvent,
-    held: Held | None = None,
+    held: StartupGrant | None = None,
 ) -> bool:
     """Serves an open engine until `stop`, then drains. Returns whether it ended for a learner that wants the devices.
 
@@ -129,7 +129,7 @@ async def serve(
                     held.end_renewals()
                 replica_turns = ReplicaTurns(device, engine, swapper, running, metrics)
                 turns = asyncio.create_task(
-                    replica_turns.hold() if spec.config.ends_engines else replica_turns.follow(), name="device turns"
+                    replica_turns.hold() if spec.config.ends_engines else replica_turns.take_turns(), name="device turns"
                 )
                 servers.callback(turns.cancel)  # after the drain; the grant ends after the engine
             async with await registry.register(lease):

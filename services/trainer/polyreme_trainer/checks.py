@@ -7,7 +7,6 @@ run reads them.
 import inspect
 import os
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from shutil import which
@@ -28,8 +27,9 @@ from polyreme_trainer.data.template import Template
 from polyreme_trainer.expert_checks import check_experts
 from polyreme_trainer.megatron.huggingface.families import load_architecture
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
-from polyreme_trainer.memory.memory_estimate import refuse
+from polyreme_trainer.memory.memory_estimate import fit_errors
 from polyreme_trainer.memory.placement import advice
+from polyreme_trainer.observe.trackers.protocol import check_trackers
 
 _PARSED = 20_000
 """Number of rows per file whose columns are checked."""
@@ -40,7 +40,7 @@ _ENCODED = 1_000
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     """Yields notices and errors about everything that the trainer will read. A missing file is an error of the core, so what needs it is left
     out here."""
-    yield from results(_check_trackers(config), _check_notices(config.notices), check_device(config.device))
+    yield from results(check_trackers(config.trackers), _check_notices(config.notices), check_device(config.device))
     if config.device != "cpu":
         yield from advice(config, device_count(config.device))
     if (config.model.path / "config.json").is_file():
@@ -70,22 +70,12 @@ def check_device(kind: str) -> Iterator[PolyremeError]:
         )
 
 
-def _check_trackers(config: RunConfig) -> Iterator[PolyremeError]:
-    for tracker in config.trackers:
-        if find_spec(tracker.module) is None:
-            yield ConfigError(
-                f"the package {tracker.package}, which the tracker {tracker.kind} needs",
-                "none that Python finds here",
-                f"Install it where the trainer runs: pip install {tracker.package}",
-            )
-
-
 def _check_model(config: RunConfig) -> Iterator[str | PolyremeError]:
     """What follows from config.json. Raises ConfigError for a model that is unknown."""
     arch, critic = load_architecture(config.model.path), config.trainer.critic.path if config.algorithm.has_critic else None
     checks = [_check_engine(arch, config), check_experts(config)]
     if critic is None or (critic / "config.json").is_file():
-        checks.append(refuse(config, memory_limit() if config.device == "cpu" else None))
+        checks.append(fit_errors(config, memory_limit() if config.device == "cpu" else None))
         checks += [] if critic is None else [_check_critic(critic, config)]
     yield from results(*checks)
 

@@ -26,7 +26,7 @@ from polyreme.rundir.run_directory import make_folder, next_attempt, open_run
 from polyreme.rundir.start import Start, prepared
 from polyreme.terminal.completion import Overrides
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
-from polyreme_trainer.launch.worker_node import follow
+from polyreme_trainer.launch.worker_node import serve_launches
 from polyreme_trainer.observe.exporter import export
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ async def _learn(redis_url: str, run_id: str | None, node: int, wait: float) -> 
         run = await Run.attach(redis, run_id, wait, ended=False)
         stop = stop_event()  # no graceful shutdown is needed before this point
         async with run.set_when_over(stop) if run_id is None else nullcontext():
-            await follow(run, await run.config(), redis_url, node, stop)
+            await serve_launches(run, await run.config(), redis_url, node, stop)
         await run.check()  # raises the reason when the run failed
     finally:
         await redis.aclose()

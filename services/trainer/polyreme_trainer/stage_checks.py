@@ -16,7 +16,7 @@ from polyreme_trainer.checks import check_device, check_template
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.expert_checks import check_experts
 from polyreme_trainer.megatron.huggingface.families import load_architecture
-from polyreme_trainer.memory.memory_estimate import refuse
+from polyreme_trainer.memory.memory_estimate import fit_errors
 from polyreme_trainer.stages.table import TABLE
 
 _ENCODED = 1_000
@@ -46,7 +46,7 @@ def _check_model(config: StageConfig) -> Iterator[PolyremeError]:
         yield ConfigError(
             f"a reference with the model's {model.vocab} tokens", f"{tokens}", "Use a reference with the model's tokenizer."
         )
-    yield from refuse(config, memory_limit() if config.device == "cpu" else None)
+    yield from fit_errors(config, memory_limit() if config.device == "cpu" else None)
 
 
 def _check_rows(sources: tuple[DataSource, ...], config: StageConfig, template: Template) -> Iterator[str | PolyremeError]:

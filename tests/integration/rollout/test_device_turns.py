@@ -90,7 +90,7 @@ async def shared(run: Run) -> AsyncIterator[Shared]:
         replica = await stack.enter_async_context(starting)
         both = Shared(replica, await stack.enter_async_context(idle_learner(run, [replica])), run, lease)
         turns = ReplicaTurns(lease, replica.engine, replica.swapper, replica.running, replica.metrics)
-        task = asyncio.create_task(turns.follow())
+        task = asyncio.create_task(turns.take_turns())
         try:
             yield both
         finally:

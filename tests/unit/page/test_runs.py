@@ -81,5 +81,5 @@ async def test_the_end_of_following_is_logged(
     runs = Runs([folder])
     monkeypatch.setattr(runs, "refresh", fail)
     with pytest.raises(RuntimeError):
-        await asyncio.wait_for(runs.follow(), 60)
+        await asyncio.wait_for(runs.keep_current(), 60)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]

@@ -14,7 +14,7 @@ import httpx
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
-from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
+from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
 from polyreme_environment.metrics import EnvironmentMetrics
@@ -200,7 +200,7 @@ class FunctionRunner:
                     str(reply["error"]) if "error" in reply else read_result({key: reply[key] for key in ("reward", "metrics")})
                 )
                 runs.pop(reply["number"]).set_result(read)
-        except Gone as gone:
+        except WorkerExitedError as gone:
             self._metrics.workers_replaced.labels("exit").inc()
             return str(gone)
         except (ContractError, *INVALID_MESSAGE) as bad:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
+from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed
 from polyreme_reward.metrics import RewardMetrics
 
@@ -85,7 +85,7 @@ class WorkerPool:
     @property
     def available(self) -> bool:
         """Whether the last attempt to start a worker succeeded."""
-        return self._processes.trouble is None
+        return self._processes.last_error is None
 
     async def start(self) -> None:
         """Starts the keeper and the workers.
@@ -170,7 +170,7 @@ class WorkerPool:
                 )
                 retire, doubt = True, worker.marked and not first
                 self._metrics.workers_replaced.labels("timeout").inc()
-            except Gone as gone:
+            except WorkerExitedError as gone:
                 outcome = failed(Status.ERROR, f"the worker process {gone}")
                 retire, doubt = True, not job.suspect
                 self._metrics.workers_replaced.labels("exit").inc()

@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 from polyreme.errors import ConfigError
 from polyreme.isolation.confinement import confine, limit_memory, summary
 from polyreme.isolation.wire import encode, receive
-from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
+from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, outcome_of
 from polyreme_reward.plugins.load import Loaded, load
 
 
@@ -80,7 +80,7 @@ def _score(plugin: Loaded, item: Item, loop: asyncio.AbstractEventLoop) -> tuple
         answer = plugin.call(item)
         if asyncio.iscoroutine(answer):
             answer = loop.run_until_complete(answer)
-        return judge(plugin.unwrap(answer), len(item.token_ids)), False
+        return outcome_of(plugin.unwrap(answer), len(item.token_ids)), False
     except RewardError as error:
         return failed(Status.ERROR, str(error)), False
     except MemoryError:

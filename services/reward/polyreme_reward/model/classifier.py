@@ -25,7 +25,7 @@ from polyreme.dataset.strict_json import messages_of
 from polyreme.errors import ConfigError, DataError
 from polyreme.experience.loading import Loaded
 from polyreme.rundir.start_day import day_of_export
-from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
+from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, outcome_of
 from polyreme_reward.model.device import open_device
 
 _UNBOUNDED = 1 << 24  # tokenizers without a limit report 1e30
@@ -91,7 +91,7 @@ class Classifier:
     def score(self, batch: Sequence[list[int]]) -> list[Outcome]:
         """One outcome per list of token ids. A batch that does not fit into memory is scored one text at a time."""
         try:
-            return [judge(value) for value in self._forward(batch)]
+            return [outcome_of(value) for value in self._forward(batch)]
         except (RuntimeError, MemoryError) as error:
             if not _is_memory(error):
                 raise

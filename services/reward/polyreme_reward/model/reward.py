@@ -22,8 +22,8 @@ from pydantic.dataclasses import dataclass as checked
 
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import LoadReports, unreported
-from polyreme.isolation.processes import INVALID_MESSAGE, Gone, Worker, Workers
-from polyreme_reward.items import Item, Outcome, Status, failed, judge
+from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
+from polyreme_reward.items import Item, Outcome, Status, failed, outcome_of
 from polyreme_reward.metrics import RewardMetrics
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class ModelReward:
 
     @property
     def available(self) -> bool:
-        return self._processes.trouble is None
+        return self._processes.last_error is None
 
     async def start(self) -> None:
         """Loads the model.
@@ -235,7 +235,7 @@ class ModelReward:
                     f"expected a score within {self._item_timeout:g} s; found none, so the model's process was killed. "
                     "Lower options.batch_tokens, or raise reward.item_timeout",
                 )
-            except Gone as gone:
+            except WorkerExitedError as gone:
                 self._metrics.workers_replaced.labels("exit").inc()
                 return failed(Status.ERROR, f"the model's process {gone}")
             except INVALID_MESSAGE as error:
@@ -244,7 +244,7 @@ class ModelReward:
 
     def _answer(self, done: Iterable[Sequence[Any]]) -> None:
         for number, status, value, text in done:
-            outcome = judge(value) if status == Status.OK else failed(Status(status), str(text))
+            outcome = outcome_of(value) if status == Status.OK else failed(Status(status), str(text))
             self._inside.pop(number).end(outcome)
         self._wake.set()
 

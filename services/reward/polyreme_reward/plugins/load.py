@@ -23,7 +23,7 @@ USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A reward in its worker. `unwrap(call(item))` is an answer for `judge`. If `call` returns a coroutine, await it first."""
+    """A reward in its worker. `unwrap(call(item))` is an answer for `outcome_of`. If `call` returns a coroutine, await it first."""
 
     call: Callable[[Item], Any]
     unwrap: Callable[[Any], object]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme_reward.items import Item, Outcome, Status, failed, judge
+from polyreme_reward.items import Item, Outcome, Status, failed, outcome_of
 
 
 class BadReply(Exception):
@@ -55,7 +55,7 @@ def _encode_paddlenlp(items: Sequence[Item]) -> dict[str, Any]:
 def _decode_paddlenlp(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcome]:
     if tree.get("error_code") != 0:
         raise BadReply(f"expected error_code 0; found {tree.get('error_code')!r}: {str(tree.get('error_msg'))[:1000]}")
-    return [judge(score) for score in _column(tree, "score", len(items))]
+    return [outcome_of(score) for score in _column(tree, "score", len(items))]
 
 
 def _encode_openrlhf(items: Sequence[Item]) -> dict[str, Any]:
@@ -70,7 +70,9 @@ def _decode_openrlhf(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcom
     for name, values in [("scores", tree.get("scores")), *(logs.items() if isinstance(logs, dict) else ())]:
         if isinstance(values, list) and len(values) == count:
             named[name] = values
-    return [judge({**{name: values[k] for name, values in named.items()}, "score": reward}) for k, reward in enumerate(rewards)]
+    return [
+        outcome_of({**{name: values[k] for name, values in named.items()}, "score": reward}) for k, reward in enumerate(rewards)
+    ]
 
 
 def _encode_native(items: Sequence[Item]) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def _decode_native(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcome]
                 {p["name"]: p.get("raw") for p in parts if isinstance(p, dict) and "name" in p} if isinstance(parts, list) else {}
             )
             answer = {"score": result.get("score"), "token_rewards": result.get("token_rewards")}
-            outcomes.append(judge({**named, **answer}, len(item.token_ids)))
+            outcomes.append(outcome_of({**named, **answer}, len(item.token_ids)))
         elif status in ("error", "timeout", "invalid"):
             outcomes.append(failed(Status[status.upper()], str(result.get("message", ""))))
         else:

@@ -1,7 +1,4 @@
-"""Explains failed requests.
-
-Invariant: pure functions that reveal no token.
-"""
+"""Explains failed requests."""
 
 import ssl
 

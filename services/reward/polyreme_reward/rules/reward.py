@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge, ok
+from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, ok, outcome_of
 from polyreme_reward.rules import Rule
 
 LOOP_CHARS = 1 << 14
@@ -52,4 +52,4 @@ class RuleReward:
             value = self._rule(item)
         except RewardError as error:
             return failed(Status.ERROR, str(error))
-        return ok(value) if type(value) is float and math.isfinite(value) else judge(value)
+        return ok(value) if type(value) is float and math.isfinite(value) else outcome_of(value)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Held:
+class StartupGrant:
     """A grant of `generate`: its holder and counter, and the process that renews it."""
 
     holder: str
@@ -40,8 +40,8 @@ class Held:
 
 
 @contextmanager
-def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[Held | None]:
-    """Waits for the devices of a colocated run and renews the grant until `Held.end_renewals`, or until the end of the block.
+def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[StartupGrant | None]:
+    """Waits for the devices of a colocated run and renews the grant until `StartupGrant.end_renewals`, or until the end of the block.
 
     Yields None if the devices are not shared.
 
@@ -56,14 +56,14 @@ def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[Held | Non
     counter = asyncio.run(_acquire(redis_url, spec.run_id, holder))
     environment = {**os.environ, "POLYREME_REDIS": redis_url, "POLYREME_RUN": spec.run_id}
     command = (sys.executable, "-m", "polyreme_rollout.devices.device_start", str(os.getpid()), holder, str(counter))
-    held = Held(holder, counter, subprocess.Popen(command, env=environment))
+    held = StartupGrant(holder, counter, subprocess.Popen(command, env=environment))
     try:
         yield held
     finally:
         held.end_renewals()
 
 
-async def release(redis_url: str, run_id: str, held: Held) -> None:
+async def release(redis_url: str, run_id: str, held: StartupGrant) -> None:
     """Ends the grant now, not at its deadline. Raises StoreError."""
     redis = await connect(redis_url)
     try:

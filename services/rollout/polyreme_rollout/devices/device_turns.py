@@ -48,7 +48,7 @@ class ReplicaTurns:
         """Keeps the devices until the learner wants them, or until the grant has ended. For an engine that ends after its turn."""
         await self._lease.hold()
 
-    async def follow(self) -> None:
+    async def take_turns(self) -> None:
         """Takes turns until it is cancelled. Raises EngineDeadError."""
         holding = asyncio.ensure_future(self._lease.hold())
         try:

@@ -28,7 +28,7 @@ from polyreme.config.run import RunConfig
 from polyreme.net.endpoint import interface_of
 from polyreme.net.ports import loopback
 from polyreme.process.gloo_device import share_gloo_device
-from polyreme.process.lifecycle import die_with_parent, uncollected
+from polyreme.process.lifecycle import die_with_parent, gc_disabled
 from polyreme_rollout.engine.output_chunks import IN_CHUNKS
 from polyreme_rollout.engine.protocol import (
     ArenaSource,
@@ -59,7 +59,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     if sleeps := config.placement == "colocated" and config.device != "cpu":
         check_sleep(os.environ)
     _prepare_environment(config)
-    with uncollected():
+    with gc_disabled():
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.envs import enable_envs_cache

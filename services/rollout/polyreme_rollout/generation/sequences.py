@@ -43,9 +43,11 @@ class SequenceProgress:
         self._starts.append((version, sampled if self._starts else 0))
 
     def add(self, delta: NewTokens) -> rollout_pb2.Chunk | None:
-        """Takes new tokens. Returns a chunk when one is complete. Raises ValueError when ids and log-probabilities differ in number, or
-        when
-        tokens have different numbers of route bytes."""
+        """Takes new tokens. Returns a chunk when one is complete.
+
+        Raises:
+            ValueError: ids and log-probabilities differ in number, or tokens have different numbers of route bytes.
+        """
         if len(delta.token_ids) != len(delta.logprobs):
             raise ValueError(
                 f"expected a log-probability per token; found {len(delta.token_ids)} tokens, {len(delta.logprobs)} values"

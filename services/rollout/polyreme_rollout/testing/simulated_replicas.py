@@ -57,7 +57,7 @@ async def _simulate(
     spec = await fetch_run_spec(redis_url, run_id)
     lengths = Lengths(mean_length, length_spread, end_id(spec.model_files))
     engines = [for_run(spec.config, spec.model_files, lengths, step_seconds) for _ in range(replicas)]
-    lifecycle.settle()
+    lifecycle.freeze_gc()
     counting = asyncio.create_task(_count(engines, count)) if count else None
     try:
         await asyncio.gather(*(serve(engine, spec, redis_url, endpoint, stop) for engine in engines))

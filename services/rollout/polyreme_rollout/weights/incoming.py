@@ -16,7 +16,7 @@ from polyreme.weights import delta as deltas
 from polyreme.weights.arena import Arena
 from polyreme.weights.assembly import Assembly, RangeAssembly, RangeError
 from polyreme.weights.delta import DeltaManifest
-from polyreme.weights.digest import Each
+from polyreme.weights.digest import MapFunction
 from polyreme.weights.manifest import Manifest
 from polyreme_rollout.engine.protocol import ArenaSource
 from polyreme_rollout.weights.arrival import Arrival
@@ -69,7 +69,7 @@ class Buffer:
 
     def _apply(self, manifest: Manifest, steps: Sequence["Payload"], base: "Buffer | None") -> Assembly:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as pool:
-            each: Each = pool.map
+            each: MapFunction = pool.map
             if base is not None:
                 self.view[: manifest.nbytes] = base.view[: manifest.nbytes]
             for step in steps:

@@ -21,7 +21,7 @@ from polyreme_trainer.algorithms.rewards import Rewards
 
 
 @dataclass(frozen=True)
-class OwnAlgorithm(Algorithm):
+class UserAlgorithm(Algorithm):
     """A recipe with functions of the user.
 
     Args:

@@ -184,9 +184,8 @@ def _experts(folder: Path, arch: Architecture, files: Iterable[RankFile]) -> tup
             f"{len(down)} in {where}",
             "Give the config.json that belongs to these weights.",
         )
-    width = (
-        down[0].shape[-1] if down[0].numel() and down[0].dim() == 2 else arch.expert_ffn + 1
-    )  # another shape is reported later
+    # Another shape is reported later.
+    width = down[0].shape[-1] if down[0].numel() and down[0].dim() == 2 else arch.expert_ffn + 1
     return arch.experts // len(down), 0 if arch.expert_ffn % width else arch.expert_ffn // width
 
 

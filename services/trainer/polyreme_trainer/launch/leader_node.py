@@ -20,7 +20,7 @@ from polyreme.experience.store import address
 from polyreme.net.endpoint import is_loopback
 from polyreme.process.lifecycle import Child
 from polyreme.process.supervisor import FINAL_CODES, describe_end
-from polyreme_trainer.launch.rendezvous import AGENT, MachineError, Machines, judge, proof_of, start_agent
+from polyreme_trainer.launch.rendezvous import AGENT, MachineError, Machines, check_launch, proof_of, start_agent
 from polyreme_trainer.launch.trainer_process import LEARNER
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) 
             return []
         answers = await machines.answers(call.id)
         for lease in answers.values():
-            judge(lease, call)
+            check_launch(lease, call)
         return [answers[node] for node in nodes] if all(node in answers for node in nodes) else None
 
     def missing() -> tuple[str, str]:
@@ -143,7 +143,7 @@ async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[
                 return StaleTermError("this process to lead the learner", found, "Let the other process continue, or stop it.")
             if lease is not None:
                 try:
-                    judge(lease, call)
+                    check_launch(lease, call)
                 except MachineError as error:
                     return error
         return None

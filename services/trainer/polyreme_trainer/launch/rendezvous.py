@@ -69,7 +69,7 @@ class Machines:
         return now - self._missed.setdefault(lease, now) > _BACK_SECONDS
 
 
-def judge(lease: Lease, call: Lease) -> None:
+def check_launch(lease: Lease, call: Lease) -> None:
     """Raises MachineError when a machine's part of the launch has failed."""
     if lease.facts["launch"] == call.id and lease.facts["status"]:
         log = log_path_of(call, lease.facts["node"])

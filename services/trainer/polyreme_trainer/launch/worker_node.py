@@ -29,7 +29,7 @@ _RELEASE_SECONDS = 10.0
 """Seconds for killed ranks to disappear after their agent."""
 
 
-async def follow(
+async def serve_launches(
     run: Run,
     config: RunConfig,
     redis_url: str,

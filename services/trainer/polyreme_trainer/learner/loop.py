@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from polyreme.config.run import RunConfig
-from polyreme.process.lifecycle import settle
+from polyreme.process.lifecycle import freeze_gc
 from polyreme.weights.manifest import Manifest, changed_tensors
 from polyreme_trainer.learner import gates
 from polyreme_trainer.learner.clock import Clock
@@ -92,7 +92,7 @@ class Learner:
 
     def train(self, written: Written) -> None:
         """Trains all iterations that follow `written`, the newest version."""
-        settle()
+        freeze_gc()
         first = self.version + 1
         for iteration in range(first, self.config.iterations + 1):
             self.saving.finish(wait=False)

@@ -80,9 +80,8 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
     tensor, sequence = sharding.rank.tp, sharding.sequence_ranks
     hidden = arch.hidden * (6 if arch.family.post_norms else 4)  # two inputs and two outputs of norms
     heads = 3 * arch.queries + 3 * arch.keys  # packed q, k, v; rotated q and k; the attention's output
-    if (
-        sharding.context_ranks > 1
-    ):  # rotated q, the output, and the keys and values that the early and the late pieces see, on all ranks
+    if sharding.context_ranks > 1:
+        # Rotated q, the output, and the keys and values that the early and the late pieces see, on all ranks.
         heads = 2 * arch.queries + (2 * sharding.context_ranks + 1) * arch.keys
     if arch.family.options.get("qk_layernorm") or arch.family.projection_norms:
         heads += arch.queries + arch.keys
@@ -116,9 +115,8 @@ def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Adde
     kinds = [kind for _, kind in _kinds(arch, sharding)]
     mlp = max(kind.shared_ffn + kind.top_k * kind.expert_ffn if kind.experts else kind.ffn for kind in kinds)
     backward = batch.tokens * width * (2 * arch.hidden + 5 * mlp // tensor)
-    tied = (
-        _table(model, sharding) if arch.head == "tied" else 0
-    )  # the output layer's gradient stays until the embedding's is added
+    # The output layer's gradient stays until the embedding's is added.
+    tied = _table(model, sharding) if arch.head == "tied" else 0
     again = batch.tokens * max(
         layer_bytes(kind, sharding, width, batch.fused) - saved_bytes(kind, sharding, width, batch) for kind in kinds
     )
@@ -184,13 +182,12 @@ def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize) -> Addend:
     columns = vocab // sharding.rank.tp
     several = batch.trained * columns > BLOCK_LOGITS
     block = min(columns, max(_ALIGNED, BLOCK_LOGITS // batch.trained // _ALIGNED * _ALIGNED)) if several else columns
-    each = FLOAT * (2 + batch.entropy) + (
-        width if width < FLOAT else 0
-    )  # logits, their gradient, and its copy in the model's dtype
+    # Of each logit: itself, its gradient, and the gradient's copy in the model's dtype.
+    logit = FLOAT * (2 + batch.entropy) + (width if width < FLOAT else 0)
     if vocab != model.arch.vocab:
-        each += FLOAT  # the gradient is copied to add the padding's
-    logits, states = batch.trained * block * each, (batch.tokens + batch.trained) * hidden * width
+        logit += FLOAT  # the gradient is copied to add the padding's
+    logits, states = batch.trained * block * logit, (batch.tokens + batch.trained) * hidden * width
     of_weights = block * width if model.adapter is None else 0
     parts = (of_weights + batch.trained * FLOAT) * hidden if several else 0  # a block's gradients of weights and hidden states
-    arithmetic = f"{batch.trained:,} tokens x {block:,} columns x {each} bytes, gradients of {table + parts:,}, final hidden states {states:,}"
+    arithmetic = f"{batch.trained:,} tokens x {block:,} columns x {logit} bytes, gradients of {table + parts:,}, final hidden states {states:,}"
     return Addend(f"{model.role} logits", logits + table + parts + states, arithmetic)

@@ -229,7 +229,7 @@ def placement_line(config: RunConfig, memory: LearnerMemory) -> str:
     )
 
 
-def refuse(
+def fit_errors(
     config: RunConfig | StageConfig, limit: int | None, host: int | None = None, machine: int | None = None
 ) -> Iterator[PolyremeError]:
     """Yields an error when the models do not divide over the ranks, or the learner cannot fit.
@@ -271,9 +271,9 @@ def _sum(terms: Iterable[Addend], nbytes: int) -> str:
 
 
 def report(config: RunConfig | StageConfig, limit: int | None) -> Iterator[str | PolyremeError]:
-    """The estimate's lines, and errors when the learner or a replica exceeds `limit`; see `refuse`. Raises ConfigError."""
+    """The estimate's lines, and errors when the learner or a replica exceeds `limit`; see `fit_errors`. Raises ConfigError."""
     yield from memory_lines(config)
-    yield from refuse(config, limit)
+    yield from fit_errors(config, limit)
     if isinstance(config, RunConfig) and limit is not None:
         yield from refuse_replica(config, limit)
 
@@ -282,11 +282,11 @@ def announce(config: RunConfig | StageConfig, limit: int, host: int, rank: int) 
     """Logs the estimate on rank 0, before anything is allocated. Raises ConfigError on every rank of a machine when the estimate exceeds a limit.
 
     Args:
-        limit, host: as in `refuse`, of this rank's machine.
+        limit, host: as in `fit_errors`, of this rank's machine.
         rank: the number of this rank.
     """
     if rank == 0:
         for line in memory_lines(config):
             logger.info("%s", line)
-    for error in refuse(config, limit, host, rank // config.trainer.parallel.ranks_per_node):
+    for error in fit_errors(config, limit, host, rank // config.trainer.parallel.ranks_per_node):
         raise error

@@ -1,6 +1,6 @@
 """The trainer's HTTP port: /health, /ready and /metrics, from the run's records, and the run page at /ui, from the run directory.
 
-Invariant: a scrape reads one snapshot, which `follow` replaces as a whole. Scrapes cannot delay or fail a run.
+Invariant: a scrape reads one snapshot, which `keep_current` replaces as a whole. Scrapes cannot delay or fail a run.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Exporter(Collector):
         self._run, self._folder, self._progress = run, config.run_dir, Progress(config.samples_per_iteration)
         self.shown = MetricsSnapshot()
 
-    async def follow(self) -> None:
+    async def keep_current(self) -> None:
         """Keeps `shown` up to date. Never returns."""
         cursor = await asyncio.to_thread(self._read_written)
         while True:
@@ -120,7 +120,7 @@ async def export(run: Run, config: RunConfig, host: str, port: int | None) -> As
         yield None
         return
     exporter, runs = Exporter(run, config), Runs([config.run_dir], PageThreads(_PAGE_NICENESS))
-    following = [asyncio.create_task(exporter.follow()), asyncio.create_task(runs.follow())]
+    following = [asyncio.create_task(exporter.keep_current()), asyncio.create_task(runs.keep_current())]
     page = application(runs, ServerStatus(run))
     try:
         async with serve_http(host, port, _application(exporter, page), security=config.security, is_open=is_open) as bound:

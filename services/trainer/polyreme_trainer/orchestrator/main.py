@@ -16,7 +16,7 @@ from polyreme.experience.device_lease import trains
 from polyreme.experience.ledger import Admission, ExperienceLog, StaleAttemptError, TransitionError, Writer
 from polyreme.experience.record_codec import encode_group
 from polyreme.experience.run import Run, RunState
-from polyreme.process.lifecycle import settle
+from polyreme.process.lifecycle import freeze_gc
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.environment.choose import make_environment
@@ -89,9 +89,8 @@ async def _orchestrate(run: Run) -> None:
     budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
     sampler = Sampler(run.run_id, config, template, pool)
     environment = make_environment(run, sampler, scoring, partial_log, budget)
-    wanted = (
-        config.rollout.replicas if await run.check() is RunState.STARTING else 1
-    )  # a running run continues with the replicas that it has
+    is_new = await run.check() is RunState.STARTING  # a running run continues with the replicas that it has
+    wanted = config.rollout.replicas if is_new else 1
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     waits = [pool.wait_for(wanted), environment.wait_ready()]
     waits += [rewards.wait_for(1)] if rewards else []
@@ -103,7 +102,7 @@ async def _orchestrate(run: Run) -> None:
     sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
     answers = make_answers(run, sampler, rewards, environment)
     evaluator = Evaluator(run, config, sets, answers) if sets and answers else None
-    settle()
+    freeze_gc()
     try:
         await Orchestrator(run, config, experience, pool, scoring, maker, evaluator, environment, partial_log, budget).work()
     finally:
@@ -248,7 +247,7 @@ class Orchestrator:
             if await self._filter.skips(admission):
                 return None
             record = await self._maker.make(admission)
-            tally, score = self._filter.judge(record), record.mean_reward
+            tally, score = self._filter.count_solved(record), record.mean_reward
             if self._sampling.drops(record):
                 await self._experience.drop(index, number, "equal scores", score, tally)
             else:

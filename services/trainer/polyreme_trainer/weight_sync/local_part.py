@@ -1,7 +1,4 @@
-"""The part of the versions that the publisher's own machine holds: deltas are computed from its arena, and bytes are streamed from it.
-
-Invariant: that of `deltas`.
-"""
+"""The part of the versions that the publisher's own machine holds: deltas are computed from its arena, and bytes are streamed from it."""
 
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.part_source import Offer

@@ -20,7 +20,7 @@ from polyreme.experience.run import Run, RunState
 from polyreme.weights.arena import arena_path
 from polyreme_trainer.launch.leader_node import lead
 from polyreme_trainer.launch.rendezvous import _BACK_SECONDS, MachineError, Machines
-from polyreme_trainer.launch.worker_node import follow
+from polyreme_trainer.launch.worker_node import serve_launches
 from support.configs import run_config
 from support.processes import command_line
 from support.waiting import until
@@ -55,7 +55,7 @@ class World:
     @asynccontextmanager
     async def following(self, node: int, script: str) -> AsyncIterator["asyncio.Task[None]"]:
         """Runs another machine until the block ends."""
-        work = follow(self.run, self.config, self.url, node, self.stop, ("rank",), self.agent(script))
+        work = serve_launches(self.run, self.config, self.url, node, self.stop, ("rank",), self.agent(script))
         task = asyncio.create_task(work)
         try:
             yield task
@@ -207,7 +207,7 @@ async def test_another_file_system_or_model_is_an_error(world: Callable[[int], W
     monkeypatch.setattr("polyreme_trainer.launch.rendezvous._FILES_SECONDS", 0.1)
     here = world(2)
     elsewhere = here.config.model_copy(update={"output_dir": here.folder / "elsewhere"})
-    following = asyncio.create_task(follow(here.run, elsewhere, here.url, 1, here.stop, (), here.agent(WELL)))
+    following = asyncio.create_task(serve_launches(here.run, elsewhere, here.url, 1, here.stop, (), here.agent(WELL)))
     with pytest.raises(MachineError, match=r"\.launch-learner-0-.*one file system") as failed:
         await here.lead(WELL)
     assert failed.value.exit_code == ConfigError.exit_code
@@ -317,9 +317,9 @@ async def test_a_trainer_on_loopback_cannot_be_reached(world: Callable[[int], Wo
 async def test_a_follower_ends_with_the_run_and_knows_its_number(world: Callable[[int], World]) -> None:
     here = world(2)
     with pytest.raises(ConfigError, match="--node from 1 to 1; found 2"):
-        await follow(here.run, here.config, here.url, 2, here.stop)
+        await serve_launches(here.run, here.config, here.url, 2, here.stop)
     with pytest.raises(ConfigError, match="nodes above 1; found 1"):
-        await follow(here.run, run_config(here.folder), here.url, 1, here.stop)
+        await serve_launches(here.run, run_config(here.folder), here.url, 1, here.stop)
     async with here.following(1, WELL) as following:
         await here.run.set_state(RunState.FAILED, "no replica is left")
         with pytest.raises(RunFailedError, match="no replica is left"):

@@ -85,7 +85,7 @@ async def test_records_that_are_on_disk_and_gone_from_redis_are_shown(run: Run, 
         json.dumps(line) + "\n" + json.dumps({**line, "run": "another", "iteration": 9}) + "\n"
     )
     exporter = Exporter(run, config)
-    following = asyncio.create_task(exporter.follow())
+    following = asyncio.create_task(exporter.keep_current())
     try:
         async with asyncio.timeout(300):
             while not exporter.shown.gauges:  # noqa: ASYNC110

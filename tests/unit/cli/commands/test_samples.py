@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -91,7 +92,7 @@ def test_an_episode_is_a_conversation_with_its_turns() -> None:
         ("tool", "3"),
         ("assistant", "last"),
     ]
-    messages = [{"role": role, "content": content} for role, content in said]
+    messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in said]
     messages[3] |= {"trajectory": 0, "turn": 0}
     messages[5] |= {"trajectory": 0, "turn": 1}
     sample = {"iteration": 1, "group": 2, "score": 0.5, "parts": {}, "tokens": 3, "finish_reason": "stop", "label": "x"}

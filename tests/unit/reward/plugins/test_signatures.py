@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from polyreme.errors import ConfigError
-from polyreme_reward.items import Item, RewardError, judge
+from polyreme_reward.items import Item, RewardError, outcome_of
 from polyreme_reward.plugins.signatures import adapt
 
 METADATA = '{"data_source": "sums", "level": 2, "extra_info": {"split": "train"}}'
@@ -16,7 +16,7 @@ ITEM = Item("key", "1+2=", "3", "3<eos>", "3", METADATA, templated_prompt="Q: 1+
 
 def score(function: Callable[..., Any], item: Item = ITEM, **options: Any) -> tuple[str, Any]:
     adapted = adapt(function, options)
-    return adapted.convention, judge(adapted.unwrap(adapted.call(item)))
+    return adapted.convention, outcome_of(adapted.unwrap(adapted.call(item)))
 
 
 def ours(response: str, label: str) -> float:
@@ -200,7 +200,7 @@ def trl_ids(completions: list[str], completion_ids: list[list[int]]) -> list[flo
 def test_functions_that_read_tokens_get_them_or_fail(function: Callable[..., Any], value: float) -> None:
     adapted = adapt(function, {})
     assert adapted.reads_tokens
-    assert judge(adapted.unwrap(adapted.call(TOKENS)), 2).value == value
+    assert outcome_of(adapted.unwrap(adapted.call(TOKENS)), 2).value == value
     with pytest.raises(RewardError, match="tokens"):
         adapted.call(ITEM)
 

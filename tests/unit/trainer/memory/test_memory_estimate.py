@@ -12,7 +12,7 @@ from polyreme.config.stage import STAGES
 from polyreme.display.summary import redis_bytes
 from polyreme.errors import ConfigError
 from polyreme_trainer.memory.estimate import moments
-from polyreme_trainer.memory.memory_estimate import announce, learner_memory, memory_lines, micro_batch_of, models_of, refuse
+from polyreme_trainer.memory.memory_estimate import announce, fit_errors, learner_memory, memory_lines, micro_batch_of, models_of
 from polyreme_trainer.memory.sharding import Sharding
 from support.published import PARAMETERS, published_config
 
@@ -133,25 +133,25 @@ def test_a_device_must_hold_one_rank_and_a_machine_all_of_them(tmp_path: Path) -
     trainer = {"optimizer": {"lr": 1e-6}, "parallel": {"tensor": 2, "data": 4, "nodes": 2}}
     on_device, on_cpu = run(tmp_path, device="cuda", trainer=trainer), run(tmp_path, trainer=trainer)
     rank = learner_memory(on_device).rank.nbytes
-    assert not list(refuse(on_device, rank))
-    [error] = refuse(on_device, rank - 1)
+    assert not list(fit_errors(on_device, rank))
+    [error] = fit_errors(on_device, rank - 1)
     assert isinstance(error, ConfigError)
     assert all(term in error.found for term in ("actor weights", "actor optimizer", "actor activations", "actor logits"))
     # On the first of the machines: the arena, the deltas, and of a checkpoint the weights, half of the optimizer and the export.
     machine = 4 * learner_memory(on_cpu).rank.nbytes + (3 * 2 + 2 // 2 + 2 + 12 // 2 + 2) * PARAMETERS[NAME]
-    assert not list(refuse(on_cpu, machine))
-    assert len(list(refuse(on_cpu, machine - 1))) == 1
+    assert not list(fit_errors(on_cpu, machine))
+    assert len(list(fit_errors(on_cpu, machine - 1))) == 1
 
 
 def test_a_model_that_does_not_divide_is_refused_on_every_device(tmp_path: Path) -> None:
     config = run(tmp_path, device="cuda", trainer={"optimizer": {"lr": 1e-6}, "parallel": {"tensor": 4}})
-    [error] = refuse(config, None)
+    [error] = fit_errors(config, None)
     assert isinstance(error, ConfigError) and "heads = 14" in error.found
 
 
 def test_expert_ranks_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
     trainer = {"optimizer": {"lr": 1e-6}, "parallel": {"data": 2, "expert": 2}}
-    (error,) = refuse(run(tmp_path, trainer=trainer), None)
+    (error,) = fit_errors(run(tmp_path, trainer=trainer), None)
     assert isinstance(error, ConfigError) and "qwen2 has no experts" in error.found
 
 
@@ -257,10 +257,10 @@ def test_a_moving_average_takes_the_actor_s_weights_in_float32(tmp_path: Path) -
 def test_a_host_must_hold_what_rests_there_and_the_arena(placement: str, tmp_path: Path) -> None:
     config = run(tmp_path, device="cuda", placement=placement, algorithm={"preset": "ppo"}, trainer=OFFLOAD)
     (machine,) = learner_memory(config).machines
-    assert not list(refuse(config, None, machine.host))
-    (error,) = refuse(config, None, machine.host - 1)
+    assert not list(fit_errors(config, None, machine.host))
+    (error,) = fit_errors(config, None, machine.host - 1)
     assert isinstance(error, ConfigError) and "arena" in error.found
-    assert len(list(refuse(config, machine.rank.nbytes - 1, machine.host - 1))) == 2
+    assert len(list(fit_errors(config, machine.rank.nbytes - 1, machine.host - 1))) == 2
     assert machine.host == machine.rank.host_bytes + sum(term.nbytes for term in machine.shared)
 
 
@@ -272,7 +272,7 @@ def test_sleeping_replicas_keep_their_weights_in_the_host_s_memory(tmp_path: Pat
     first, second = (learner_memory(config).machines[0] for config in (kept, dropped))
     assert first.host - second.host == 3 * 2 * PARAMETERS[NAME] and second.asleep is None
     assert "3 replica(s)" in "\n".join(memory_lines(kept)) and "3 replica(s)" not in "\n".join(memory_lines(dropped))
-    (error,) = refuse(kept, None, first.host - 1)
+    (error,) = fit_errors(kept, None, first.host - 1)
     assert isinstance(error, ConfigError) and "weights of sleeping replicas" in error.found
     apart, on_cpu = run(tmp_path, device="cuda", rollout=levels[1]), run(tmp_path, placement="colocated", rollout=levels[1])
     assert [learner_memory(config).machines[0].asleep for config in (apart, on_cpu)] == [None, None]
@@ -303,7 +303,7 @@ def test_on_cpu_both_are_the_same_memory(tmp_path: Path) -> None:
     gradients = 4 * (PARAMETERS[NAME] + 896)
     (machine,), (before,) = learner_memory(config).machines, learner_memory(plain).machines
     assert before.nbytes - machine.nbytes == gradients, "the idle model's alone are saved"
-    assert not list(refuse(config, machine.nbytes, 0))
+    assert not list(fit_errors(config, machine.nbytes, 0))
 
 
 def test_each_machine_holds_its_part_of_a_version_and_of_a_checkpoint(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_each_machine_compares_with_its_own_memory(tmp_path: Path) -> None:
         announce(config, nbytes, nbytes, rank=number)
         with pytest.raises(ConfigError):
             announce(config, nbytes - 1, nbytes, rank=number)
-    assert [len(list(refuse(config, limit))) for limit in (max(first, last), max(first, last) - 1)] == [0, 1]
+    assert [len(list(fit_errors(config, limit))) for limit in (max(first, last), max(first, last) - 1)] == [0, 1]
 
 
 @pytest.mark.parametrize("without", [{"weights": {"anchor_interval": 1}}, {"placement": "colocated"}])
@@ -346,7 +346,7 @@ def test_a_learner_keeps_deltas_unless_versions_go_whole_or_replicas_share_the_o
     both = {"parallel": {"data": 2, "nodes": 2}, "optimizer": {"lr": 1e-6}}
     spread = learner_memory(run(tmp_path, trainer=both, placement="colocated")).machines[0]
     assert spread.deltas is not None and spread.deltas.nbytes == PARAMETERS[NAME], "the other machine has replicas too"
-    (error,) = refuse(deltas, first.nbytes - 1)
+    (error,) = fit_errors(deltas, first.nbytes - 1)
     assert isinstance(error, ConfigError) and "deltas" in error.found
     assert sum("receive deltas" in line for config in (deltas, whole) for line in memory_lines(config)) == 1
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from polyreme.config.run import RunConfig
-from polyreme.config.trackers import TrackerConfig
+from polyreme.config.trackers import PluginConfig, TrackerConfig
 from polyreme.errors import PolyremeError
 from polyreme_trainer.observe.registry import METRICS
 from polyreme_trainer.observe.trackers import follow
 from polyreme_trainer.observe.trackers.follow import Cursor, cursor_path, points, read_cursor, read_lines, write_cursor
-from polyreme_trainer.observe.trackers.protocol import TRACKERS, Point
+from polyreme_trainer.observe.trackers.protocol import TRACKERS, Point, TrackedRun, check_trackers, open_tracker
 from support.configs import run_config
 
 
@@ -64,7 +64,25 @@ def test_a_cursor_of_another_run_does_not_count(tmp_path: Path) -> None:
 
 def test_every_kind_has_a_module_and_a_run_one_tracker_of_each(tmp_path: Path) -> None:
     kinds = {section.model_fields["kind"].annotation.__args__[0] for section in TrackerConfig.__args__[0].__args__}
-    assert kinds == TRACKERS.keys()
+    assert kinds == TRACKERS.keys() | {"plugin"}
     tree = run_config(tmp_path).model_dump(mode="json")
     with pytest.raises(ValueError, match="mlflow twice"):
         RunConfig.model_validate({**tree, "trackers": [{"kind": "mlflow"}, {"kind": "mlflow", "project": "x"}]})
+
+
+def test_an_installed_package_adds_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_ledger.py").write_text(
+        "class Ledger:\n"
+        "    def __init__(self, section, run):\n"
+        "        self.tracker_id = f\"{section.options['table']}/{run.run_id}\"\n"
+    )
+    (info := tmp_path / "own_ledger-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-ledger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[polyreme.trackers]\nledger = own_ledger:Ledger\n")
+    section = PluginConfig(name="ledger", options={"table": "runs"})
+    run = TrackedRun("run-1", "name", {}, tmp_path, None)
+    [missing] = check_trackers([section])
+    assert missing.found == "none" and "ledger" in missing.expected
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not list(check_trackers([section]))
+    assert open_tracker(section, run).tracker_id == "runs/run-1"

@@ -251,7 +251,7 @@ def pack(
         following = np.concatenate([sequences.ids[index][1:] for index in indices])
         targets, places = np.where(trained, following, IGNORE), None
         if joins_beginnings:
-            places, kept = join_beginnings(ids, trained, predictions)
+            places, kept = share_prefixes(ids, trained, predictions)
             ids, targets = ids[kept], targets[kept]
         count = len(ids)
         inputs = PackedIds(torch.from_numpy(ids).to(device), tuple(predictions[predictions > 0].tolist()), places).aligned(
@@ -270,7 +270,7 @@ def pack(
     )
 
 
-def join_beginnings(ids: IntArray, trained: NDArray[np.bool_], lengths: IntArray) -> tuple[IntArray | None, NDArray[np.bool_]]:
+def share_prefixes(ids: IntArray, trained: NDArray[np.bool_], lengths: IntArray) -> tuple[IntArray | None, NDArray[np.bool_]]:
     """Finds sequences with equal tokens before their first trained one.
 
     Args:

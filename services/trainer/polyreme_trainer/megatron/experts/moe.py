@@ -33,7 +33,7 @@ class ExpertRouter(TopKRouter):
     is fp32. With such scores the router has an expert bias, which is added to them for the choice only.
 
     Attributes:
-        trace: the state that the routers of the model share, see `follow`.
+        trace: the state that the routers of the model share, see `install_routing`.
         expert_bias: fp32 [experts], a buffer; None without one.
     """
 
@@ -57,7 +57,7 @@ class ExpertRouter(TopKRouter):
         rows = self.trace.rows(layer)
         self.router_replay = None if rows is None or rows.routes is None else Replayed(rows.routes[:, layer])
         probs, chosen = super().routing(logits)
-        return self.trace.follow(layer, rows, logits.view(-1, self.num_experts), probs, chosen), chosen
+        return self.trace.record_and_attach_loss(layer, rows, logits.view(-1, self.num_experts), probs, chosen), chosen
 
     def _apply_expert_bias(self, *arguments: Any, **options: Any) -> None:
         """Does nothing: `Routing` counts the choices. megatron-core's method also does nothing, but its first call compiles it for seconds."""
@@ -79,7 +79,7 @@ class _WideProduct(Function):
         return (output @ weight.float()).to(input.dtype), of_weight.to(weight.dtype)
 
 
-def follow(module: GPTModel, trace: Routing) -> None:
+def install_routing(module: GPTModel, trace: Routing) -> None:
     """Sets `trace` on all routers of a model, and their expert biases on the trace."""
     for part in module.modules():
         if isinstance(part, ExpertRouter):

@@ -169,7 +169,7 @@ class Routing:
         waiting.append(self._rows)
         return self._rows
 
-    def follow(self, layer: int, rows: Rows | None, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    def record_and_attach_loss(self, layer: int, rows: Rows | None, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
         """Adds a router's decisions to the statistics. Returns `probs`; differentiating the result also differentiates the losses of the tokens.
 
         Args:

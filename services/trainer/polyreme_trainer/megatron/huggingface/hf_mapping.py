@@ -52,7 +52,8 @@ class Slice:
 class Rank:
     """A rank's coordinates in the mesh of tensor, pipeline and expert ranks.
 
-    vocab_multiple: rows of the embedding on each tensor rank are a multiple of this.
+    Args:
+        vocab_multiple: rows of the embedding on each tensor rank are a multiple of this.
         etp_rank, etp: the coordinate among the ranks that cut each expert, and their number if it is not `tp`; 0: the tensor ranks cut
             experts like all other matrices.
         vpp: the number of virtual stages of each pipeline stage. The first virtual stages of all pipeline stages have the model's first layers,

@@ -16,7 +16,7 @@ from polyreme.errors import ConfigError
 from polyreme.weights.manifest import TensorSpec
 from polyreme_trainer.megatron.batches.packing import PackedIds, packing
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.experts.moe import follow
+from polyreme_trainer.megatron.experts.moe import install_routing
 from polyreme_trainer.megatron.experts.routing import Routing
 from polyreme_trainer.megatron.huggingface import hf_mapping
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
@@ -82,7 +82,7 @@ class ShardedModel:
         self.slices = hf_mapping.rank_slices(arch, self.rank)
         self.routing = Routing(arch, self.rank, recompute is not None, device.torch) if arch.experts else None
         if self.routing is not None:
-            follow(self.module, self.routing)
+            install_routing(self.module, self.routing)
             if moe is not None:
                 self.routing.balance(moe)
         self._params: dict[str, Tensor] = dict(self.module.named_parameters())

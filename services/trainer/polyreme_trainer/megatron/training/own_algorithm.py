@@ -16,7 +16,7 @@ from polyreme.errors import ConfigError, PolyremeError
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import TokenBatch
 from polyreme_trainer.algorithms.inputs import LossInputs
-from polyreme_trainer.algorithms.own import OwnAlgorithm
+from polyreme_trainer.algorithms.own import UserAlgorithm
 
 
 def longest_episode(config: RunConfig) -> int:
@@ -40,12 +40,12 @@ def load_algorithm(config: RunConfig) -> Algorithm:
     functions = [getattr(module, name, None) for name in ("advantages", "loss")]
     if not any(map(callable, functions)):
         raise ConfigError(f"a function `advantages` or `loss` in {source.path}", "neither", "Define one of them, or both.")
-    algorithm = OwnAlgorithm(config.recipe, longest, str(source.path), *functions)
+    algorithm = UserAlgorithm(config.recipe, longest, str(source.path), *functions)
     run_on_synthetic_batch(algorithm, source, config.group_size)
     return algorithm
 
 
-def run_on_synthetic_batch(algorithm: OwnAlgorithm, source: AlgorithmSource, group_size: int) -> None:
+def run_on_synthetic_batch(algorithm: UserAlgorithm, source: AlgorithmSource, group_size: int) -> None:
     """Runs the functions on a synthetic batch of two groups. Raises ConfigError when a function fails or its result is unusable."""
     batch = synthetic_batch(algorithm, group_size)
     try:

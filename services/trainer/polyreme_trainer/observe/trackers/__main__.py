@@ -13,7 +13,7 @@ signal.signal(signal.SIGTERM, lambda *_: stopping.set())  # before the slow impo
 
 from polyreme.process import logging_setup  # noqa: E402
 from polyreme.rundir.run_directory import read_config  # noqa: E402
-from polyreme_trainer.observe.trackers.follow import follow  # noqa: E402
+from polyreme_trainer.observe.trackers.follow import run_tracker  # noqa: E402
 
 
 def main(run_dir: str, run_id: str, kind: str, *last: str) -> None:
@@ -22,7 +22,7 @@ def main(run_dir: str, run_id: str, kind: str, *last: str) -> None:
     if last:
         stopping.set()
     config = read_config(Path(run_dir))
-    follow(config, run_id, next(section for section in config.trackers if section.kind == kind), stopping)
+    run_tracker(config, run_id, next(section for section in config.trackers if section.kind == kind), stopping)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def points(line: dict[str, Any]) -> Iterator[Point]:
         yield Point(axis, found[0][2], line["time"], {name: value for name, value, _ in found})
 
 
-def follow(config: RunConfig, run_id: str, section: TrackerSection, stopping: Event) -> None:
+def run_tracker(config: RunConfig, run_id: str, section: TrackerSection, stopping: Event) -> None:
     """Sends new records until `stopping` is set and all are sent. Raises the tracker's errors."""
     run_dir, kind = config.run_dir, section.kind
     folder = run_dir / "trackers" / kind

@@ -3,14 +3,19 @@
 Invariant: a tracker's package is imported only when the tracker is opened, so a run needs only the packages of its own trackers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from polyreme.config.trackers import TrackerSection
+from polyreme.config.trackers import PluginConfig, TrackerSection
+from polyreme.errors import ConfigError
 
+GROUP = "polyreme.trackers"
+"""The entry points of other packages' trackers. Each is a function `connect(section, run)`, as that of a module in TRACKERS."""
 TRACKERS = {
     "wandb": "polyreme_trainer.observe.trackers.wandb",
     "swanlab": "polyreme_trainer.observe.trackers.swanlab",
@@ -73,5 +78,28 @@ class Tracker(Protocol):
 
 def open_tracker(section: TrackerSection, run: TrackedRun) -> Tracker:
     """Starts or continues the tracker's run. Raises the errors of its package."""
-    tracker: Tracker = import_module(TRACKERS[section.kind]).connect(section, run)
+    if isinstance(section, PluginConfig):
+        connect = next(iter(entry_points(group=GROUP, name=section.name))).load()
+    else:
+        connect = import_module(TRACKERS[section.kind]).connect
+    tracker: Tracker = connect(section, run)
     return tracker
+
+
+def check_trackers(sections: Sequence[TrackerSection]) -> Iterator[ConfigError]:
+    """An error for each tracker whose package is not installed here. Imports none of them."""
+    for section in sections:
+        if isinstance(section, PluginConfig):
+            installed = {point.name for point in entry_points(group=GROUP)}
+            if section.name not in installed:
+                yield ConfigError(
+                    f"a tracker {section.name} among the entry points {GROUP}",
+                    ", ".join(sorted(installed)) or "none",
+                    "Install the package that has it where the trainer runs, or fix trackers[].name.",
+                )
+        elif find_spec(section.module) is None:
+            yield ConfigError(
+                f"the package {section.package}, which the tracker {section.kind} needs",
+                "none that Python finds here",
+                f"Install it where the trainer runs: pip install {section.package}",
+            )

@@ -46,7 +46,7 @@ class SingleTurn:
             samples = await self._sample(task, wanted, parts.rollouts)
             generated = time.monotonic()
             texts, questions = self._questions(task, samples)
-            judgements = await self._scoring.judge(task.prompt.ids, samples, questions, wanted.count)
+            judgements = await self._scoring.score(task.prompt.ids, samples, questions, wanted.count)
             records = [
                 _record(*each, trained=each[0].index < wanted.count) for each in zip(samples, texts, judgements, strict=True)
             ]

@@ -45,8 +45,10 @@ def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int) -
 def needed(unplanned: Unplanned, paused: Set[int], groups: int, staleness: int) -> set[int]:
     """The paused groups that must continue at once, because the learner waits for its next plan. Pure.
 
-    Of the groups that iterations up to d must train, the next plan (iteration i) must take all but `groups` x (d - i); the last d gives the
-    whole plan. If too few of them are ready or running, the oldest paused groups continue.
+    Of the groups that iterations up to d must train, the next plan (iteration i) must take all but `groups` x (d - i), which later plans
+    can still take. For example, with 4 groups per iteration, staleness 1 and i = 7: if 6 groups must be trained by iteration 8, then
+    iteration 7 takes at least 2 of them. d = i + staleness gives the whole plan. If too few of them are ready or running, the oldest paused
+    groups continue.
     """
     if unplanned.planned != unplanned.version:
         return set()

@@ -42,7 +42,7 @@ class PromptFilter:
             self._skipped += 1
         return reason is not None
 
-    def judge(self, record: GroupRecord) -> Tally | None:
+    def count_solved(self, record: GroupRecord) -> Tally | None:
         """The number of solved samples of the group; None without a rule."""
         if self._rule is None:
             return None

@@ -33,9 +33,8 @@ class ScoreError(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is the model's input; `token_ids` are those of
-    the
-    response."""
+    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is the model's input; `token_ids` are
+    those of the response."""
 
     name: tuple[str | int, ...]
     prompt: str

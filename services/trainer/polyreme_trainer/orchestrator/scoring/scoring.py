@@ -62,7 +62,7 @@ class Scoring:
             if client is not None:
                 await client.close()
 
-    async def judge(
+    async def score(
         self, prompt_ids: NDArray[np.int32], samples: Sequence[PartialRollout], questions: Sequence[Question], trained: int
     ) -> list[Judgement]:
         """One judgement per sample, in order.

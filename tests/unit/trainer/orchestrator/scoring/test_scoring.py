@@ -47,14 +47,14 @@ def samples(*responses: list[int]) -> tuple[list[PartialRollout], list[Question]
 
 
 async def test_without_rewards_the_score_is_the_mean_log_ratio() -> None:
-    judged = await scoring(None, Teacher()).judge(PROMPT, *samples([3, 4], [1]), trained=2)
+    judged = await scoring(None, Teacher()).score(PROMPT, *samples([3, 4], [1]), trained=2)
     assert [each.score for each in judged] == [-3.0, -0.5]
     assert judged[0].parts == [RewardPart("teacher", -3.0, -3.0)]
     assert judged[0].teacher_logprobs is not None and judged[0].teacher_logprobs.tolist() == [-3, -4]
 
 
 async def test_rewards_and_teacher_are_both_heard_and_a_greedy_sample_needs_no_teacher() -> None:
-    judged = await scoring(Rewards(), Teacher()).judge(PROMPT, *samples([3, 4], [9]), trained=1)
+    judged = await scoring(Rewards(), Teacher()).score(PROMPT, *samples([3, 4], [9]), trained=1)
     assert [each.score for each in judged] == [2.0, 1.0]
     assert [each.teacher_logprobs is None for each in judged] == [False, True]
     assert [each.calls for each in judged] == [(RewardCall("reward-1", "ok"),)] * 2
@@ -62,7 +62,7 @@ async def test_rewards_and_teacher_are_both_heard_and_a_greedy_sample_needs_no_t
 
 async def test_a_teacher_that_fails_for_one_sample_fails_the_attempt() -> None:
     with pytest.raises(TeacherError):
-        await scoring(Rewards(), Teacher()).judge(PROMPT, *samples([3], [9]), trained=2)
+        await scoring(Rewards(), Teacher()).score(PROMPT, *samples([3], [9]), trained=2)
 
 
 def test_a_result_becomes_a_judgement() -> None:

@@ -1,7 +1,4 @@
-"""Qwen1.5, Qwen2 and Qwen2.5 (Base, Instruct, Math, Coder), dense: Llama's layer with a bias on queries, keys and values.
-
-Invariant: the bias is the only difference from the base family.
-"""
+"""Qwen1.5, Qwen2 and Qwen2.5 (Base, Instruct, Math, Coder), dense: Llama's layer with a bias on queries, keys and values."""
 
 from polyreme_trainer.megatron.huggingface.families.base import DENSE_LAYER, QKV_BIAS
 from polyreme_trainer.megatron.huggingface.families.window import QwenFamily

@@ -1,7 +1,4 @@
-"""Qwen1.5 and Qwen2, mixtures of experts: Qwen2's attention, and in every layer routed experts and a gated shared expert.
-
-Invariant: the attention is that of `qwen2`.
-"""
+"""Qwen1.5 and Qwen2, mixtures of experts: Qwen2's attention, and in every layer routed experts and a gated shared expert."""
 
 from polyreme_trainer.megatron.huggingface.families.base import QKV_BIAS, MappingRow
 from polyreme_trainer.megatron.huggingface.families.moe import (

@@ -1,7 +1,4 @@
-"""Qwen3, mixtures of experts (30B-A3B, 235B-A22B): Qwen3's attention, and experts in every layer.
-
-Invariant: the attention and its options are those of `qwen3`.
-"""
+"""Qwen3, mixtures of experts (30B-A3B, 235B-A22B): Qwen3's attention, and experts in every layer."""
 
 from polyreme_trainer.megatron.huggingface.families import qwen3
 from polyreme_trainer.megatron.huggingface.families.moe import ATTENTION_LAYER, MoeFamily, expert, router

@@ -62,9 +62,8 @@ def read_rope(config: HfConfig, max_position: int, share: float | None = None) -
         fields = fields.with_defaults({PARTIAL: partial})
     rope = read_rope_fields(fields, max_position, partial=share is not None)
     if rope.original_max_position:
-        config.only(
-            "original_max_position_embeddings", rope.original_max_position
-        )  # transformers prefers it to the object's field
+        # transformers prefers it to the object's field.
+        config.only("original_max_position_embeddings", rope.original_max_position)
     return rope
 
 
