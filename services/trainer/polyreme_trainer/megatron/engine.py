@@ -18,8 +18,11 @@ from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
+from polyreme_trainer.algorithms.metrics import finish
 from polyreme_trainer.algorithms.mixing import rows_of_step
+from polyreme_trainer.algorithms.objectives import CrossEntropy
 from polyreme_trainer.algorithms.state import AlgorithmState
+from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
@@ -38,10 +41,11 @@ from polyreme_trainer.megatron.parallel.shard import data_shard
 from polyreme_trainer.megatron.probes.model_probes import ModelProbes
 from polyreme_trainer.megatron.training.followers import Followers
 from polyreme_trainer.megatron.training.iteration import Iteration, episodes_of
+from polyreme_trainer.megatron.training.losses import RowsLoss, over_ranks
 from polyreme_trainer.megatron.training.optimizer import Adam, adam_of, learning_rate
 from polyreme_trainer.megatron.training.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.training.replay import decode_routes
-from polyreme_trainer.megatron.training.roles import BaseRole, Forward, Role
+from polyreme_trainer.megatron.training.roles import BaseRole, Forward, LossTerm, Role
 from polyreme_trainer.megatron.training.step import train_iteration
 from polyreme_trainer.megatron.versions.version_writer import VersionWriter
 
@@ -162,17 +166,12 @@ class MegatronEngine:
     def supervised_step(
         self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], lr: float
     ) -> Callable[[], float]:
-        sequences = supervised(ids, loss_mask)
-        count = float(max(1, sequences.trained.sum()))
-        total = torch.zeros(1, dtype=torch.float64, device=self.shard.device)
-
-        def cross_entropy(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
-            value = -logprobs.sum() / count
-            total.add_(value.detach())
-            return value
-
-        self.actor.update(sequences, np.arange(len(sequences)), cross_entropy, lr, self.supervised_logprobs)
-        return lambda: self.shard.sum(total).item()
+        rows = StageRows(ids, loss_mask)
+        sequences = supervised(rows.ids, rows.loss_mask)
+        loss = RowsLoss(CrossEntropy(), rows, sequences)
+        metrics = self.actor.forward_backward(LossTerm(sequences, np.arange(len(sequences)), loss, self.supervised_logprobs))
+        self.actor.optim_step(lr)
+        return lambda: finish(over_ranks(self.shard, metrics)).get("loss", 0.0)
 
     def begin_iterations(self) -> None:
         self.actor.make_optimizer(self.adam)
@@ -233,7 +232,7 @@ class MegatronEngine:
         """Creates the reference role from the Hugging Face directory of version 0. When `shares_reference` is set, version 0 is the actor
         without its adapters, so the role uses the actor's memory and reads nothing."""
         if self.config.shares_reference:
-            self.reference = BaseRole("reference", self.policy, self.actor.forward, self.shard)
+            self.reference = BaseRole("reference", self.policy, self.actor.output, self.shard)
             return
         self.reference = self.frozen_role("reference", self.policy.dtype)
         self.reference.model.load_hf(path, self.loads("reference"))

@@ -6,7 +6,6 @@ Invariant: the result of a step depends only on its rows, their order and the we
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from polyreme.config.stage import StageConfig
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme.rundir.checkpoint_manifest import checkpoint_path
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
-from polyreme_trainer.algorithms.objective import Objective, StageInputs
+from polyreme_trainer.algorithms.objective import Objective
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import LIMITS, Gate
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.stage_engine import STEP, Sums, mismatched
 from polyreme_trainer.megatron import atomic
-from polyreme_trainer.megatron.batches.batch import IGNORE, FloatArray, IntArray, MicroBatch, Sequences, supervised, with_end
+from polyreme_trainer.megatron.batches.batch import IGNORE, IntArray, supervised, with_end
 from polyreme_trainer.megatron.checkpoints import checkpoint
 from polyreme_trainer.megatron.checkpoints.checkpoint_writer import CheckpointWriter, Save
 from polyreme_trainer.megatron.checkpoints.frozen_weights import FrozenWeights
@@ -39,24 +38,9 @@ from polyreme_trainer.megatron.models.policy import Policy, build_policy
 from polyreme_trainer.megatron.offload.host_memory import HostMemory
 from polyreme_trainer.megatron.parallel.shard import data_shard
 from polyreme_trainer.megatron.probes import comparison
-from polyreme_trainer.megatron.training.iteration_losses import over_ranks
+from polyreme_trainer.megatron.training.losses import RowsLoss, over_ranks
 from polyreme_trainer.megatron.training.optimizer import adam_of, learning_rate
-from polyreme_trainer.megatron.training.roles import BaseRole, Loss, LossTerm, Role
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Rows as sequences for the model, and the numbers that are computed before the loss.
-
-    Attributes:
-        reference: float32 [t], log-probabilities under the reference.
-        baseline: KTO's estimate of the KL to the reference.
-    """
-
-    rows: StageRows
-    sequences: Sequences
-    reference: FloatArray | None
-    baseline: float
+from polyreme_trainer.megatron.training.roles import BaseRole, LossTerm, Role
 
 
 class MegatronStageEngine:
@@ -118,7 +102,7 @@ class MegatronStageEngine:
     def make_reference(self, path: Path) -> Role[Policy]:
         """The reference. With adapters, the initial model as a reference is the trained model with its adapters switched off."""
         if self.config.shares_reference(path):
-            return BaseRole("reference", self.model.model, self.model.forward, self.shard)
+            return BaseRole("reference", self.model.model, self.model.output, self.shard)
         return self.policy_role("reference", path, trainable=False)
 
     def policy_role(self, name: str, path: Path, *, trainable: bool) -> Role[Policy]:
@@ -138,19 +122,16 @@ class MegatronStageEngine:
         return found.iteration
 
     def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
-        prepared, parts = self.prepare(rows, self.baseline(rows, len(rows))), list[Metrics]()
         lr = learning_rate(self.config.trainer.optimizer, number, steps)
-        every = np.arange(len(prepared.sequences))
-        norm = self.model.update(prepared.sequences, every, self.loss_of(prepared, parts), lr)
+        metrics = self.model.forward_backward(self.term(rows, self.baseline(rows, len(rows))))
+        norm = self.model.optim_step(lr)
         routed = finish(combine([self.model.routing_metrics]))
-        return {**finish(over_ranks(self.shard, parts)), **routed, "grad_norm": norm, "lr": lr}
+        return {**finish(over_ranks(self.shard, metrics)), **routed, "grad_norm": norm, "lr": lr}
 
     def measure(self, rows: StageRows, size: int) -> Sums:
         baseline, parts = self.baseline(rows, size), list[Metrics]()
         for chosen in in_parts(len(rows), size):
-            prepared = self.prepare(rows.take(chosen), baseline)
-            every = np.arange(len(prepared.sequences))
-            self.model.measure(LossTerm(prepared.sequences, every, self.loss_of(prepared, parts)))
+            parts += self.model.measure(self.term(rows.take(chosen), baseline))
         return over_ranks(self.shard, parts)
 
     def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
@@ -195,15 +176,14 @@ class MegatronStageEngine:
     def close(self) -> None:
         self.writer.close()
 
-    def prepare(self, rows: StageRows, baseline: float) -> Prepared:
-        """Rows as sequences, with the reference's log-probabilities where there is a reference."""
+    def term(self, rows: StageRows, baseline: float) -> LossTerm:
+        """The objective on rows, with the reference's log-probabilities where there is a reference."""
         sequences = supervised(rows.ids, rows.loss_mask, rows.width)
         if self.objective.head == "value":
             sequences = with_end(sequences)
-        reference = None
-        if self.reference is not None:
-            reference = self.reference.infer(sequences, np.arange(len(sequences)))
-        return Prepared(rows, sequences, reference, baseline)
+        every = np.arange(len(sequences))
+        reference = None if self.reference is None else self.reference.forward(sequences, every)
+        return LossTerm(sequences, every, RowsLoss(self.objective, rows, sequences, reference, baseline))
 
     def baseline(self, rows: StageRows, size: int) -> float:
         """KTO's z: the mean log-ratio of mismatched answers over all rows, 0 or more; 0 for other objectives. `size`: see `measure`."""
@@ -215,33 +195,9 @@ class MegatronStageEngine:
             other = mismatched(rows, chosen.tolist(), self.model.model.arch.max_position)
             sequences = supervised(other.ids, other.loss_mask)
             every = np.arange(len(sequences))
-            log_ratios = self.model.infer(sequences, every).astype(np.float64) - self.reference.infer(sequences, every)
+            log_ratios = self.model.forward(sequences, every).astype(np.float64) - self.reference.forward(sequences, every)
             total += float(log_ratios.sum())
         return max(0.0, total / len(rows))
-
-    def loss_of(self, prepared: Prepared, parts: list[Metrics]) -> Loss:
-        """The objective's loss of a micro-batch; its metrics go to `parts`."""
-        rows, tokens = prepared.rows, int(prepared.sequences.trained.sum())
-
-        def loss(batch: MicroBatch, output: Tensor) -> Tensor:
-            places = batch.indices[:: rows.width] // rows.width
-            columns = {name: torch.from_numpy(values[places]).to(output.device) for name, values in rows.columns.items()}
-            value, metrics = self.objective.loss(
-                StageInputs(
-                    output=output,
-                    sequence=batch.sequence,
-                    sequences=len(batch.indices),
-                    columns=columns,
-                    rows=len(rows),
-                    tokens=tokens,
-                    reference=None if prepared.reference is None else batch.take(prepared.reference),
-                    baseline=prepared.baseline,
-                )
-            )
-            parts.append(metrics)
-            return value
-
-        return loss
 
     @property
     def frozen_directories(self) -> dict[str, Path]:
