@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from polyreme.config.load import parse
 from polyreme.config.stage import STAGES, StageConfig
 from polyreme.rundir.run_directory import open_stage, read_run_file, read_stage_config
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import Saved
+from polyreme_trainer.learner.engine import STEP, RowsLoss, Saved, Sums
 from polyreme_trainer.learner.gates import Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.stage_engine import STEP, Sums
 from support.models import tiny_family_model
 from support.tiny_tokenizer import model_files
 
@@ -114,18 +115,29 @@ class DigestEngine:
             return 0
         saved = json.loads(found[-1].read_text())
         self.weights, self.facts = saved["weights"], saved["facts"]
-        return int(found[-1].stem.removeprefix("step-"))
+        self.number = int(found[-1].stem.removeprefix("step-"))
+        return self.number
 
-    def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
-        self.number = number
-        self.weights = hashlib.sha256(
-            f"{self.weights} {number}/{steps} {[ids.tolist() for ids in rows.ids]}".encode()
-        ).hexdigest()
-        return {"loss": 1 / number, "lr": 0.1, "grad_norm": 1.0}
+    longest = 64
 
-    def measure(self, rows: StageRows, size: int) -> Sums:
+    def forward(self, role: str, rows: StageRows) -> np.ndarray:
+        return np.zeros(sum(len(ids) - 1 for ids in rows.ids), dtype=np.float32)
+
+    def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
+        self.weights = hashlib.sha256(f"{self.weights} {[ids.tolist() for ids in rows.ids]}".encode()).hexdigest()
+        return [{"loss": (1.0, self.number + 1.0)}]
+
+    def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
+        self.number += 1
+        self.weights = hashlib.sha256(f"{self.weights} {self.number} {lr}".encode()).hexdigest()
+        return {"lr": lr, "grad_norm": 1.0}
+
+    def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
         tokens, count = float(sum(map(len, rows.ids))), float(len(rows))
-        return {"loss": (tokens if self.losses is None else self.losses[self.number] * count, count), "none": (0.0, 0.0)}
+        return [{"loss": (tokens if self.losses is None else self.losses[self.number] * count, count), "none": (0.0, 0.0)}]
+
+    def totals(self, metrics: Sequence[Any]) -> Sums:
+        return {name: (sum(part[name][0] for part in metrics), sum(part[name][1] for part in metrics)) for name in metrics[0]}
 
     def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
         assert not self.saves, "one save at a time"

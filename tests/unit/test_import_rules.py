@@ -222,7 +222,7 @@ MEGATRON_ARROWS = {
 """Rooms of `megatron` that may import only these rooms and modules of it."""
 
 
-PROTOCOLS = ("engine", "stage_engine", "gates", "leader", "saving")
+PROTOCOLS = ("engine", "gates", "leader", "learning_rate", "saving")
 """Modules of the trainer's `learner` that the rooms below it implement or use. Of `learner`, they import only each other."""
 ENTRY_POINTS = ("__main__", "stage_main")
 """Modules of `learner` that assemble a process."""

@@ -22,9 +22,9 @@ from polyreme_trainer.learner.loading import reports_to_run
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+from polyreme_trainer.megatron.run_engine import RunEngine
 from polyreme_trainer.memory.memory_estimate import announce
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def main(kind: type[Learner] = Learner) -> None:
             with LearnerTurns(config, redis_url, run_id, ranks) as turns:
                 turns.take()  # before anything is allocated on them
                 loads = reports_to_run(redis_url, run_id) if ranks.leads else unreported
-                with closing(MegatronEngine(config, files, run_id, ranks, device, loads)) as engine:
+                with closing(RunEngine(config, files, run_id, ranks, device, loads)) as engine:
                     kind(config, files, engine, redis_url, run_id, ranks, turns).run()
         except DrainError as stopped:
             logger.info("%s", stopped)

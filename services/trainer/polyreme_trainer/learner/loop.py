@@ -154,7 +154,7 @@ class Learner:
         """Gives the engine the supervised rows that iterations mix into their steps."""
         if (ptx := self.config.algorithm.ptx) is not None:
             rows = share_rows(self.ranks, partial(sft.read_examples, ptx.data, self.config, self.files))
-            self.engine.mix_in(rows.ids, rows.loss_mask)
+            self.engine.mix_in(rows)
 
     def iterate(self, iteration: int) -> Written | None:
         """Runs one iteration: plan, train, write, publish, report. Returns the new version; None when the run drains instead."""

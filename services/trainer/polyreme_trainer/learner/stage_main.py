@@ -69,8 +69,10 @@ def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], 
     with recorder as records:
         emit = records.emit if ranks.leads else no_records
         loads = reports_to(lambda record: asyncio.run(emit(record))) if ranks.leads else unreported
-        with closing(MegatronStageEngine(config, objective, reference, files, template.stop_ids, ranks, device, loads)) as engine:
-            return StageLoop(config, template, stage.read, engine, ranks, emit, drains).run()
+        with closing(
+            MegatronStageEngine(config, objective.head, reference, files, template.stop_ids, ranks, device, loads)
+        ) as engine:
+            return StageLoop(config, template, stage, objective, engine, ranks, emit, drains).run()
 
 
 async def no_records(record: Any) -> None:

@@ -20,8 +20,9 @@ from polyreme_trainer.algorithms.batch import Advantages, TokenBatch, sequence_o
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import Metrics, combine
 from polyreme_trainer.algorithms.mixing import ptx_loss
-from polyreme_trainer.algorithms.objective import Objective, StageInputs
+from polyreme_trainer.algorithms.objective import StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.engine import RowsLoss
 from polyreme_trainer.megatron.batches.batch import FloatArray, IntArray, MicroBatch, Sequences
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.iteration import Iteration, episodes_of, fresh_sequences
@@ -138,34 +139,31 @@ class MixedLoss:
 
 
 @dataclass(frozen=True)
-class RowsLoss:
+class ObjectiveLoss:
     """The loss of an objective on rows, in one optimizer step or evaluation on all of them.
 
     Attributes:
         sequences: the rows' sequences.
-        reference: float32 [t], log-probabilities under the reference.
-        baseline: KTO's estimate of the KL to the reference.
     """
 
-    objective: Objective
+    given: RowsLoss
     rows: StageRows
     sequences: Sequences
-    reference: FloatArray | None = None
-    baseline: float = 0.0
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Metrics]:
-        numbers = batch.indices[:: self.rows.width] // self.rows.width
+        numbers, reference = batch.indices[:: self.rows.width] // self.rows.width, self.given.reference
+        columns = self.rows.columns.items()
         inputs = StageInputs(
             output=output,
             sequence=batch.sequence,
             sequences=len(batch.indices),
-            columns={name: torch.from_numpy(values[numbers]).to(output.device) for name, values in self.rows.columns.items()},
+            columns={name: torch.from_numpy(values[numbers]).to(output.device) for name, values in columns},
             rows=len(self.rows),
             tokens=int(self.sequences.trained.sum()),
-            reference=None if self.reference is None else batch.take(self.reference),
-            baseline=self.baseline,
+            reference=None if reference is None else batch.take(reference),
+            baseline=self.given.baseline,
         )
-        return self.objective.loss(inputs)
+        return self.given.objective.loss(inputs)
 
 
 def over_ranks(shard: DataShard, parts: Iterable[Metrics]) -> dict[str, tuple[float, float]]:

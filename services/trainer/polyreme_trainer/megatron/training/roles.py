@@ -92,11 +92,15 @@ class Role(Generic[Model]):
         self.optimizer = Optimizer(self.model, adam)
 
     @torch.no_grad()
-    def forward(self, sequences: Sequences, indices: IntArray) -> FloatArray:
-        """The model's numbers for the trained tokens of `indices`, float32 [t], and 0 elsewhere. The same on every data rank."""
+    def forward(self, sequences: Sequences, indices: IntArray, forward: Forward | None = None) -> FloatArray:
+        """The model's numbers for the trained tokens of `indices`, float32 [t], and 0 elsewhere. The same on every data rank.
+
+        Args:
+            forward: computes them; None for the role's own.
+        """
         self.model.use()
         result = torch.zeros(int(sequences.offsets[-1]), dtype=torch.float32, device=self.shard.device)
-        for tokens, output in self._run(sequences, indices, self.output, keep_output, backward=False):
+        for tokens, output in self._run(sequences, indices, forward or self.output, keep_output, backward=False):
             result[torch.from_numpy(tokens).to(result.device)] = output
         return self.shard.sum(result).cpu().numpy()
 
@@ -233,6 +237,11 @@ def keep_output(batch: MicroBatch, output: Tensor) -> tuple[Tensor, tuple[IntArr
 def no_loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, None]:
     """Neither a loss nor a result."""
     return output.new_zeros(()), None
+
+
+def every(sequences: Sequences) -> IntArray:
+    """The indices of all sequences."""
+    return np.arange(len(sequences))
 
 
 def everything(sequences: Sequences) -> IntArray:
