@@ -177,7 +177,7 @@ def one_rank() -> Ranks:
 def run_rank(run_dirs: str, dies_in: str = "") -> None:
     """Runs one rank of the stages in `run_dirs` (JSON list), one after the other. Rank 0 is killed while it writes checkpoint number
     `dies_in`."""
-    from polyreme_trainer.learner import stage_main
+    from polyreme_trainer.learner.__main__ import run_stage
     from polyreme_trainer.megatron.checkpoints import checkpoint
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.models.build import init_parallel
@@ -202,4 +202,4 @@ def run_rank(run_dirs: str, dies_in: str = "") -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
     for folder in folders:
-        stage_main.run_stage(folder, ranks, device, lambda: False)
+        run_stage(folder, ranks, device, lambda: False)

@@ -111,7 +111,7 @@ class StageLoop:
             loss = None
             if number == steps or is_due(number, self.config.trainer.eval_interval):
                 loss = self.evaluate(number)
-            if number == steps or drains or self.save_is_due(number):
+            if number == steps or drains or self.saving.is_due(number, self.config.trainer, self.ranks):
                 self.save(number, loss, last=number == steps)
                 saved = number
             if drains and number < steps:
@@ -168,13 +168,6 @@ class StageLoop:
         """The best step of the loaded checkpoint; None without one, or if other rows were held out."""
         best = self.engine.facts.get("best")
         return Best(**best) if best is not None and best["held_out"] == self.held_out_digest else None
-
-    def save_is_due(self, number: int) -> bool:
-        """Whether a checkpoint of step `number` is due, by number or by time; the same on every rank."""
-        trainer = self.config.trainer
-        if is_due(number, trainer.save_interval):
-            return True
-        return self.ranks.agree(lambda: self.saving.is_late(trainer.save_seconds)) if trainer.save_seconds else False
 
     def save(self, number: int, loss: float | None, last: bool) -> None:
         """Starts to write the checkpoint of step `number`, and with the lowest held-out loss so far also the best export.
