@@ -23,7 +23,7 @@ from polyreme_trainer.learner.learning_rate import learning_rate
 from polyreme_trainer.megatron.batches.batch import MicroBatch, Sequences, split_steps, supervised
 from polyreme_trainer.megatron.batches.samples import collect
 from polyreme_trainer.megatron.checkpoints import checkpoint
-from polyreme_trainer.megatron.checkpoints.saves import Saves
+from polyreme_trainer.megatron.checkpoints.saves import RunSaves
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.huggingface.export import CRITIC, EMA, Export
@@ -86,7 +86,7 @@ class RunEngine(MegatronEngine):
         self.writer = VersionWriter(
             policy, ranks, run_id, policy.writes, config.trainer.parallel.nodes, config.security, config.weights.anchor_interval
         )
-        self.saves = Saves(config, ranks)
+        self.saves = RunSaves(config, ranks)
         self.rows: Sequences | None = None
         """The supervised rows that iterations mix into their steps."""
         self.offload: Offload | None = None
@@ -243,7 +243,7 @@ class RunEngine(MegatronEngine):
         if self.ranks.leads:  # copies, because later versions overwrite the slot
             tensors = whole or {name: tensor.clone() for name, tensor in self.writer.tensors(written.slot).items()}
             exports[""] = Export(tensors, self.files, adapter)
-        self.saves.save(version, self.saved, {**facts, "algorithm": self.state.to_json()}, exports)
+        self.saves.save(version, self.saved, {**facts, "algorithm": self.state.to_json()}, self.hf_path(version), exports)
 
     def finish_save(self, wait: bool) -> Saved | None:
         saved = self.saves.finish(wait)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,12 @@ import torch
 
 from polyreme.config.stage import StageConfig
 from polyreme.experience.loading import LoadReports, unreported
-from polyreme.rundir.checkpoint_manifest import checkpoint_path
 from polyreme_trainer.algorithms.objective import Head
 from polyreme_trainer.learner.engine import STEP, Saved
 from polyreme_trainer.learner.gates import LIMITS, Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.checkpoints import checkpoint
-from polyreme_trainer.megatron.checkpoints.checkpoint_writer import CheckpointWriter, Save
-from polyreme_trainer.megatron.checkpoints.frozen_weights import FrozenWeights
-from polyreme_trainer.megatron.checkpoints.saves import FROZEN, find_newest
+from polyreme_trainer.megatron.checkpoints.saves import Saves
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.huggingface.export import Export, as_classifier, export_hf
@@ -54,11 +49,10 @@ class MegatronStageEngine(MegatronEngine):
     ) -> None:
         super().__init__(config, files, ranks, device, loads)
         self.config, self.stop_ids = config, stop_ids
-        self.root = config.run_dir / "checkpoints"
-        self.writer = CheckpointWriter(ranks)
         self.model = self.add_trained(head)
         self.model.make_optimizer(adam_of(config.trainer.optimizer))
-        self.frozen, self.reference_path = FrozenWeights(ranks), reference
+        base = {} if config.trainer.lora is None else {"model.path": config.model.path}
+        self.saves = Saves(config, ranks, base if reference is None else {"reference": reference, **base})
         if reference is not None and config.shares_reference(reference):
             self.add_base("reference", self.model)
         elif reference is not None:
@@ -74,31 +68,19 @@ class MegatronStageEngine(MegatronEngine):
         return self.model.model.arch.max_position
 
     def load(self) -> int:
-        checkpoint.check_writable(self.root, self.ranks)  # the first save may be hours away
-        found = find_newest(self.ranks, self.root, self.config.checkpoint_prefix)
-        if found is None:
+        checkpoint.check_writable(self.config.run_dir / "checkpoints", self.ranks)  # the first save may be hours away
+        loaded = self.saves.load([self.model], self.loads)
+        if loaded is None:
             return 0
-        self.frozen.check(self.frozen_directories, found.facts[FROZEN])
-        checkpoint.load(found, [self.model], self.loads)
-        self.facts = found.facts
-        return found.iteration
+        number, self.facts = loaded
+        return number
 
     def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
         export = None if hf_path is None else self.exported({STEP: f"{number}\n".encode()})
-        self.writer.start(
-            Save(
-                checkpoint_path(self.root, number, self.config.checkpoint_prefix),
-                [self.model],
-                lambda: {**facts, FROZEN: self.frozen.record(self.frozen_directories)},
-                self.config.trainer.keep_checkpoints,
-                hf_path,
-                {} if export is None else {"": export},
-                partial(atomic.discard_unfinished, self.config.run_dir / "hf", "*"),
-            )
-        )
+        self.saves.save(number, [self.model], facts, hf_path, {} if export is None else {"": export})
 
     def finish_save(self, wait: bool) -> Saved | None:
-        return self.writer.finish(wait)
+        return self.saves.finish(wait)
 
     def export(self, path: Path) -> Sequence[Gate]:
         export, arch = self.exported({}), self.model.model.arch
@@ -123,18 +105,12 @@ class MegatronStageEngine(MegatronEngine):
         return as_classifier(export, pad_token_id=self.classifier_pad()) if self.is_critic else export
 
     def close(self) -> None:
-        self.writer.close()
+        self.saves.close()
 
     @property
     def is_critic(self) -> bool:
         """Whether the trained model has a value head."""
         return isinstance(self.model.model, Critic)
-
-    @property
-    def frozen_directories(self) -> dict[str, Path]:
-        """The directories of weights that a resume reads again, by their use. Checkpoints have their digests."""
-        base = {} if self.config.trainer.lora is None else {"model.path": self.config.model.path}
-        return base if self.reference_path is None else {"reference": self.reference_path, **base}
 
     def classifier_pad(self) -> int | None:
         """The padding token for config.json. transformers scores a sequence at its last token that is not padding, so no stop token is chosen."""
