@@ -20,7 +20,7 @@ from polyreme_trainer.megatron.layers.cpu.spec import CPU
 from polyreme_trainer.megatron.layers.spec import ModelSpec
 from polyreme_trainer.megatron.models.build import init_parallel
 from polyreme_trainer.megatron.models.policy import Policy
-from polyreme_trainer.stages.supervised import cross_entropy
+from polyreme_trainer.stages.table import cross_entropy
 from support import learning
 
 TOLERANCE = 1e-5

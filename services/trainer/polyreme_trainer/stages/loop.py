@@ -27,7 +27,7 @@ from polyreme_trainer.learner.saving import Saving
 from polyreme_trainer.observe.best_export import BEST, link_export
 from polyreme_trainer.stages.sft import batches
 from polyreme_trainer.stages.share_rows import share_rows
-from polyreme_trainer.stages.stage import Stage
+from polyreme_trainer.stages.table import Stage
 
 if TYPE_CHECKING:
     from polyreme_trainer.algorithms.objective import Objective

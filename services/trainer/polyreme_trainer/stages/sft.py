@@ -23,7 +23,7 @@ from polyreme_trainer.learner.engine import RowsLoss, Saved, TrainEngine, means
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.saving import Saving
 from polyreme_trainer.stages.share_rows import share_rows
-from polyreme_trainer.stages.supervised import cross_entropy
+from polyreme_trainer.stages.table import cross_entropy
 
 FLOOR = 0.02
 """The learning rate at the cooldown's end, as a fraction of the phase's rate."""
