@@ -108,7 +108,7 @@ class MegatronEngine:
         norm = self.roles[role].optim_step(lr)
         return {**finish(combine([self.roles[role].routing_metrics])), "grad_norm": norm, "lr": lr}
 
-    def _term(self, role: str, rows: StageRows, loss: RowsLoss) -> LossTerm:
+    def _term(self, role: str, rows: StageRows, loss: RowsLoss) -> LossTerm[Metrics]:
         sequences = self._sequences(role, rows)
         return LossTerm(sequences, every(sequences), ObjectiveLoss(loss, rows, sequences), partial(self._output, role))
 

@@ -67,7 +67,7 @@ class Saves:
     """
 
     def __init__(self, config: RunConfig | StageConfig, ranks: Ranks, frozen: Mapping[str, Path]) -> None:
-        self._config, self._ranks, self._frozen_directories = config, ranks, frozen
+        self._config, self._ranks, self.frozen_directories = config, ranks, frozen
         self._root, self._hf = config.run_dir / "checkpoints", config.run_dir / "hf"
         self._frozen = FrozenWeights(ranks)
         self._writer = CheckpointWriter(ranks)
@@ -116,11 +116,11 @@ class Saves:
 
     def _check(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError for a checkpoint that does not fit. Collective."""
-        self._frozen.check(self._frozen_directories, facts[FROZEN])
+        self._frozen.check(self.frozen_directories, facts[FROZEN])
 
     def _further_facts(self) -> dict[str, Any]:
         """The facts for the manifest that a resume checks. In rank 0's thread."""
-        return {FROZEN: self._frozen.record(self._frozen_directories)}
+        return {FROZEN: self._frozen.record(self.frozen_directories)}
 
     def _discard(self) -> None:
         """Removes what has become unnecessary, once a checkpoint is complete. In rank 0's thread."""

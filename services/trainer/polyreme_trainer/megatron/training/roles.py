@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -30,21 +30,13 @@ T = TypeVar("T")
 Forward = Callable[[MicroBatch], Tensor]
 """A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or n numbers, [n, k]."""
 
-Compute = Callable[[MicroBatch, Tensor], tuple[Tensor, T]]
-"""Maps a micro-batch and the model's output for it to the scalar to differentiate and a result."""
-
-
-class Loss(Protocol):
-    """A term of an optimizer step's loss."""
-
-    def __call__(self, batch: MicroBatch, output: Tensor, /) -> tuple[Tensor, Metrics]:
-        """The micro-batch's addend of the loss, a scalar with gradient, and its metrics. The step's loss is the sum over all micro-batches
-        and data ranks."""
-        ...
+Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, T]]
+"""Maps a micro-batch and the model's output for it to its addend of the loss, a scalar to differentiate, and a result: its metrics. The step's
+loss is the sum over all micro-batches and data ranks."""
 
 
 @dataclass(frozen=True)
-class LossTerm:
+class LossTerm(Generic[T]):
     """A loss and what it is computed on.
 
     Attributes:
@@ -54,7 +46,7 @@ class LossTerm:
 
     sequences: Sequences
     indices: IntArray
-    loss: Loss
+    loss: Loss[T]
     forward: Forward | None = None
 
     @property
@@ -100,17 +92,17 @@ class Role(Generic[Model]):
         """
         self.model.use()
         result = torch.zeros(int(sequences.offsets[-1]), dtype=torch.float32, device=self.shard.device)
-        for tokens, output in self._run(sequences, indices, forward or self.output, keep_output, backward=False):
+        for tokens, output in self._run(LossTerm(sequences, indices, keep_output, forward), backward=False):
             result[torch.from_numpy(tokens).to(result.device)] = output
         return self.shard.sum(result).cpu().numpy()
 
     @torch.no_grad()
-    def measure(self, term: LossTerm) -> list[Metrics]:
+    def measure(self, term: LossTerm[Metrics]) -> list[Metrics]:
         """The metrics of this rank's micro-batches, without a gradient."""
         self.model.use()
-        return self._run_term(term, backward=False)
+        return self._run(term, backward=False)
 
-    def forward_backward(self, *terms: LossTerm) -> list[Metrics]:
+    def forward_backward(self, *terms: LossTerm[Metrics]) -> list[Metrics]:
         """Adds the gradient of the sum of the terms to that of the next optimizer step, see `over_ranks` for the metrics.
 
         Experts are balanced over the tokens of all terms of a call.
@@ -124,7 +116,7 @@ class Role(Generic[Model]):
             self.optimizer.zero_grad()
             self._has_gradient = True
         with self._balanced(terms):
-            return [metrics for term in terms for metrics in self._run_term(term, backward=True)]
+            return [metrics for term in terms for metrics in self._run(term, backward=True)]
 
     def optim_step(self, lr: float) -> float:
         """Changes the weights by the gradient, which the following `forward_backward` starts anew. Collective over all ranks.
@@ -151,7 +143,7 @@ class Role(Generic[Model]):
         """The routers' metrics of the last optimizer step, the same on every rank; empty for a dense model."""
         return {} if self.model.routing is None else self.model.routing.metrics()
 
-    def _balanced(self, terms: Sequence[LossTerm]) -> AbstractContextManager[None]:
+    def _balanced(self, terms: Sequence[LossTerm[Metrics]]) -> AbstractContextManager[None]:
         """The context of the terms' backward passes."""
         if self.model.routing is None:
             return nullcontext()
@@ -159,28 +151,25 @@ class Role(Generic[Model]):
             sum(term.predictions for term in terms), partial(self._count_choices, terms), self.shard.sum
         )
 
-    def _count_choices(self, terms: Sequence[LossTerm]) -> None:
+    def _count_choices(self, terms: Sequence[LossTerm[Metrics]]) -> None:
         """Runs the terms' forward passes only, for the routers' counts."""
         for term in terms:
-            self._run(term.sequences, term.indices, self._hidden, no_loss, backward=False)
+            self._run(LossTerm(term.sequences, term.indices, no_loss, self._hidden), backward=False)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         return self.model.hidden(batch.ids)
 
-    def _run_term(self, term: LossTerm, backward: bool) -> list[Metrics]:
-        return self._run(term.sequences, term.indices, term.forward or self.output, term.loss, backward)
-
-    def _run(self, sequences: Sequences, indices: IntArray, forward: Forward, compute: Compute[T], backward: bool) -> list[T]:
-        """Runs this data rank's micro-batches. Returns their results, which are on the last stage."""
-        model, routing = self.model, self.model.routing
+    def _run(self, term: LossTerm[T], backward: bool) -> list[T]:
+        """Runs this data rank's micro-batches of a term. Returns their results, which are on the last stage."""
+        model, routing, forward = self.model, self.model.routing, term.forward or self.output
         jobs = (
             Job(
                 batch.ids,
-                partial(run_micro_batch, batch, forward, compute),
+                partial(run_micro_batch, batch, forward, term.loss),
                 nullcontext if routing is None else partial(routing.micro_batch, batch, self.replays),
             )
             for batch in self.shard.micro_batches(
-                sequences, indices, self.cost, model.alignment, model.rank.micro_batch_group, model.joins_beginnings
+                term.sequences, term.indices, self.cost, model.alignment, model.rank.micro_batch_group, model.joins_beginnings
             )
         )
         results = run_whole(jobs, backward) if self.shard.stages is None else run_stages(model, jobs, backward)
@@ -217,16 +206,16 @@ class Role(Generic[Model]):
 class BaseRole(Role[Model]):
     """A frozen role: another role's model without its adapters, in the same memory."""
 
-    def _run(self, sequences: Sequences, indices: IntArray, forward: Forward, compute: Compute[T], backward: bool) -> list[T]:
+    def _run(self, term: LossTerm[T], backward: bool) -> list[T]:
         assert self.model.adapters is not None and not backward
         with self.model.adapters.off():
-            return super()._run(sequences, indices, forward, compute, backward)
+            return super()._run(term, backward)
 
 
-def run_micro_batch(batch: MicroBatch, forward: Forward, compute: Compute[T]) -> tuple[Tensor, T | None]:
+def run_micro_batch(batch: MicroBatch, forward: Forward, loss: Loss[T]) -> tuple[Tensor, T | None]:
     """The scalar and the result of a micro-batch. One without sequences, whose rank only takes part in the collectives, has no result."""
     output = forward(batch)
-    return compute(batch, output) if len(batch.indices) else (0 * output.sum(), None)
+    return loss(batch, output) if len(batch.indices) else (0 * output.sum(), None)
 
 
 def keep_output(batch: MicroBatch, output: Tensor) -> tuple[Tensor, tuple[IntArray, Tensor]]:

@@ -146,7 +146,7 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     return Trained(named, state, trained_samples(batch, advantages, weights), clock.seconds)
 
 
-def mixed_terms(batch: Iteration, number: int, models: Models) -> list[LossTerm]:
+def mixed_terms(batch: Iteration, number: int, models: Models) -> list[LossTerm[Metrics]]:
     """The supervised rows of optimizer step `number`, counted from 0."""
     return [
         LossTerm(rows, everything(rows), MixedLoss(int(rows.trained.sum()), batch.ptx_coef), models.supervised_logprobs)

@@ -67,12 +67,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_so(saves: RunSaves) -> Non
     assert str(root) in error.value.expected and error.value.found.startswith("2")
 
 
-def test_a_reference_with_a_flipped_byte_is_refused(saves: RunSaves, ranks: Ranks) -> None:
+def test_a_reference_with_a_flipped_byte_is_refused(saves: RunSaves, ranks: Ranks, tmp_path: Path) -> None:
     file = saves.hf_path(0) / "model.safetensors"
     facts = {"reference": weights_digest(file.parent)}
     assert saves.check_reference(facts) == saves.hf_path(0)
     for _ in flips(file, STRIDE):
-        fresh = RunSaves(saves._config, ranks)  # a resume reads the file again
+        fresh = RunSaves(run_config(tmp_path), ranks)  # a resume reads the file again
         with pytest.raises(ConfigError, match="iteration-000000"):
             fresh.check_reference(facts)
 
@@ -136,8 +136,8 @@ def test_a_checkpoint_beside_other_frozen_weights_is_refused(
 ) -> None:
     """It is refused before any role is loaded."""
     saved, present = (run_of(tmp_path, ranks, **trainer) for trainer in (before, after))
-    write_checkpoint(saved, frozen=dict.fromkeys(saved._frozen_directories, "digest"), warm_started=False)
+    write_checkpoint(saved, frozen=dict.fromkeys(saved.frozen_directories, "digest"), warm_started=False)
     with pytest.raises(ConfigError) as error:
         present.load([])
     for text, saves in ((error.value.expected, saved), (error.value.found, present)):
-        assert all((key in text) == (key in saves._frozen_directories) for key in ("model.path", "trainer.critic.path"))
+        assert all((key in text) == (key in saves.frozen_directories) for key in ("model.path", "trainer.critic.path"))
