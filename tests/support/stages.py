@@ -14,8 +14,9 @@ import numpy as np
 from polyreme.config.load import parse
 from polyreme.config.stage import STAGES, StageConfig
 from polyreme.rundir.run_directory import open_stage, read_run_file, read_stage_config
+from polyreme_trainer.algorithms.metrics import combine, finish
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import STEP, RowsLoss, Saved, Sums
+from polyreme_trainer.learner.engine import STEP, RowsLoss, Saved
 from polyreme_trainer.learner.gates import Gate
 from polyreme_trainer.learner.leader import Ranks
 from support.models import tiny_family_model
@@ -136,8 +137,8 @@ class DigestEngine:
         tokens, count = float(sum(map(len, rows.ids))), float(len(rows))
         return [{"loss": (tokens if self.losses is None else self.losses[self.number] * count, count), "none": (0.0, 0.0)}]
 
-    def totals(self, metrics: Sequence[Any]) -> Sums:
-        return {name: (sum(part[name][0] for part in metrics), sum(part[name][1] for part in metrics)) for name in metrics[0]}
+    def means(self, metrics: Sequence[Any]) -> Mapping[str, float]:
+        return finish(combine(metrics))
 
     def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
         assert not self.saves, "one save at a time"

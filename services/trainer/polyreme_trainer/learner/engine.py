@@ -111,14 +111,6 @@ class DeviceUse:
 STEP = "step"
 """The file in an export that names its step."""
 
-Sums = Mapping[str, tuple[float, float]]
-"""Metric name -> (sum, weight); the metric is sum / weight."""
-
-
-def means(sums: Sums) -> dict[str, float]:
-    """The value of every metric. Metrics with weight 0 have no value and are omitted."""
-    return {name: value / weight for name, (value, weight) in sums.items() if weight}
-
 
 @dataclass(frozen=True)
 class RowsLoss:
@@ -139,7 +131,7 @@ class Engine(Protocol):
     """Models on this rank by the names of their roles, and the operations that every program uses.
 
     An optimizer step is one or more calls of `forward_backward`, whose gradients add up, and then one of `optim_step`. Log-probabilities of
-    rows are those at temperature 1.
+    rows are those at temperature 1. At most one save is being written; training continues meanwhile, because a save begins with a copy.
     """
 
     @property
@@ -157,15 +149,15 @@ class Engine(Protocol):
         ...
 
     def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
-        """Adds the gradient of a loss on rows to that of the next optimizer step. Returns metrics for `totals`."""
+        """Adds the gradient of a loss on rows to that of the next optimizer step. Returns metrics for `means`."""
         ...
 
     def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
-        """The metrics of a loss on rows, without a gradient. For `totals`."""
+        """The metrics of a loss on rows, without a gradient. For `means`."""
         ...
 
-    def totals(self, metrics: "Sequence[Metrics]") -> Sums:
-        """Metrics of all ranks' parts of the rows. Waits for the device and for other ranks."""
+    def means(self, metrics: "Sequence[Metrics]") -> Mapping[str, float]:
+        """The metrics over all ranks' parts of the rows. Waits for the device and for other ranks."""
         ...
 
     def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
@@ -201,8 +193,6 @@ class StageEngine(Engine, Protocol):
 
     def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
         """Starts to write the checkpoint of step `number`.
-
-        Requires that no other save is being written. Training may continue at once, because the state to write has been copied.
 
         Args:
             facts: JSON values; rank 0's are stored.
@@ -278,13 +268,7 @@ class TrainEngine(Engine, Protocol):
         ...
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
-        """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written.
-
-        Requires that no other save is being written. Training may continue at once, because the state to write has been copied.
-
-        Args:
-            facts: JSON values for the checkpoint; rank 0's are stored.
-        """
+        """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written. `facts`: JSON values."""
         ...
 
     def hf_path(self, version: int) -> Path:

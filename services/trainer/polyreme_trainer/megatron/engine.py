@@ -16,7 +16,7 @@ from polyreme.config.stage import StageConfig
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import RowsLoss, Sums
+from polyreme_trainer.learner.engine import RowsLoss
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.batches.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
 from polyreme_trainer.megatron.device import Device
@@ -101,8 +101,8 @@ class MegatronEngine:
     def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> list[Metrics]:
         return self.roles[role].measure(self._term(role, rows, loss))
 
-    def totals(self, metrics: Sequence[Metrics]) -> Sums:
-        return over_ranks(self.shard, metrics)
+    def means(self, metrics: Sequence[Metrics]) -> Mapping[str, float]:
+        return finish(over_ranks(self.shard, metrics))
 
     def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
         norm = self.roles[role].optim_step(lr)

@@ -20,7 +20,7 @@ from polyreme.config.data import Sources
 from polyreme.config.stage import StageConfig, StageTrainer
 from polyreme_trainer.data.stage_rows import StageRows, mismatched
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.learner.engine import STEP, RowsLoss, Saved, StageEngine, means
+from polyreme_trainer.learner.engine import STEP, RowsLoss, Saved, StageEngine
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.learning_rate import learning_rate
 from polyreme_trainer.learner.saving import Saving
@@ -130,7 +130,7 @@ class StageLoop:
         began = time.perf_counter()
         found = self.engine.forward_backward("model", rows, self.loss(rows, self.baseline(rows)))
         moved = self.engine.optim_step("model", learning_rate(self.config.trainer.optimizer, number, steps))
-        metrics = {**means(self.engine.totals(found)), **moved}
+        metrics = {**self.engine.means(found), **moved}
         seconds = time.perf_counter() - began
         tokens = sum(map(len, rows.ids))
         rates = {"time/step": seconds, "tokens_per_second": tokens / seconds}
@@ -144,7 +144,7 @@ class StageLoop:
         baseline, found = self.baseline(held_out), list[Any]()
         for rows in in_parts(held_out, self.config.trainer.batch_size):
             found += self.engine.measure("model", rows, self.loss(rows, baseline))
-        metrics = means(self.engine.totals(found))
+        metrics = self.engine.means(found)
         self.report({"kind": "eval", "step": number, "rows": len(held_out), "seconds": time.perf_counter() - began, **metrics})
         return metrics.get("loss")
 

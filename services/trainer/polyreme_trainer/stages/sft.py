@@ -19,7 +19,7 @@ from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.supervised import load_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.data.token_store import TokenStore
-from polyreme_trainer.learner.engine import RowsLoss, Saved, TrainEngine, means
+from polyreme_trainer.learner.engine import RowsLoss, Saved, TrainEngine
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.saving import Saving
 from polyreme_trainer.stages.share_rows import share_rows
@@ -124,7 +124,7 @@ def run_phase(engine: TrainEngine, phase: SftPhase, rows: StageRows, seed: Seque
             drains = report(
                 {
                     "step": step + 1,
-                    "loss": means(engine.totals(metrics)).get("loss", 0.0),
+                    "loss": engine.means(metrics).get("loss", 0.0),
                     "lr": lr,
                     "tokens_per_second": tokens / (now - since),
                 }

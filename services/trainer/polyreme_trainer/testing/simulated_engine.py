@@ -24,7 +24,7 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, RowsLoss, Saved, Sums, Written
+from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, RowsLoss, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.megatron.atomic import discard, new_directory
 
@@ -112,7 +112,7 @@ class SimulatedTrainEngine:
     def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
         return []
 
-    def totals(self, metrics: Sequence[Any]) -> Sums:
+    def means(self, metrics: Sequence[Any]) -> Mapping[str, float]:
         return {}
 
     def optim_step(self, role: str, lr: float) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ import pytest
 
 from polyreme.config.trainer import SftPhase
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import RowsLoss, Saved, Sums
+from polyreme_trainer.learner.engine import RowsLoss, Saved
 from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate, warm_start
 from support.configs import run_config
 from support.stages import one_rank
@@ -67,8 +67,8 @@ class Engine:
     def optim_step(self, role: str, lr: float) -> None:
         pass
 
-    def totals(self, metrics: list[Any]) -> Sums:
-        return {"loss": (1.0, 1.0)}
+    def means(self, metrics: list[Any]) -> dict[str, float]:
+        return {"loss": 1.0}
 
     def save_warm_start(self, steps: int, facts: dict[str, int]) -> None:
         self.saves.append((steps, facts))
