@@ -103,7 +103,6 @@ def test_the_orchestrator_and_the_supervisor_have_no_torch() -> None:
     light = (
         "orchestrator",
         "command",
-        "stage_command",
         "checks",
         "memory",
         "stages",
