@@ -5,7 +5,7 @@
 `stall_vs_save` (<= 0.25): seconds of `save`, over the seconds until `finish_save` returns the checkpoint while nothing else runs, which
 would be the pause if training waited for the write; median over rounds. `stall_seconds` and `save_seconds` are the two times.
 `iteration_beside_write`: seconds of an iteration during the write of a checkpoint, over those of an iteration alone; the writer shares the
-machine's cores. The learner is the real one (`MegatronEngine`), case `layers` of bench/memory.py.
+machine's cores. The learner is the real one (`RunEngine`), case `layers` of bench/memory.py.
 """
 
 import argparse
@@ -79,8 +79,8 @@ def main() -> int:
     rounds = parser.parse_args().rounds
     from polyreme_trainer.learner.leader import Ranks
     from polyreme_trainer.megatron.device import Device
-    from polyreme_trainer.megatron.engine import MegatronEngine
     from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+    from polyreme_trainer.megatron.run_engine import RunEngine
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +92,7 @@ def main() -> int:
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks()
         files = {"config.json": (path / "config.json").read_bytes()}
-        engine = MegatronEngine(config, files, f"bench-checkpoint-{uuid.uuid4().hex[:8]}", ranks, device)
+        engine = RunEngine(config, files, f"bench-checkpoint-{uuid.uuid4().hex[:8]}", ranks, device)
         try:
             engine.begin_iterations()
             if engine.algorithm.needs.reference:

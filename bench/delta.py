@@ -36,6 +36,7 @@ from polyreme.net.ports import free_port
 from polyreme.weights import delta as deltas
 from polyreme.weights.digest import seal, verify
 from polyreme.weights.manifest import Manifest, plan_manifest, tensor_views
+from polyreme_trainer.algorithms.metrics import Metrics
 from polyreme_trainer.megatron.batches.batch import MicroBatch, supervised
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.huggingface.families import load_architecture
@@ -45,7 +46,7 @@ from polyreme_trainer.megatron.models.model import tensor_specs
 from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.optimizer import Adam
-from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.roles import LossTerm, Role
 
 MOST = {"delta_bytes_fraction": 0.03, "stall_delta_vs_full_low": 1.0}
 LR = 1e-6
@@ -74,10 +75,11 @@ def bench_bytes(steps: int) -> dict[str, float]:
         tokens = np.diff(sequences.offsets)
         advantages = torch.from_numpy(np.repeat(rng.normal(size=ROWS), tokens).astype(np.float32) / tokens.sum())
 
-        def loss(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
-            return -(logprobs * advantages[torch.from_numpy(batch.tokens)]).sum()
+        def loss(batch: MicroBatch, logprobs: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+            return -(logprobs * advantages[torch.from_numpy(batch.tokens)]).sum(), {}
 
-        actor.update(sequences, np.arange(ROWS), loss, LR)
+        actor.forward_backward(LossTerm(sequences, np.arange(ROWS), loss))
+        actor.optim_step(LR)
 
     plan = plan_manifest(tensor_specs(policy.arch, policy.dtype), hf_aliases(policy.arch))
 

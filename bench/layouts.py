@@ -42,6 +42,7 @@ def child(order: dict[str, Any]) -> None:
     import torch
 
     from polyreme.config.trainer import ParallelConfig
+    from polyreme_trainer.algorithms.metrics import Metrics
     from polyreme_trainer.learner.leader import Ranks
     from polyreme_trainer.megatron.batches.batch import MicroBatch, supervised
     from polyreme_trainer.megatron.checkpoints import checkpoint
@@ -52,8 +53,9 @@ def child(order: dict[str, Any]) -> None:
     from polyreme_trainer.megatron.models.policy import Policy
     from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
     from polyreme_trainer.megatron.parallel.shard import data_shard
+    from polyreme_trainer.megatron.training.losses import over_ranks
     from polyreme_trainer.megatron.training.optimizer import Adam
-    from polyreme_trainer.megatron.training.roles import Role
+    from polyreme_trainer.megatron.training.roles import LossTerm, Role
 
     device, path = Device("cpu"), Path(order["model"])
     init_parallel(ParallelConfig(**order["layout"]), device)
@@ -71,17 +73,16 @@ def child(order: dict[str, Any]) -> None:
     rows = supervised(
         list(random.integers(0, policy.arch.vocab, (ROWS, WIDTH), dtype=np.int32)), [np.ones(WIDTH, dtype=np.uint8)] * ROWS
     )
-    losses = []
+    count, losses = float(rows.trained.sum()), []
+
+    def loss(batch: MicroBatch, logprobs: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        value = -logprobs.sum() / count
+        return value, {"loss": (value.detach(), torch.ones(()))}
+
     for number in range(order["steps"]):
-        total = torch.zeros(1, dtype=torch.float64)
-
-        def loss(batch: MicroBatch, logprobs: torch.Tensor, total: torch.Tensor = total) -> torch.Tensor:
-            value = -logprobs.sum() / float(rows.trained.sum())
-            total.add_(value.detach())
-            return value
-
-        role.update(rows, np.arange(ROWS), loss, 1e-3)
-        losses.append(float(role.shard.sum(total)))
+        metrics = role.forward_backward(LossTerm(rows, np.arange(ROWS), loss))
+        role.optim_step(1e-3)
+        losses.append(over_ranks(role.shard, metrics)["loss"][0])
         if number + 1 == order["save_at"]:
             writer.start(Save(Path(order["save"]), [role], dict, keep=1 + len(CHAIN)))
             writer.finish(wait=True)

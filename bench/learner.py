@@ -93,9 +93,9 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     from polyreme_trainer.megatron.models.policy import Policy
     from polyreme_trainer.megatron.parallel.shard import DataShard
     from polyreme_trainer.megatron.training.iteration import Iteration
-    from polyreme_trainer.megatron.training.iteration_losses import Losses
+    from polyreme_trainer.megatron.training.losses import IterationLosses, over_ranks
     from polyreme_trainer.megatron.training.optimizer import Adam
-    from polyreme_trainer.megatron.training.roles import Role
+    from polyreme_trainer.megatron.training.roles import LossTerm, Role
 
     device = Device("cpu", threads=threads)
     init_parallel(ParallelConfig(), device)
@@ -128,9 +128,10 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     iteration = Iteration(1, sequences, tokens, [every], AlgorithmState(), lr=1e-4)
 
     def step() -> None:
-        losses = Losses(iteration, algorithm, tokens, per_token, shard)
-        actor.update(sequences, every, losses.of_policy(every), iteration.lr)
-        losses.reduced()
+        loss = IterationLosses(iteration, algorithm, tokens, per_token).policy(every)
+        metrics = actor.forward_backward(LossTerm(sequences, every, loss))
+        actor.optim_step(iteration.lr)
+        over_ranks(shard, metrics)
 
     return step
 

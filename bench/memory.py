@@ -3,7 +3,7 @@
     python bench/memory.py [--only CASE] [--resident]
 
 `memory_vs_estimate` (0.9 to 1.1): for each case, the peak of torch's allocator over the estimate that the learner prints at its start. The
-figure is that of the case farthest from 1. The learner is the real one (`MegatronEngine`), with 25 to 42 million parameters. It trains two
+figure is that of the case farthest from 1. The learner is the real one (`RunEngine`), with 25 to 42 million parameters. It trains two
 iterations of full micro-batches, and the optimizer's moments exist from the first one on. torch's profiler counts every tensor that torch
 allocates, from before the first model to the end. Neither side counts the interpreter and its libraries, the arena, or mapped files.
 
@@ -149,9 +149,9 @@ def batch_of(config: Any, iteration: int) -> Any:
 
 def train(config: Any, ranks: Any, device: Any, run_id: str) -> None:
     """Runs two iterations of the learner's engine."""
-    from polyreme_trainer.megatron.engine import MegatronEngine
+    from polyreme_trainer.megatron.run_engine import RunEngine
 
-    engine = MegatronEngine(config, {}, run_id, ranks, device)
+    engine = RunEngine(config, {}, run_id, ranks, device)
     engine.begin_iterations()
     if config.recipe.kl is not None:
         engine.make_reference(config.model.path)

@@ -48,7 +48,8 @@ def annotated() -> Iterator[None]:
     with (
         mock.patch.object(followers, "move_average", average),
         mock.patch.object(Critic, "copy_backbone", _named(Critic.copy_backbone, lambda _: "phase critic copy")),
-        mock.patch.object(Role, "update", _named(Role.update, lambda role: f"phase {role.name}")),
+        mock.patch.object(Role, "forward_backward", _named(Role.forward_backward, lambda role: f"phase {role.name}")),
+        mock.patch.object(Role, "optim_step", _named(Role.optim_step, lambda role: f"phase {role.name}")),
         mock.patch.object(Optimizer, "step", _named(Optimizer.step, lambda _: STEP)),
         mock.patch.object(Offload, "__init__", _named(Offload.__init__, lambda _: TO_HOST)),
     ):

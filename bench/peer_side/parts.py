@@ -75,15 +75,15 @@ def measure(engines: Sequence[Any], config: RunConfig, iterations: int, after: s
     from polyreme_trainer.learner.engine import PlannedBatch
     from polyreme_trainer.learner.leader import Ranks
     from polyreme_trainer.megatron.device import Device
-    from polyreme_trainer.megatron.engine import MegatronEngine
     from polyreme_trainer.megatron.models.build import init_parallel
+    from polyreme_trainer.megatron.run_engine import RunEngine
     from polyreme_trainer.orchestrator.tasks import together
 
     device = Device(config.device, 0, config.trainer.parallel.threads)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     init_parallel(config.trainer.parallel, device)
     files = read_model_files(config.model.path)
-    learner = MegatronEngine(config, files, RUN_ID, Ranks(), device)
+    learner = RunEngine(config, files, RUN_ID, Ranks(), device)
     learner.policy.load_hf(config.model.path)
     if learner.algorithm.needs.reference:
         learner.make_reference(config.model.path)

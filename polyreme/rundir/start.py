@@ -1,6 +1,6 @@
-"""Prepares the start of `polyreme up` and `polyreme train`: a new run, a resumed run, or a fork.
+"""Prepares a start: a new run or stage, a resumed one, or the fork of a run.
 
-Invariant: this process owns the run directory for the whole block of `prepared`, and a fork that does not start leaves no directory.
+Invariant: this process owns the run directory for the whole block of `claimed` or `prepared`. A fork that does not start leaves no directory.
 """
 
 import shutil
@@ -8,31 +8,44 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import RunState
 from polyreme.rundir.checks import check_run
 from polyreme.rundir.fork import copy_start, plan_fork
-from polyreme.rundir.run_directory import Origin, RunFile, check_resumable, claim, owned, read_config, read_run_file
+from polyreme.rundir.run_directory import (
+    Origin,
+    RunFile,
+    check_resumable,
+    claim,
+    owned,
+    read_config,
+    read_run_file,
+    read_stage_config,
+)
 from polyreme.rundir.run_records import read_summary
 from polyreme.rundir.start_day import dated, first_day
 
+Config = TypeVar("Config", RunConfig, StageConfig)
+
 
 @dataclass(frozen=True)
-class Start:
+class Start(Generic[Config]):
     """A decision about what to start.
 
     Attributes:
-        config: configuration of the run, with the fork's name for a fork.
-        existing: the run to continue, or None for a new run.
+        config: configuration of the run or stage, with the fork's name for a fork.
+        existing: what to continue, or None for a new start.
         origin: origin of a new fork.
         finished: why there is nothing to start, or '' when there is.
         notices: notices of the checks.
     """
 
-    config: RunConfig
+    config: Config
     existing: RunFile | None = None
     origin: Origin | None = None
     finished: str = ""
@@ -40,7 +53,7 @@ class Start:
 
 
 @contextmanager
-def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: str | None = None) -> Iterator[Start]:
+def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: str | None = None) -> Iterator[Start[RunConfig]]:
     """Loads and checks the configuration, locks the run directory for the block, and decides which run to start.
 
     Args:
@@ -61,10 +74,8 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: s
         check_resumable(config)
     notices = check_run(config, only)
     if not fork:
-        with owned(config.run_dir):
-            existing = claim(config, resume)
-            config = dated(config, first_day(config.run_dir, existing.run_id if existing else None))
-            yield Start(config, existing, finished=_finished(config, existing), notices=notices)
+        with claimed(config, resume, notices) as start:
+            yield start
         return
     own_run_dir = load_config(path, [each for each in overrides if not each.startswith("name=")]).run_dir
     parent, config = plan_fork(config, own_run_dir)
@@ -79,13 +90,29 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: s
             shutil.rmtree(config.run_dir, ignore_errors=True)  # the fork did not start
 
 
-def _finished(config: RunConfig, existing: RunFile | None) -> str:
-    """A message when the run has trained all configured iterations, else ''."""
-    if existing is None:
-        return ""
+@contextmanager
+def claimed(config: Config, resume: bool, notices: Sequence[str] = ()) -> Iterator[Start[Config]]:
+    """Locks the run directory of a checked configuration for the block, and decides whether the start continues what it holds.
+
+    Raises:
+        ConfigError: the directory is in use, or as `claim` raises it.
+    """
+    with owned(config.run_dir):
+        existing = claim(config, resume)
+        config = dated(config, first_day(config.run_dir, existing.run_id if existing else None))
+        yield Start(config, existing, finished=_finished(config, existing), notices=notices)
+
+
+def _finished(config: RunConfig | StageConfig, existing: RunFile | None) -> str:
+    """A message when all configured iterations or steps are trained, else ''."""
     summary = read_summary(config.run_dir)
-    done = summary.get("run") == existing.run_id and summary.get("state") == RunState.DONE
+    if existing is None or summary.get("run") != existing.run_id or summary.get("state") != RunState.DONE:
+        return ""
+    if isinstance(config, StageConfig):
+        before, now = read_stage_config(config.run_dir).trainer, config.trainer
+        same = (before.steps, before.epochs) == (now.steps, now.epochs)
+        return f"stage {existing.run_id} is done: {summary['step']} steps are trained" if same else ""
     trained = read_config(config.run_dir).iterations
-    if not done or config.iterations > trained:
+    if config.iterations > trained:
         return ""
     return f"run {existing.run_id} is done after {trained} iterations. To train it further, resume with iterations={2 * trained}."

@@ -187,7 +187,8 @@ def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], nam
 
 def plain_rows_loss(model: PreTrainedModel, iteration: int) -> torch.Tensor:
     """The mean cross entropy of the response tokens of the step's 7 of 12 rows, whose order is drawn per pass."""
-    ids, masks = learning.supervised_rows(model.config.vocab_size)
+    rows = learning.supervised_rows(model.config.vocab_size)
+    ids, masks = rows.ids, rows.loss_mask
     order = [row for number in range(2) for row in np.random.default_rng([0, 0x707478, number]).permutation(12)]
     chosen = order[7 * (iteration - 1) : 7 * iteration]
     return rows_loss(model, [ids[row] for row in chosen], [masks[row] for row in chosen])
@@ -324,7 +325,8 @@ def test_a_warm_start_does_what_plain_torch_does(one_rank: tuple[Path, Results])
     weights, recorded = results["warm_start"]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning.LR, eps=learning.EPS, weight_decay=0.0)
-    ids, masks = learning.supervised_rows(model.config.vocab_size)
+    rows = learning.supervised_rows(model.config.vocab_size)
+    ids, masks = rows.ids, rows.loss_mask
     order = [row for number in range(2) for row in np.random.default_rng([0, 0, number]).permutation(len(ids))]
     for step in range(3):
         chosen = order[5 * step : 5 * step + 5]

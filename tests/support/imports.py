@@ -12,7 +12,7 @@ from polyreme.config.trainer import OptimizerConfig
 from polyreme.import_config.application import Imported
 from polyreme.import_config.render import text_of
 from polyreme.import_config.systems import import_file
-from polyreme_trainer.megatron.training.optimizer import learning_rate
+from polyreme_trainer.learner.learning_rate import learning_rate
 
 
 def import_text(

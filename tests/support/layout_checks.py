@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polyreme.config.trainer import LoraConfig, ParallelConfig, Recompute, RunMoeConfig
 from polyreme.weights.digest import verify
+from polyreme_trainer.algorithms.metrics import Metrics
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.batches.batch import MicroBatch, Routes, Sequences, supervised
 from polyreme_trainer.megatron.checkpoints import checkpoint
@@ -27,8 +28,9 @@ from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
 from polyreme_trainer.megatron.parallel.reshard import RankMesh, SavedShard, reshard
 from polyreme_trainer.megatron.parallel.shard import data_shard
+from polyreme_trainer.megatron.training.losses import over_ranks
 from polyreme_trainer.megatron.training.optimizer import Adam
-from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.roles import LossTerm, Role
 from polyreme_trainer.megatron.versions.version_writer import VersionWriter
 from support import checkpoints
 
@@ -76,16 +78,16 @@ def step(role: Role[Policy]) -> tuple[float, float]:
     rows = sequences(role.model.arch.vocab)
     if role.replays:
         rows = replace(rows, routes=routes(role.model.arch))
-    count, total = float(rows.trained.sum()), torch.zeros(1, dtype=torch.float64)
+    count = float(rows.trained.sum())
 
-    def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+    def loss(batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Metrics]:
         weight = batch.take(np.cos(np.arange(len(rows.mask), dtype=np.float32)))  # positive and negative, as advantages are
         value = -(logprobs * weight).sum() / count
-        total.add_(value.detach())
-        return value
+        return value, {"loss": (value.detach(), torch.ones(()))}
 
-    norm = role.update(rows, np.arange(len(rows)), loss, 1e-2)
-    return float(role.shard.sum(total)), norm
+    metrics = role.forward_backward(LossTerm(rows, np.arange(len(rows)), loss))
+    norm = role.optim_step(1e-2)
+    return over_ranks(role.shard, metrics)["loss"][0], norm
 
 
 def run_orders(script: str) -> None:

@@ -25,9 +25,9 @@ from polyreme_trainer.learner.leader import LeaderError, Ranks
 from polyreme_trainer.megatron.checkpoints import checkpoint, checkpoint_writer
 from polyreme_trainer.megatron.checkpoints.background import BackgroundWork
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.models.build import init_parallel
 from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+from polyreme_trainer.megatron.run_engine import RunEngine
 from polyreme_trainer.stages import sft
 
 LR = 1e-3
@@ -74,11 +74,11 @@ def planned(iteration: int, vocab: int, greedy: bool = False) -> PlannedBatch:
     return PlannedBatch(iteration, tuple(range(len(groups))), tuple(encode_group(group) for group in groups))
 
 
-def supervised_rows(vocab: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Ids and loss masks of twelve rows of uneven lengths."""
+def supervised_rows(vocab: int) -> StageRows:
+    """Twelve rows of uneven lengths."""
     random = np.random.default_rng(5)
     ids = [random.integers(1, vocab, int(n), dtype=np.int32) for n in random.integers(4, 40, 12)]
-    return ids, [(np.arange(len(row)) >= 3).astype(np.uint8) for row in ids]
+    return StageRows(ids, [(np.arange(len(row)) >= 3).astype(np.uint8) for row in ids])
 
 
 class Rank:
@@ -89,10 +89,10 @@ class Rank:
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         files = {"config.json": Path(config.model.path, "config.json").read_bytes()}
-        self.engine = MegatronEngine(config, files, f"test-{uuid.uuid4().hex[:8]}", self.ranks, device)
+        self.engine = RunEngine(config, files, f"test-{uuid.uuid4().hex[:8]}", self.ranks, device)
         self.engine.followers.begin()
         if config.algorithm.ptx is not None:
-            self.engine.mix_in(*supervised_rows(self.engine.policy.arch.vocab))
+            self.engine.mix_in(supervised_rows(self.engine.policy.arch.vocab))
         if self.engine.algorithm.needs.reference and config.shares_reference:
             self.engine.make_reference(config.model.path)
         elif self.engine.algorithm.needs.reference and self.engine.reference is None:
@@ -149,7 +149,7 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
 
 def warm_start(rank: Rank) -> list[float]:
     phase = SftPhase(data=Path("unused"), steps=3, batch_size=5, lr=LR)
-    ids, mask = supervised_rows(rank.engine.policy.arch.vocab)
+    rows = supervised_rows(rank.engine.policy.arch.vocab)
     reports: list[dict[str, float]] = []
     rank.engine.begin_iterations()  # with the epsilon of the test's configuration
 
@@ -157,7 +157,7 @@ def warm_start(rank: Rank) -> list[float]:
         reports.append(values)
         return False
 
-    assert sft.run_phase(rank.engine, phase, StageRows(ids, mask), (0, 0), 0, report) == phase.steps
+    assert sft.run_phase(rank.engine, phase, rows, (0, 0), 0, report) == phase.steps
     return [report["loss"] for report in reports]
 
 
@@ -242,7 +242,7 @@ def fail_to_write(rank: Rank) -> None:
         folder.with_name("moved").rename(folder)
 
 
-def leave_and_return(engine: MegatronEngine) -> None:
+def leave_and_return(engine: RunEngine) -> None:
     """Leaves and returns to the device like an accelerator's learner between two turns. On CPU it would stay."""
     engine.offload_roles(pin=False)
     assert engine.offload is not None

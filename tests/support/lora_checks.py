@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from polyreme.config.trainer import LoraConfig, ParallelConfig
+from polyreme_trainer.learner.engine import RowsLoss
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.huggingface.export import ADAPTER, Export, export_hf
 from polyreme_trainer.megatron.huggingface.families import load_architecture
@@ -19,6 +20,7 @@ from polyreme_trainer.megatron.layers.cpu.spec import CPU
 from polyreme_trainer.megatron.layers.spec import ModelSpec
 from polyreme_trainer.megatron.models.build import init_parallel
 from polyreme_trainer.megatron.models.policy import Policy
+from polyreme_trainer.stages.table import cross_entropy
 from support import learning
 
 TOLERANCE = 1e-5
@@ -107,7 +109,9 @@ def warm_start_and_train(config: str, out: str) -> None:
     assert rank.engine.load() is None
     for phase in rank.config.trainer.sft:
         rank.engine.begin_phase(phase)
-        rank.engine.supervised_step(*learning.supervised_rows(rank.engine.policy.arch.vocab), phase.lr)
+        rows = learning.supervised_rows(rank.engine.policy.arch.vocab)
+        rank.engine.forward_backward("actor", rows, RowsLoss(cross_entropy()))
+        rank.engine.optim_step("actor", phase.lr)
     rank.engine.begin_iterations()
     rank.save(0)
     first = rank.iterate(1)

@@ -31,10 +31,10 @@ from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.checkpoints import checkpoint, checkpoint_writer
 from polyreme_trainer.megatron.checkpoints.background import BackgroundWork
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+from polyreme_trainer.megatron.run_engine import RunEngine
 from polyreme_trainer.megatron.training.optimizer import Optimizer
 from polyreme_trainer.weight_sync.publisher import Publisher
 
@@ -189,7 +189,7 @@ def live(life: dict[str, Any], rank: int, world: int) -> None:
     device.seed(config.seed)
     init_parallel(config.trainer.parallel, device)
     ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
-    engine = MegatronEngine(config, files, life["run_id"], ranks, device)
+    engine = RunEngine(config, files, life["run_id"], ranks, device)
     there = life["redis_url"], life["run_id"]
     with LearnerTurns(config, *there, ranks) as turns:
         AloneLearner(config, files, engine, *there, ranks, turns).run()

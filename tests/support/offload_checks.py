@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from polyreme.config.trainer import OffloadConfig
-from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.models.model import ShardedModel
 from polyreme_trainer.megatron.offload import optimizer_parts
+from polyreme_trainer.megatron.run_engine import RunEngine
 from polyreme_trainer.megatron.training.optimizer import Optimizer
 from support.learning import Rank, start
 
@@ -75,7 +75,7 @@ def run(rank: Rank, path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def watched(engine: MegatronEngine) -> Iterator[dict[str, int]]:
+def watched(engine: RunEngine) -> Iterator[dict[str, int]]:
     """Sums what is on the device at every forward pass and at every part of an optimizer step, and keeps the largest sums."""
     most = {"models": 0, "weights": 0, "gradients": 0, "optimizer at a forward pass": 0, "optimizer at a step": 0}
     hidden, step = ShardedModel.hidden, torch.optim.AdamW.step

@@ -25,7 +25,7 @@ from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.optimizer import Adam
-from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.roles import LossTerm, Role
 from polyreme_trainer.observe.registry import ROUTING
 from support.model_checks import file_tensors, hf_model
 
@@ -51,10 +51,16 @@ def make_role(model: str, device: Device, recompute: Recompute | None, moe: MoeC
     return role
 
 
+def idle_step(role: Role[Policy], sequences: Sequences) -> None:
+    """An optimizer step on the summed negative log-likelihood. The learning rate is 0, so the weights do not change."""
+    role.forward_backward(LossTerm(sequences, np.arange(len(sequences)), lambda batch, output: (-output.sum(), {})))
+    role.optim_step(0.0)
+
+
 def check_step(role: Role[Policy], device: Device, sequences: Sequences, expected: Mapping[str, Tensor]) -> None:
-    """Checks the gradients of the summed negative log-likelihood. The learning rate is 0, so the weights do not change."""
+    """Checks the gradients of the summed negative log-likelihood."""
     with device.megatron():
-        role.update(sequences, np.arange(len(sequences)), lambda batch, logprobs: -logprobs.sum(), 0.0)
+        idle_step(role, sequences)
     params = dict(role.model.module.named_parameters())
     for piece in role.model.slices:
         if is_expert_bias(piece.param):
@@ -101,7 +107,7 @@ def balance_agrees(model: str, device: Device) -> None:
     for recompute in RECOMPUTE if biases else ():  # without a loss, the choices are counted while the step trains
         role = make_role(model, device, recompute, MoeConfig(bias_update_rate=RATE))
         with device.megatron():
-            role.update(sequences, np.arange(len(sequences)), lambda batch, logprobs: -logprobs.sum(), 0.0)
+            idle_step(role, sequences)
         check_biases(role, biases)
 
 
@@ -162,7 +168,7 @@ def replay_agrees(model: str, device: Device) -> None:
             role = make_role(model, device, recompute)
             role.replays = routes is not None
             sequences = Sequences(plain.ids, plain.mask, routes=routes)
-            loss = -float(role.infer(sequences, np.arange(len(rows))).sum())
+            loss = -float(role.forward(sequences, np.arange(len(rows))).sum())
             assert math.isclose(loss, expected.loss, rel_tol=1e-5)
             check_step(role, device, sequences, expected.gradients)
 

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from polyreme.config.load import parse
 from polyreme.config.stage import STAGES, StageConfig
 from polyreme.rundir.run_directory import open_stage, read_run_file, read_stage_config
+from polyreme_trainer.algorithms.metrics import combine, finish
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import Saved
+from polyreme_trainer.learner.engine import STEP, RowsLoss, Saved
 from polyreme_trainer.learner.gates import Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.stage_engine import STEP, Sums
 from support.models import tiny_family_model
 from support.tiny_tokenizer import model_files
 
@@ -114,18 +116,29 @@ class DigestEngine:
             return 0
         saved = json.loads(found[-1].read_text())
         self.weights, self.facts = saved["weights"], saved["facts"]
-        return int(found[-1].stem.removeprefix("step-"))
+        self.number = int(found[-1].stem.removeprefix("step-"))
+        return self.number
 
-    def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
-        self.number = number
-        self.weights = hashlib.sha256(
-            f"{self.weights} {number}/{steps} {[ids.tolist() for ids in rows.ids]}".encode()
-        ).hexdigest()
-        return {"loss": 1 / number, "lr": 0.1, "grad_norm": 1.0}
+    longest = 64
 
-    def measure(self, rows: StageRows, size: int) -> Sums:
+    def forward(self, role: str, rows: StageRows) -> np.ndarray:
+        return np.zeros(sum(len(ids) - 1 for ids in rows.ids), dtype=np.float32)
+
+    def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
+        self.weights = hashlib.sha256(f"{self.weights} {[ids.tolist() for ids in rows.ids]}".encode()).hexdigest()
+        return [{"loss": (1.0, self.number + 1.0)}]
+
+    def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
+        self.number += 1
+        self.weights = hashlib.sha256(f"{self.weights} {self.number} {lr}".encode()).hexdigest()
+        return {"lr": lr, "grad_norm": 1.0}
+
+    def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
         tokens, count = float(sum(map(len, rows.ids))), float(len(rows))
-        return {"loss": (tokens if self.losses is None else self.losses[self.number] * count, count), "none": (0.0, 0.0)}
+        return [{"loss": (tokens if self.losses is None else self.losses[self.number] * count, count), "none": (0.0, 0.0)}]
+
+    def means(self, metrics: Sequence[Any]) -> Mapping[str, float]:
+        return finish(combine(metrics))
 
     def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
         assert not self.saves, "one save at a time"
@@ -165,7 +178,7 @@ def one_rank() -> Ranks:
 def run_rank(run_dirs: str, dies_in: str = "") -> None:
     """Runs one rank of the stages in `run_dirs` (JSON list), one after the other. Rank 0 is killed while it writes checkpoint number
     `dies_in`."""
-    from polyreme_trainer.learner import stage_main
+    from polyreme_trainer.learner.__main__ import run_stage
     from polyreme_trainer.megatron.checkpoints import checkpoint
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.models.build import init_parallel
@@ -190,4 +203,4 @@ def run_rank(run_dirs: str, dies_in: str = "") -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
     for folder in folders:
-        stage_main.run_stage(folder, ranks, device, lambda: False)
+        run_stage(folder, ranks, device, lambda: False)

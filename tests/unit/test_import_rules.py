@@ -103,8 +103,7 @@ def test_the_orchestrator_and_the_supervisor_have_no_torch() -> None:
     light = (
         "orchestrator",
         "command",
-        "stage_command",
-        "stage_checks",
+        "checks",
         "memory",
         "stages",
         "launch.trainer_process",
@@ -222,18 +221,16 @@ MEGATRON_ARROWS = {
 """Rooms of `megatron` that may import only these rooms and modules of it."""
 
 
-PROTOCOLS = ("engine", "stage_engine", "gates", "leader", "saving")
+PROTOCOLS = ("engine", "gates", "leader", "learning_rate", "saving")
 """Modules of the trainer's `learner` that the rooms below it implement or use. Of `learner`, they import only each other."""
-ENTRY_POINTS = ("__main__", "stage_main")
-"""Modules of `learner` that assemble a process."""
 
 
 def learner_part(module: str) -> str:
-    """A trainer module's room, where the protocols and the entry points of `learner` are rooms of their own."""
+    """A trainer module's room, where the protocols and the entry point of `learner` are rooms of their own."""
     name = module.removeprefix("polyreme_trainer.learner.").partition(".")[0]
     if name in PROTOCOLS:
         return "protocols"
-    return name if name in ENTRY_POINTS else room(module, "polyreme_trainer")
+    return name if name == "__main__" else room(module, "polyreme_trainer")
 
 
 def room(module: str, package: str) -> str:

@@ -66,7 +66,9 @@ def up(
     raise typer.Exit(status)
 
 
-async def train(start: Start, redis_url: str | None, console: Console, announce: Callable[[str], None] | None = None) -> int:
+async def train(
+    start: Start[RunConfig], redis_url: str | None, console: Console, announce: Callable[[str], None] | None = None
+) -> int:
     """Runs every service of a prepared run to its end. Returns the exit status.
 
     Args:

@@ -1,4 +1,4 @@
-"""The trainer's check of a run before any process starts: model family, tokenizer, chat template, data.
+"""The trainer's check of a run or a stage before any process starts: model family, tokenizer, chat template, data.
 
 Invariant: the check imports no torch and does bounded work. Of a long file it reads the first rows only; the others are checked when the
 run reads them.
@@ -16,6 +16,7 @@ from polyreme.config.notices import CommandConfig, ReceiverConfig
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme.config.recipes.algorithm import AlgorithmSource
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.dataset.source import as_sources, name_of
 from polyreme.errors import AbsentError, ConfigError, DataError, PolyremeError, results
 from polyreme.net import tls
@@ -30,6 +31,7 @@ from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.memory.memory_estimate import fit_errors
 from polyreme_trainer.memory.placement import advice
 from polyreme_trainer.observe.trackers.protocol import check_trackers
+from polyreme_trainer.stages.table import TABLE
 
 _PARSED = 20_000
 """Number of rows per file whose columns are checked."""
@@ -37,27 +39,39 @@ _ENCODED = 1_000
 """Number of rows per file that are encoded with the template and the tokenizer."""
 
 
-def check(config: RunConfig) -> Iterator[str | PolyremeError]:
+def check(config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
     """Yields notices and errors about everything that the trainer will read. A missing file is an error of the core, so what needs it is left
     out here."""
-    yield from results(check_trackers(config.trackers), _check_notices(config.notices), check_device(config.device))
-    if config.device != "cpu":
+    if isinstance(config, RunConfig):
+        yield from results(check_trackers(config.trackers), _check_notices(config.notices))
+    yield from check_device(config.device)
+    if isinstance(config, RunConfig) and config.device != "cpu":
         yield from advice(config, device_count(config.device))
     if (config.model.path / "config.json").is_file():
-        yield from results(_check_model(config))
+        yield from results(_check_model(config) if isinstance(config, RunConfig) else _check_stage_model(config))
     template = None
     if all((config.model.path / name).is_file() for name in MODEL_FILES):
         try:
             template = Template(read_model_files(config.model.path), config.data)
         except PolyremeError as error:
             yield error
-    yield from results(
-        check_template(template) if template else iter(()),
-        *(_check_data(data, config, template) for data in config.prompt_data),
-        *(_check_examples(path, config, template) for path in _supervised(config)),
-        _check_teacher(config),
-        *([_check_functions(config.algorithm.source)] if config.algorithm.source is not None else []),
-    )
+    rows = _run_data(config, template) if isinstance(config, RunConfig) else _stage_data(config, template)
+    yield from results(*([check_template(template)] if template else []), *rows)
+
+
+def _run_data(config: RunConfig, template: Template | None) -> Iterator[Iterator[str | PolyremeError]]:
+    """The checks of what a run reads besides its model."""
+    yield from (_check_data(data, config, template) for data in config.prompt_data)
+    yield from (_check_examples(path, config, template) for path in _supervised(config))
+    yield _check_teacher(config)
+    if config.algorithm.source is not None:
+        yield _check_functions(config.algorithm.source)
+
+
+def _stage_data(config: StageConfig, template: Template | None) -> Iterator[Iterator[str | PolyremeError]]:
+    """The checks of a stage's rows, which are read with the template."""
+    found = (tuple(filter(is_there, as_sources(data))) for data in config.data.given)
+    yield from (_check_rows(sources, config, template) for sources in found if sources and template)
 
 
 def check_device(kind: str) -> Iterator[PolyremeError]:
@@ -203,3 +217,28 @@ def _check_examples(path: Path, config: RunConfig, template: Template | None) ->
             encode_examples(rows[:_ENCODED], template, config.rollout.max_model_len)
     except DataError as error:
         yield error
+
+
+def _check_stage_model(config: StageConfig) -> Iterator[PolyremeError]:
+    """What follows from config.json. Raises ConfigError for a model that is unknown."""
+    model, reference = load_architecture(config.model.path), TABLE[config.stage].reference(config)
+    yield from check_experts(config)
+    if reference is not None and not (reference / "config.json").is_file():
+        return
+    if reference is not None and (tokens := load_architecture(reference).vocab) < model.vocab:
+        yield ConfigError(
+            f"a reference with the model's {model.vocab} tokens", f"{tokens}", "Use a reference with the model's tokenizer."
+        )
+    yield from fit_errors(config, memory_limit() if config.device == "cpu" else None)
+
+
+def _check_rows(sources: tuple[DataSource, ...], config: StageConfig, template: Template) -> Iterator[str | PolyremeError]:
+    try:
+        rows = TABLE[config.stage].read(sources, config, template, _ENCODED)
+    except DataError as error:
+        yield error
+        return
+    seen = len(rows) + sum(rows.left_out.values())
+    for reason, count in rows.left_out.items():
+        first = "the first " if seen == _ENCODED else ""
+        yield f"{count} of {first}{seen} rows in {name_of(sources)} are left out: {reason}"

@@ -1,38 +1,52 @@
 """The commands of the trainer. `polyreme train` opens a run, or joins the one that `polyreme up` opened, and supervises its trainer.
-`polyreme learner` runs the ranks of a further machine of the learner.
+`polyreme learner` runs the ranks of a further machine of the learner. `polyreme sft`, `reward-model` and `dpo` run a stage on this machine,
+from its check to the exported model.
 
-Invariant: a run that `polyreme up` opened is joined and never opened again; its configuration is the one that `up` checked.
+Invariant: a run that `polyreme up` opened is joined and never opened again; its configuration is the one that `up` checked. A stage needs no
+rollout, no reward and no Redis.
 """
 
 import asyncio
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from polyreme.config.load import load_config
-from polyreme.display.summary import summary_lines
-from polyreme.experience.run import Run
+from polyreme.config.load import load_config, load_stage
+from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
+from polyreme.display.summary import stage_lines, summary_lines
+from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import connect
 from polyreme.net.ports import check_free
 from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import stop_event
-from polyreme.rundir.run_directory import make_folder, next_attempt, open_run
-from polyreme.rundir.start import Start, prepared
-from polyreme.terminal.completion import Overrides
+from polyreme.rundir.checks import check_run
+from polyreme.rundir.run_directory import check_resumable, make_folder, next_attempt, open_run, open_stage
+from polyreme.rundir.start import Start, claimed, prepared
+from polyreme.terminal.completion import DpoOverrides, Overrides, RewardModelOverrides, SftOverrides
+from polyreme.terminal.terminal import TerminalConsole
+from polyreme_trainer.launch.stage_process import StageProcess
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.launch.worker_node import serve_launches
 from polyreme_trainer.observe.exporter import export
+from polyreme_trainer.stages.loop import FINAL, HF
 
 logger = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 10.0
 _ANY = "0.0.0.0"
+
+StageFile = Annotated[Path, typer.Argument(help="The stage's YAML file.")]
+ResumeStage = Annotated[bool, typer.Option("--resume", help="Continue the directory's stage from its newest checkpoint.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the summary, and start nothing.")]
 
 
 def train(
@@ -91,13 +105,13 @@ def train(
 
 
 @contextmanager
-def _joined(path: Path, overrides: list[str]) -> Iterator[Start]:
+def _joined(path: Path, overrides: list[str]) -> Iterator[Start[RunConfig]]:
     """Reads the configuration of a run that `polyreme up` has checked and opened."""
     yield Start(load_config(path, overrides))
 
 
 async def _train(
-    chosen: Start,
+    chosen: Start[RunConfig],
     redis_url: str,
     run_id: str | None,
     log_dir: Path,
@@ -143,3 +157,58 @@ async def _learn(redis_url: str, run_id: str | None, node: int, wait: float) -> 
         await run.check()  # raises the reason when the run failed
     finally:
         await redis.aclose()
+
+
+def sft(config: StageFile, overrides: SftOverrides = None, resume: ResumeStage = False, dry_run: DryRun = False) -> None:
+    """Train a model on answers (supervised fine-tuning)."""
+    run_stage(load_stage(config, overrides or (), "sft"), resume, dry_run)
+
+
+def reward_model(
+    config: StageFile, overrides: RewardModelOverrides = None, resume: ResumeStage = False, dry_run: DryRun = False
+) -> None:
+    """Train a reward model on pairs of answers."""
+    run_stage(load_stage(config, overrides or (), "reward-model"), resume, dry_run)
+
+
+def dpo(config: StageFile, overrides: DpoOverrides = None, resume: ResumeStage = False, dry_run: DryRun = False) -> None:
+    """Train a policy on preferences: DPO, IPO, KTO, SimPO or ORPO."""
+    run_stage(load_stage(config, overrides or (), "dpo"), resume, dry_run)
+
+
+def run_stage(config: StageConfig, resume: bool, dry_run: bool) -> None:
+    """Checks a stage and runs it to its end, in the foreground. Raises PolyremeError."""
+    console = TerminalConsole(sys.stdout)
+    if resume:
+        check_resumable(config)
+    notices = check_run(config)
+    if dry_run:
+        console.print("\n".join(stage_lines(config, notices)), soft_wrap=True)
+        return
+    with claimed(config, resume) as start:
+        if start.finished:
+            console.print(start.finished, soft_wrap=True)
+            return
+        console.print("\n".join(stage_lines(start.config, notices)), soft_wrap=True)
+        asyncio.run(_run_stage(start.config, open_stage(start.config, start.existing).run_id, console))
+
+
+async def _run_stage(config: StageConfig, run_id: str, console: Console) -> None:
+    log_dir = next_attempt(config.run_dir)
+    console.print(f"run            {run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
+    state = await StageProcess(config, run_id, log_dir, console).run()
+    if state is RunState.STOPPED:
+        console.print("stopped and saved; continue with --resume")
+        return
+    for line in next_lines(config):
+        console.print(line, soft_wrap=True)
+
+
+def next_lines(config: StageConfig) -> list[str]:
+    """The commands that a user needs after a stage."""
+    result = config.run_dir / HF / FINAL
+    if config.stage == "reward-model":
+        use = f"next     reward: {{rewards: [{{model: {result}}}]}}  # in a run, or for `polyreme reward test`"
+    else:
+        use = f"next     polyreme chat {config.run_dir}  # ask the model; in a run: model.path={result}"
+    return [use, f"         polyreme ui {config.run_dir}  # its curves"]

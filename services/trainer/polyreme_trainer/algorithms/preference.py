@@ -44,7 +44,7 @@ def kto(log_ratio: Tensor, good: Tensor, baseline: Tensor | float, beta: float, 
     Args:
         log_ratio: l, [n].
         good: bool [n].
-        baseline: z, an estimate of the KL to the reference, 0 or more, without gradient (see `learner.stage_engine.mismatched`).
+        baseline: z, an estimate of the KL to the reference, 0 or more, without gradient (see `stage_rows.mismatched`).
         desirable, undesirable: w of good and of bad answers.
 
     Returns:

@@ -58,6 +58,22 @@ class StageRows:
         return digest.hexdigest()
 
 
+def mismatched(rows: StageRows, chosen: Iterable[int], longest: int) -> StageRows:
+    """Pairs the prompt of each row `chosen` with the answer of the row after it (the last prompt with the first answer), cut to `longest`
+    tokens.
+
+    From these mismatched pairs, KTO estimates the KL of the policy to the reference.
+    """
+    ids: list[NDArray[np.int32]] = []
+    masks: list[NDArray[np.uint8]] = []
+    for row in chosen:
+        other = (row + 1) % len(rows)
+        start, of_other = (int(np.argmax(rows.loss_mask[each])) for each in (row, other))
+        ids.append(np.concatenate([rows.ids[row][:start], rows.ids[other][of_other:]])[:longest])
+        masks.append((np.arange(len(ids[-1])) >= start).astype(np.uint8))
+    return StageRows(ids, masks)
+
+
 @dataclass(frozen=True)
 class Encoded:
     """One row: its sequences and its numbers."""

@@ -24,12 +24,10 @@ from polyreme.process.supervisor import ChildFailedError, ProcessSet, Supervisor
 from polyreme.rundir.run_records import write_summary
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.stage_progress import StageProgress, line_of
-from polyreme_trainer.launch.trainer_process import DRAIN_SECONDS
+from polyreme_trainer.launch.trainer_process import DRAIN_SECONDS, LEARNER
 
 logger = logging.getLogger(__name__)
 
-RANK = ("-m", "polyreme_trainer.learner.stage_main")
-"""Python's arguments for a rank of a stage."""
 _POLL_SECONDS = 0.5
 _STEP_LINE_SECONDS = 5.0
 _STOP_GRACE_SECONDS = 10.0
@@ -47,7 +45,7 @@ class StageProcess:
         rank: Python's arguments for a rank.
     """
 
-    def __init__(self, config: StageConfig, run_id: str, log_dir: Path, console: Console, rank: Sequence[str] = RANK) -> None:
+    def __init__(self, config: StageConfig, run_id: str, log_dir: Path, console: Console, rank: Sequence[str] = LEARNER) -> None:
         self._config, self._run_id, self._console = config, run_id, console
         parallel = config.trainer.parallel
         environment = {**compute_environment(parallel, config.device), "POLYREME_RUN_DIR": str(config.run_dir)}

@@ -248,7 +248,7 @@ class Trainer:
 
 
 LEARNER = ("-m", "polyreme_trainer.learner")
-"""Python's arguments for a learner rank."""
+"""Python's arguments for a learner rank, of a run or a stage."""
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,46 @@
-"""One rank of the learner, with torchrun's environment: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""One rank of the learner of a run or a stage, with torchrun's environment: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-POLYREME_REDIS and POLYREME_RUN name the run; its record has everything else. A rank that torchrun's agent started dies with the agent.
+POLYREME_REDIS and POLYREME_RUN name a run; its record has everything else. POLYREME_RUN_DIR names the run directory of a stage, with its
+config.yaml and run.json. A rank that torchrun's agent started dies with the agent. SIGTERM asks a stage to save and to end: the ranks agree
+on it between two steps, so no rank ends alone.
 """
 
 import asyncio
 import logging
 import os
+import signal
 import sys
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 from polyreme.config.run import RunConfig
-from polyreme.experience.loading import unreported
+from polyreme.config.stage import StageConfig
+from polyreme.errors import ConfigError
+from polyreme.experience.loading import reports_to, unreported
 from polyreme.experience.run import Run
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import die_with_parent, exit_on_error
 from polyreme.process.machine import memory_limit
+from polyreme.rundir.input_files import read_model_files
+from polyreme.rundir.run_directory import read_run_file, read_stage_config
+from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.device_turns import LearnerTurns
 from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
 from polyreme_trainer.learner.loading import reports_to_run
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
+from polyreme_trainer.megatron.run_engine import RunEngine
+from polyreme_trainer.megatron.stage_engine import MegatronStageEngine
 from polyreme_trainer.memory.memory_estimate import announce
+from polyreme_trainer.observe.stage_records import StageRecorder
+from polyreme_trainer.stages.loop import StageLoop
+from polyreme_trainer.stages.table import TABLE
 
 logger = logging.getLogger(__name__)
 
@@ -40,33 +55,84 @@ async def read_run(redis_url: str, run_id: str) -> tuple[RunConfig, dict[str, by
         await redis.aclose()
 
 
-def main(kind: type[Learner] = Learner) -> None:
-    """Runs this process's rank of a learner of class `kind`."""
-    if agent := os.environ.get(AGENT_PID):
-        die_with_parent(int(agent))
-    rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    redis_url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
-    logging_setup.setup(f"learner-{rank}")
-    with exit_on_error("learner"):
-        config, files = asyncio.run(read_run(redis_url, run_id))
-        device = Device(config.device, local_rank, config.trainer.parallel.threads)
+@contextmanager
+def joined(config: RunConfig | StageConfig, rank: int) -> Iterator[tuple[Ranks, Device]]:
+    """The ranks and this rank's device, until the block ends. Ends the process when rank 0 has failed."""
+    device = Device(config.device, int(os.environ["LOCAL_RANK"]), config.trainer.parallel.threads)
+    announce(config, device.memory(), memory_limit(), rank)
+    init_parallel(config.trainer.parallel, device)
+    ranks = Ranks(rank, BroadcastChannel(device.torch) if int(os.environ["WORLD_SIZE"]) > 1 else None)
+    try:
+        yield ranks, device
+    except LeaderError as error:
+        logger.info("rank 0 ended: %s", error.found)
+        sys.exit(error.exit_code)
+    ranks.close()
+    close_parallel()
+
+
+def run_iterations(kind: type[Learner], rank: int, redis_url: str, run_id: str) -> None:
+    """Runs one rank of a run's learner to the run's end, or until it drains. Raises PolyremeError."""
+    config, files = asyncio.run(read_run(redis_url, run_id))
+    with joined(config, rank) as (ranks, device):
         device.seed(config.seed)
-        announce(config, device.memory(), memory_limit(), rank)
-        init_parallel(config.trainer.parallel, device)
-        ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         try:
             with LearnerTurns(config, redis_url, run_id, ranks) as turns:
                 turns.take()  # before anything is allocated on them
                 loads = reports_to_run(redis_url, run_id) if ranks.leads else unreported
-                with closing(MegatronEngine(config, files, run_id, ranks, device, loads)) as engine:
+                with closing(RunEngine(config, files, run_id, ranks, device, loads)) as engine:
                     kind(config, files, engine, redis_url, run_id, ranks, turns).run()
         except DrainError as stopped:
             logger.info("%s", stopped)
-        except LeaderError as error:
-            logger.info("rank 0 ended: %s", error.found)
-            sys.exit(error.exit_code)
-        ranks.close()
-        close_parallel()
+
+
+def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], bool]) -> bool:
+    """Runs one rank of a stage to the stage's end, or until it drains. Returns whether it is complete.
+
+    Args:
+        ranks, device: the ranks of this stage, and this rank's device. Requires `init_parallel`.
+        drains: whether the stage should stop; called on rank 0.
+
+    Raises:
+        PolyremeError: the stage cannot continue.
+    """
+    config, run = read_stage_config(run_dir), read_run_file(run_dir)
+    if run is None:
+        raise ConfigError(f"a run in {run_dir}", "no run.json", f"Start it with `polyreme {config.stage}`.")
+    files = read_model_files(config.model.path)
+    template, stage = Template(files, config.data), TABLE[config.stage]
+    device.seed(config.seed)
+    objective, reference = stage.objective(config), stage.reference(config)
+    recorder: Any = closing(StageRecorder(run_dir, run.run_id)) if ranks.leads else nullcontext()
+    with recorder as records:
+        emit = records.emit if ranks.leads else no_records
+        loads = reports_to(lambda record: asyncio.run(emit(record))) if ranks.leads else unreported
+        with closing(
+            MegatronStageEngine(config, objective.head, reference, files, template.stop_ids, ranks, device, loads)
+        ) as engine:
+            return StageLoop(config, template, stage, objective, engine, ranks, emit, drains).run()
+
+
+async def no_records(record: Any) -> None:
+    raise AssertionError("only rank 0 writes records")
+
+
+def main(kind: type[Learner] = Learner) -> None:
+    """Runs this process's rank of a stage, or of a learner of class `kind`."""
+    if agent := os.environ.get(AGENT_PID):
+        die_with_parent(int(agent))
+    rank, run_dir = int(os.environ["RANK"]), os.environ.get("POLYREME_RUN_DIR")
+    stopped = list[int]()
+    if run_dir:
+        signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    logging_setup.setup(f"learner-{rank}")
+    with exit_on_error("learner"):
+        if not run_dir:
+            run_iterations(kind, rank, os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"])
+            return
+        with joined(read_stage_config(Path(run_dir)), rank) as (ranks, device):
+            if not run_stage(Path(run_dir), ranks, device, lambda: bool(stopped)):
+                logger.info("stopped and saved")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The protocol of a training engine, as the control loop uses it: load, train, write, save, compare.
+"""The protocols of a training engine: what every program uses, and what the control loop of a run and the loop of a stage add to it.
 
 Invariant: every rank of a learner calls the same methods in the same order, so an engine may use collectives in any of them. This module
-imports no torch. The megatron engine and the simulated engine implement the protocol.
+imports no torch. The megatron engine and the simulated engine implement the protocols.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,12 @@ from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.manifest import Manifest, RemotePart
+from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.gates import Answer, Gate
+
+if TYPE_CHECKING:
+    from polyreme_trainer.algorithms.metrics import Metrics
+    from polyreme_trainer.algorithms.objective import Objective
 
 IterationMetrics = Mapping[str, Any]
 """Metric name to number; None where a metric was not measured."""
@@ -103,8 +108,109 @@ class DeviceUse:
     peak_bytes: int
 
 
-class TrainEngine(Protocol):
-    """The models of a run on this rank, and the operations on them."""
+STEP = "step"
+"""The file in an export that names its step."""
+
+
+@dataclass(frozen=True)
+class RowsLoss:
+    """A loss on rows.
+
+    Attributes:
+        objective: computes it.
+        reference: float32 [t], the rows' log-probabilities under the reference, as `Engine.forward` returns them; None: unused.
+        baseline: KTO's estimate of the KL to the reference.
+    """
+
+    objective: "Objective"
+    reference: NDArray[np.float32] | None = None
+    baseline: float = 0.0
+
+
+class Engine(Protocol):
+    """Models on this rank by the names of their roles, and the operations that every program uses.
+
+    An optimizer step is one or more calls of `forward_backward`, whose gradients add up, and then one of `optim_step`. Log-probabilities of
+    rows are those at temperature 1. At most one save is being written; training continues meanwhile, because a save begins with a copy.
+    """
+
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens of a sequence."""
+        ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
+        ...
+
+    def forward(self, role: str, rows: StageRows) -> NDArray[np.float32]:
+        """The model's number for each token that follows another one, 0 where it is not trained on: float32 [t], sequence by sequence."""
+        ...
+
+    def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
+        """Adds the gradient of a loss on rows to that of the next optimizer step. Returns metrics for `means`."""
+        ...
+
+    def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
+        """The metrics of a loss on rows, without a gradient. For `means`."""
+        ...
+
+    def means(self, metrics: "Sequence[Metrics]") -> Mapping[str, float]:
+        """The metrics over all ranks' parts of the rows. Waits for the device and for other ranks."""
+        ...
+
+    def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
+        """Changes the model's weights by the gradient. Returns metrics: `grad_norm`, `lr`, and those of routers."""
+        ...
+
+    def finish_save(self, wait: bool) -> Saved | None:
+        """Returns a checkpoint once it is complete on all ranks; each is returned once. None while it is incomplete, or when there is none.
+
+        Args:
+            wait: return only when nothing is being written.
+
+        Raises:
+            The error that writing raised.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends a running save, and removes what the engine shares with other processes."""
+        ...
+
+
+class StageEngine(Engine, Protocol):
+    """The engine of a stage: the role `model`, and the role `reference` if the stage has one."""
+
+    def load(self) -> int:
+        """Restores the newest intact checkpoint. Returns the number of its step; 0 when there is none.
+
+        Raises:
+            ConfigError: there are checkpoints, but none can be used.
+        """
+        ...
+
+    def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
+        """Starts to write the checkpoint of step `number`.
+
+        Args:
+            facts: JSON values; rank 0's are stored.
+            hf_path: the Hugging Face directory in which the model is written before the checkpoint, with the file `STEP`; None: none.
+        """
+        ...
+
+    def export(self, path: Path) -> Sequence[Gate]:
+        """Writes the model as a Hugging Face directory, loads it with transformers, and compares that model with this engine's.
+
+        Returns:
+            The comparison's outcomes; empty on ranks other than 0.
+        """
+        ...
+
+
+class TrainEngine(Engine, Protocol):
+    """The engine of a run: the roles `actor` and `critic`, and the operations of iterations and versions."""
 
     @property
     def newest_save(self) -> int | None:
@@ -124,35 +230,16 @@ class TrainEngine(Protocol):
         """
         ...
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
-        ...
-
     def begin_phase(self, phase: SftPhase) -> None:
         """Creates the actor's optimizer for a supervised phase."""
-        ...
-
-    def supervised_step(
-        self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], lr: float
-    ) -> Callable[[], float]:
-        """One optimizer step on the token mean of the rows' cross entropy, at temperature 1.
-
-        Args:
-            ids: int32 [length] each.
-            loss_mask: uint8 [length] each, 1 where the token is trained on.
-
-        Returns:
-            A function that returns the step's loss. It is collective and may wait for the device and for other ranks.
-        """
         ...
 
     def begin_iterations(self) -> None:
         """Creates the actor's optimizer for the iterations, after the supervised phases."""
         ...
 
-    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
-        """Takes the rows of `algorithm.ptx`, in the format of `supervised_step`. Every later step of the actor mixes some of them in."""
+    def mix_in(self, rows: StageRows) -> None:
+        """Takes the rows of `algorithm.ptx`. Every later step of the actor mixes some of them in."""
         ...
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -181,24 +268,7 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
-        """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written.
-
-        Requires that no other save is being written. Training may continue at once, because the state to write has been copied.
-
-        Args:
-            facts: JSON values for the checkpoint; rank 0's are stored.
-        """
-        ...
-
-    def finish_save(self, wait: bool) -> Saved | None:
-        """Returns a checkpoint once it is complete on all ranks; each is returned once. None while it is incomplete, or when there is none.
-
-        Args:
-            wait: return only when nothing is being written.
-
-        Raises:
-            The error that writing raised.
-        """
+        """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written. `facts`: JSON values."""
         ...
 
     def hf_path(self, version: int) -> Path:
@@ -224,8 +294,4 @@ class TrainEngine(Protocol):
 
     def return_to_device(self) -> None:
         """Moves everything that `leave_device` moved back to the device."""
-        ...
-
-    def close(self) -> None:
-        """Ends a running save and removes the arena."""
         ...

@@ -100,7 +100,7 @@ class Learner:
             if trained is None:
                 break
             self.version, written = iteration, trained
-            if self.save_is_due():
+            if self.saving.is_due(self.version, self.config.trainer, self.ranks):
                 self.save(written)
         self.saving.finish(wait=True)
         if self.version != self.engine.newest_save:
@@ -154,7 +154,7 @@ class Learner:
         """Gives the engine the supervised rows that iterations mix into their steps."""
         if (ptx := self.config.algorithm.ptx) is not None:
             rows = share_rows(self.ranks, partial(sft.read_examples, ptx.data, self.config, self.files))
-            self.engine.mix_in(rows.ids, rows.loss_mask)
+            self.engine.mix_in(rows)
 
     def iterate(self, iteration: int) -> Written | None:
         """Runs one iteration: plan, train, write, publish, report. Returns the new version; None when the run drains instead."""
@@ -245,13 +245,6 @@ class Learner:
             seconds = {name: value for name, value in seconds.items() if not name.startswith("device_")}
         record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time(), self.config)
         await self.client.run.emit({**record, "alarms": list(holding.values())})
-
-    def save_is_due(self) -> bool:
-        """Whether a checkpoint of the current version is due, by number or by time; the same on every rank."""
-        trainer = self.config.trainer
-        if trainer.save_interval > 0 and self.version % trainer.save_interval == 0:
-            return True
-        return self.ranks.agree(lambda: self.saving.is_late(trainer.save_seconds)) if trainer.save_seconds else False
 
     def save(self, written: Written) -> None:
         """Waits for the previous save, then starts to save the current version, which `written` holds."""

@@ -7,7 +7,10 @@ imports no torch.
 import time
 from collections.abc import Callable
 
+from polyreme.config.stage import StageTrainer
+from polyreme.config.trainer import TrainerConfig
 from polyreme_trainer.learner.engine import Saved
+from polyreme_trainer.learner.leader import Ranks
 
 Report = Callable[[Saved, float], None]
 """Takes a completed save and the seconds for which it stalled training: the wait for the previous save, and the copy of the state."""
@@ -50,3 +53,9 @@ class Saving:
         between ranks: rank 0's answer counts.
         """
         return seconds > 0 and not self._runs and self._clock() - self._newest >= seconds
+
+    def is_due(self, number: int, trainer: TrainerConfig | StageTrainer, ranks: Ranks) -> bool:
+        """Whether a checkpoint of version or step `number` is due, by number or by time; the same on every rank."""
+        if trainer.save_interval > 0 and number % trainer.save_interval == 0:
+            return True
+        return trainer.save_seconds > 0 and ranks.agree(lambda: self.is_late(trainer.save_seconds))

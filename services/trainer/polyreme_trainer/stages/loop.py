@@ -8,24 +8,29 @@ no torch: the engine runs the steps.
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from polyreme.config.data import Sources
 from polyreme.config.stage import StageConfig, StageTrainer
-from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.data.stage_rows import StageRows, mismatched
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.learner.engine import Saved
+from polyreme_trainer.learner.engine import STEP, RowsLoss, Saved, StageEngine
 from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.learning_rate import learning_rate
 from polyreme_trainer.learner.saving import Saving
-from polyreme_trainer.learner.stage_engine import STEP, StageEngine
 from polyreme_trainer.observe.best_export import BEST, link_export
 from polyreme_trainer.stages.sft import batches
 from polyreme_trainer.stages.share_rows import share_rows
-from polyreme_trainer.stages.stage import Read
+from polyreme_trainer.stages.table import Stage
+
+if TYPE_CHECKING:
+    from polyreme_trainer.algorithms.objective import Objective
 
 HF, FINAL = "hf", "final"
 """The run directory's folder of exports, and the trained model's directory there."""
@@ -55,8 +60,9 @@ class StageLoop:
 
     Args:
         config, template: the stage's configuration and template.
-        read: reads the stage's rows.
-        engine: this rank's model.
+        stage: reads the stage's rows.
+        objective: the loss to minimise.
+        engine: this rank's models.
         ranks: the ranks of the stage.
         emit: takes records.
         drains: whether the stage was asked to stop. Both are called on rank 0.
@@ -66,13 +72,14 @@ class StageLoop:
         self,
         config: StageConfig,
         template: Template,
-        read: Read,
+        stage: Stage,
+        objective: "Objective",
         engine: StageEngine,
         ranks: Ranks,
         emit: Emit,
         drains: Callable[[], bool],
     ) -> None:
-        self.config, self.template, self.read = config, template, read
+        self.config, self.template, self.stage, self.objective = config, template, stage, objective
         self.engine, self.ranks, self.emit, self.drains = engine, ranks, emit, drains
         self.saving = Saving(engine.finish_save, self.report_save)
         self.held_out: StageRows | None = None
@@ -104,7 +111,7 @@ class StageLoop:
             loss = None
             if number == steps or is_due(number, self.config.trainer.eval_interval):
                 loss = self.evaluate(number)
-            if number == steps or drains or self.save_is_due(number):
+            if number == steps or drains or self.saving.is_due(number, self.config.trainer, self.ranks):
                 self.save(number, loss, last=number == steps)
                 saved = number
             if drains and number < steps:
@@ -116,12 +123,14 @@ class StageLoop:
 
     def rows(self, sources: Sources) -> StageRows:
         """The rows of the data on every rank. Rank 0 reads them."""
-        return share_rows(self.ranks, lambda: self.read(sources, self.config, self.template, None))
+        return share_rows(self.ranks, lambda: self.stage.read(sources, self.config, self.template, None))
 
     def train(self, number: int, steps: int, rows: StageRows) -> bool:
         """One optimizer step. Returns, the same on every rank, whether the stage drains."""
         began = time.perf_counter()
-        metrics = self.engine.step(rows, number, steps)
+        found = self.engine.forward_backward("model", rows, self.loss(rows, self.baseline(rows)))
+        moved = self.engine.optim_step("model", learning_rate(self.config.trainer.optimizer, number, steps))
+        metrics = {**self.engine.means(found), **moved}
         seconds = time.perf_counter() - began
         tokens = sum(map(len, rows.ids))
         rates = {"time/step": seconds, "tokens_per_second": tokens / seconds}
@@ -132,22 +141,33 @@ class StageLoop:
         if (held_out := self.held_out) is None:
             return None
         began = time.perf_counter()
-        sums = self.engine.measure(held_out, self.config.trainer.batch_size)
-        metrics = {name: value / weight for name, (value, weight) in sums.items() if weight}
+        baseline, found = self.baseline(held_out), list[Any]()
+        for rows in in_parts(held_out, self.config.trainer.batch_size):
+            found += self.engine.measure("model", rows, self.loss(rows, baseline))
+        metrics = self.engine.means(found)
         self.report({"kind": "eval", "step": number, "rows": len(held_out), "seconds": time.perf_counter() - began, **metrics})
         return metrics.get("loss")
+
+    def loss(self, rows: StageRows, baseline: float) -> RowsLoss:
+        """The objective on rows, with what is computed before it."""
+        reference = self.engine.forward("reference", rows) if self.objective.needs_reference else None
+        return RowsLoss(self.objective, reference, baseline)
+
+    def baseline(self, rows: StageRows) -> float:
+        """KTO's z: the mean log-ratio of mismatched answers over all rows, 0 or more; 0 for other objectives."""
+        if not self.objective.needs_baseline:
+            return 0.0
+        total, size = 0.0, self.config.trainer.batch_size
+        for start in range(0, len(rows), size):
+            other = mismatched(rows, range(start, min(start + size, len(rows))), self.engine.longest)
+            policy = self.engine.forward("model", other).astype(np.float64)
+            total += float((policy - self.engine.forward("reference", other)).sum())
+        return max(0.0, total / len(rows))
 
     def loaded_best(self) -> Best | None:
         """The best step of the loaded checkpoint; None without one, or if other rows were held out."""
         best = self.engine.facts.get("best")
         return Best(**best) if best is not None and best["held_out"] == self.held_out_digest else None
-
-    def save_is_due(self, number: int) -> bool:
-        """Whether a checkpoint of step `number` is due, by number or by time; the same on every rank."""
-        trainer = self.config.trainer
-        if is_due(number, trainer.save_interval):
-            return True
-        return self.ranks.agree(lambda: self.saving.is_late(trainer.save_seconds)) if trainer.save_seconds else False
 
     def save(self, number: int, loss: float | None, last: bool) -> None:
         """Starts to write the checkpoint of step `number`, and with the lowest held-out loss so far also the best export.
@@ -199,6 +219,12 @@ def link_best(final: Path, number: int) -> None:
         link_export(final, final.with_name(BEST), {STEP: f"{number}\n"})
     except OSError as error:  # the file system has no hard links
         logger.warning("cannot keep %s also as %s: %s", final, BEST, error)
+
+
+def in_parts(rows: StageRows, size: int) -> Iterator[StageRows]:
+    """Yields `size` rows at a time, in order; the last part may have fewer. No metric depends on the size."""
+    for start in range(0, len(rows), size):
+        yield rows.take(np.arange(start, min(start + size, len(rows))))
 
 
 def total_steps(rows: int, trainer: StageTrainer) -> int:

@@ -19,10 +19,11 @@ from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.supervised import load_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.data.token_store import TokenStore
-from polyreme_trainer.learner.engine import Saved, TrainEngine
+from polyreme_trainer.learner.engine import RowsLoss, Saved, TrainEngine
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.saving import Saving
 from polyreme_trainer.stages.share_rows import share_rows
+from polyreme_trainer.stages.table import cross_entropy
 
 FLOOR = 0.02
 """The learning rate at the cooldown's end, as a fraction of the phase's rate."""
@@ -109,16 +110,25 @@ def run_phase(engine: TrainEngine, phase: SftPhase, rows: StageRows, seed: Seque
     Returns:
         The number of the phase's completed steps; fewer than all when the run drains.
     """
-    tokens, since = 0, time.perf_counter()
+    loss, tokens, since = RowsLoss(cross_entropy()), 0, time.perf_counter()
     for step, chosen in enumerate(batches(len(rows.ids), phase.steps, phase.batch_size, seed)):
         if step < start:
             continue
         lr = learning_rate(phase, step)
-        loss = engine.supervised_step([rows.ids[row] for row in chosen], [rows.loss_mask[row] for row in chosen], lr)
-        tokens += sum(len(rows.ids[row]) for row in chosen)
+        taken = rows.take(chosen)
+        metrics = engine.forward_backward("actor", taken, loss)
+        engine.optim_step("actor", lr)
+        tokens += sum(map(len, taken.ids))
         if (step + 1) % REPORT_EVERY == 0 or step + 1 == phase.steps:
             now = time.perf_counter()
-            drains = report({"step": step + 1, "loss": loss(), "lr": lr, "tokens_per_second": tokens / (now - since)})
+            drains = report(
+                {
+                    "step": step + 1,
+                    "loss": engine.means(metrics).get("loss", 0.0),
+                    "lr": lr,
+                    "tokens_per_second": tokens / (now - since),
+                }
+            )
             tokens, since = 0, now
             if drains:
                 return step + 1

@@ -8,7 +8,7 @@ order, and a replay must produce the same bytes. Only the training is simulated:
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from polyreme.rundir.checkpoint_manifest import checkpoint_path, number_of, numb
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, RowsLoss, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.megatron.atomic import discard, new_directory
 
@@ -97,16 +98,30 @@ class SimulatedTrainEngine:
     def begin_phase(self, phase: SftPhase) -> None:
         pass
 
-    def supervised_step(
-        self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], lr: float
-    ) -> Callable[[], float]:
+    @property
+    def longest(self) -> int:
+        return self._config.rollout.max_model_len
+
+    def forward(self, role: str, rows: StageRows) -> NDArray[np.float32]:
+        return np.zeros(sum(len(ids) - 1 for ids in rows.ids), dtype=np.float32)
+
+    def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
         time.sleep(self._train_seconds)
-        return lambda: 0.0
+        return []
+
+    def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
+        return []
+
+    def means(self, metrics: Sequence[Any]) -> Mapping[str, float]:
+        return {}
+
+    def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
+        return {"grad_norm": 0.0, "lr": lr}
 
     def begin_iterations(self) -> None:
         pass
 
-    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
+    def mix_in(self, rows: StageRows) -> None:
         pass
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:

@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 from polyreme.config.recipes.presets import PRESETS, resolve
 from polyreme.experience.record_checks import check_group
 from polyreme.experience.records import GroupRecord
+from polyreme.experience.trained_samples import TrainedSamples
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
+from polyreme_trainer.algorithms.metrics import combine, finish
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batches.batch import IGNORE, Sequences, pack
 from polyreme_trainer.megatron.batches.samples import collect
-from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.iteration import Iteration, episodes_of, fresh_sequences
-from polyreme_trainer.megatron.training.iteration_losses import Losses
+from polyreme_trainer.megatron.training.losses import IterationLosses
 from polyreme_trainer.megatron.training.roles import everything
+from polyreme_trainer.megatron.training.step import step_means, trained_samples
 from support.episodes import VOCABULARY, branched, episode_group, plain_episodes, single_group, with_turns
 
 CPU = torch.device("cpu")
@@ -78,27 +80,28 @@ def prepared(algorithm: Algorithm, groups: Sequence[GroupRecord]) -> list[GroupR
 
 def step_on(
     algorithm: Algorithm, sequences: Sequences, tokens: TokenBatch
-) -> tuple[Advantages, float, np.ndarray, dict[str, float], Losses]:
+) -> tuple[Advantages, float, np.ndarray, dict[str, float], TrainedSamples]:
     """Advantages, loss, gradient by token id and metrics of one optimizer step of a model with one log-probability per token id."""
     every = np.arange(len(sequences))
     advantages = algorithm.advantages(tokens)
     batch = Iteration(2, sequences, tokens, [every], AlgorithmState(), 1e-3)
-    losses = Losses(batch, algorithm, tokens, advantages, DataShard(CPU, 4096))
+    loss = IterationLosses(batch, algorithm, tokens, advantages).policy(every)
     table = torch.linspace(-2.0, -0.5, VOCABULARY, dtype=torch.float64, requires_grad=True)
     packed = pack(sequences, everything(sequences), CPU)
     output: Any = table[packed.targets[packed.targets != IGNORE]]
-    value = losses.of_policy(every)(packed, output)
+    value, metrics = loss(packed, output)
     (gradient,) = torch.autograd.grad(value, table)
-    return advantages, value.item(), gradient.numpy(), losses.reduced(), losses
+    found = finish(step_means(combine([metrics]), steps=1))
+    return advantages, value.item(), gradient.numpy(), found, trained_samples(batch, advantages, loss.weight)
 
 
 def test_the_records_advantages_are_those_of_the_sampled_tokens() -> None:
     """The environment's tokens between the turns have none, and a token that is not trained on has 0."""
     groups = [branched(episode_group(0, index, masked=0.2)) for index in range(3)]
-    advantages, *_, losses = step_on(ALGORITHMS["turn_norm"], *gathered(ALGORITHMS["turn_norm"], groups))
+    advantages, *_, used = step_on(ALGORITHMS["turn_norm"], *gathered(ALGORITHMS["turn_norm"], groups))
     samples = [sample for group in groups for sample in group.samples]
     assert any(sample.sampled_tokens < len(sample) for sample in samples)
-    written = losses.trained_samples().advantages
+    written = used.advantages
     assert written.shape == (sum(sample.sampled_tokens for sample in samples),)
     trained = np.concatenate([sample.loss_mask[turn.start : turn.end] for sample in samples for turn in sample.turns]) == 1
     np.testing.assert_array_equal(written[trained], advantages.advantages[gathered_mask(groups)])
@@ -205,7 +208,7 @@ def test_every_preset_is_finite_and_leaves_the_environment_alone(name: str, seed
     groups = [branched(group) for group in groups] if branches else groups
     sequences, tokens = gathered(algorithm, groups)
     assume(tokens.trained.any())
-    advantages, loss, gradient, metrics, losses = step_on(algorithm, sequences, tokens)
+    advantages, loss, gradient, metrics, used = step_on(algorithm, sequences, tokens)
     outside = ~tokens.trained
     assert np.isfinite(advantages.advantages).all() and math.isfinite(loss) and np.isfinite(gradient).all()
     assert all(math.isfinite(value) for value in metrics.values())
@@ -216,7 +219,7 @@ def test_every_preset_is_finite_and_leaves_the_environment_alone(name: str, seed
         assert (algorithm.critic_coefficients(tokens, np.arange(len(tokens)))[outside] == 0).all()
     samples = [sample for group in groups for sample in group.samples]
     lengths = [sample.sampled_tokens for sample in samples]
-    for sample, fields in zip(samples, losses.trained_samples().fields(lengths), strict=True):
+    for sample, fields in zip(samples, used.fields(lengths), strict=True):
         trained = np.concatenate([sample.loss_mask[turn.start : turn.end] for turn in sample.turns]) == 1
         recorded = np.broadcast_to(fields["advantage"], sample.sampled_tokens)
         assert (recorded[~trained] == 0).all()

@@ -138,8 +138,8 @@ def ppo_record(config: RunConfig, **algorithm: Any) -> dict[str, Any]:
     groups = [group(0, [1.0, 0.0]), group(1, [0.0, 0.5])]
     actor, critic, reference = role("actor"), role("critic"), role("reference")
     models: Any = SimpleNamespace(actor=actor, critic=critic, reference=reference, shard=actor.shard)
-    models.logprobs_and_entropies = lambda batch: torch.stack([actor.forward(batch), -actor.forward(batch)])
-    models.supervised_logprobs = actor.forward
+    models.logprobs_and_entropies = lambda batch: torch.stack([actor.output(batch), -actor.output(batch)])
+    models.supervised_logprobs = actor.output
     sequences, tokens = collect(groups)
     if algorithm.get("teacher_coef"):
         tokens = replace(tokens, teacher=tokens.behaviour)

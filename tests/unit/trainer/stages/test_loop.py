@@ -10,11 +10,10 @@ import pytest
 
 from polyreme.config.stage import STAGES, StageConfig
 from polyreme.errors import GateError
-from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.data.stage_rows import StageRows, mismatched
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import Gate
-from polyreme_trainer.learner.stage_engine import mismatched
 from polyreme_trainer.stages.loop import StageLoop, total_steps
 from polyreme_trainer.stages.table import TABLE
 from support.stages import DigestEngine, Recorded, one_rank, stage_config, write_data
@@ -29,7 +28,8 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> StageConfig:
 
 def run(config: StageConfig, recorded: Recorded, engine: DigestEngine | None = None) -> bool:
     template, ranks, engine = Template(model_files(), config.data), one_rank(), engine or DigestEngine(config)
-    loop = StageLoop(config, template, TABLE[config.stage].read, engine, ranks, recorded.emit, recorded.drains)
+    stage = TABLE[config.stage]
+    loop = StageLoop(config, template, stage, stage.objective(config), engine, ranks, recorded.emit, recorded.drains)
     try:
         complete = loop.run()
     finally:
@@ -135,9 +135,9 @@ def test_the_saved_step_with_the_lowest_held_out_loss_is_kept(sft: StageConfig, 
     recorded, weights = Recorded(until), dict[int, str]()
 
     class Watched(DigestEngine):
-        def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
-            metrics = super().step(rows, number, steps)
-            weights[number] = self.weights
+        def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
+            metrics = super().optim_step(role, lr)
+            weights[self.number] = self.weights
             return metrics
 
     if not run(sft, recorded, Watched(sft, LOSSES)):

@@ -1,6 +1,5 @@
 """The warm start's plan: rates and rows."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,8 @@ import numpy as np
 import pytest
 
 from polyreme.config.trainer import SftPhase
-from polyreme_trainer.learner.engine import Saved
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.engine import RowsLoss, Saved
 from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate, warm_start
 from support.configs import run_config
 from support.stages import one_rank
@@ -61,8 +61,14 @@ class Engine:
     def begin_phase(self, phase: SftPhase) -> None:
         pass
 
-    def supervised_step(self, ids: object, mask: object, lr: float) -> Callable[[], float]:
-        return lambda: 1.0
+    def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> list[Any]:
+        return []
+
+    def optim_step(self, role: str, lr: float) -> None:
+        pass
+
+    def means(self, metrics: list[Any]) -> dict[str, float]:
+        return {"loss": 1.0}
 
     def save_warm_start(self, steps: int, facts: dict[str, int]) -> None:
         self.saves.append((steps, facts))

@@ -1,7 +1,7 @@
-"""A run's files in the run directory: checkpoints for resuming, and a Hugging Face directory for each version that has one.
+"""The files of a run or a stage in its directory: checkpoints for resuming, and Hugging Face directories of the same weights.
 
-Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint has one. Version 0's directory is never
-removed: it is the reference policy, and every checkpoint has its digest.
+Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint of a run has one. Version 0's directory
+is never removed: it is the reference policy, and every checkpoint has its digest.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme.rundir.checkpoint_manifest import checkpoint_path, number_of, numbered
@@ -59,17 +60,83 @@ def read_shared(path: Path) -> checkpoint.Checkpoint:
 
 
 class Saves:
-    """The run directory's checkpoints and exports.
+    """The checkpoints of a run directory, each with its export if it has one.
+
+    Args:
+        frozen: the directories of weights that a resume reads again, by their use. Checkpoints have their digests.
+    """
+
+    def __init__(self, config: RunConfig | StageConfig, ranks: Ranks, frozen: Mapping[str, Path]) -> None:
+        self._config, self._ranks, self.frozen_directories = config, ranks, frozen
+        self._root, self._hf = config.run_dir / "checkpoints", config.run_dir / "hf"
+        self._frozen = FrozenWeights(ranks)
+        self._writer = CheckpointWriter(ranks)
+
+    def load(self, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
+        """Restores the newest intact checkpoint. Collective.
+
+        Returns:
+            Its number and facts; None when there is no checkpoint yet.
+
+        Raises:
+            ConfigError: all checkpoints are damaged, or they belong to other frozen weights.
+        """
+        found = find_newest(self._ranks, self._root, self._config.checkpoint_prefix)
+        if found is None:
+            return None
+        self._check(found.facts)
+        checkpoint.load(found, roles, loads)
+        return found.iteration, found.facts
+
+    def save(
+        self,
+        number: int,
+        roles: Sequence[Role[Any]],
+        facts: Mapping[str, Any],
+        hf_path: Path | None,
+        exports: Mapping[str, Export],
+    ) -> None:
+        """Starts to write a Hugging Face directory and the checkpoint `number`, see `CheckpointWriter`. Collective.
+
+        Args:
+            roles: the roles to save in the checkpoint.
+            facts: facts for the checkpoint; rank 0's are stored.
+            hf_path, exports: the directory and the models to export, see `Save`.
+        """
+        path, keep = checkpoint_path(self._root, number, self._config.checkpoint_prefix), self._config.trainer.keep_checkpoints
+        self._writer.start(Save(path, roles, lambda: {**facts, **self._further_facts()}, keep, hf_path, exports, self._discard))
+
+    def finish(self, wait: bool) -> Saved | None:
+        """The running save once it is complete on all ranks, see `CheckpointWriter.finish`. Collective."""
+        return self._writer.finish(wait)
+
+    def close(self) -> None:
+        """Waits once more for a running save after an error elsewhere. Not collective."""
+        self._writer.close()
+
+    def _check(self, facts: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a checkpoint that does not fit. Collective."""
+        self._frozen.check(self.frozen_directories, facts[FROZEN])
+
+    def _further_facts(self) -> dict[str, Any]:
+        """The facts for the manifest that a resume checks. In rank 0's thread."""
+        return {FROZEN: self._frozen.record(self.frozen_directories)}
+
+    def _discard(self) -> None:
+        """Removes what has become unnecessary, once a checkpoint is complete. In rank 0's thread."""
+        atomic.discard_unfinished(self._hf, "*")
+
+
+class RunSaves(Saves):
+    """A run's checkpoints of versions and of its warm start.
 
     Attributes:
         newest: the version of the newest checkpoint; None without one.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        self._config, self._ranks = config, ranks
-        self._root, self._hf = config.run_dir / "checkpoints", config.run_dir / "hf"
-        self._frozen = FrozenWeights(ranks)
-        self._writer = CheckpointWriter(ranks)
+        super().__init__(config, ranks, adapter_bases(config))
+        self._trainer = config.trainer
         self.newest: int | None = None
 
     def hf_path(self, version: int) -> Path:
@@ -77,69 +144,24 @@ class Saves:
         return checkpoint_path(self._hf, version)
 
     def load(self, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
-        """Restores the newest intact checkpoint. Collective.
-
-        Returns:
-            Its version and facts; None when the run has no checkpoint yet.
-
-        Raises:
-            ConfigError: all checkpoints are damaged, or they belong to adapters of other weights.
-        """
-        found = find_newest(self._ranks, self._root)
-        if found is None:
-            return None
-        self.newest = found.iteration
-        self._frozen.check(self._bases, found.facts[FROZEN])
-        self._check_warm_start(found.facts)
-        checkpoint.load(found, roles, loads)
-        return self.newest, found.facts
-
-    def save(
-        self,
-        version: int,
-        roles: Sequence[Role[Any]],
-        facts: Mapping[str, Any],
-        exports: Mapping[str, Export],
-    ) -> None:
-        """Starts to write the Hugging Face directory and the checkpoint of `version`, see `CheckpointWriter`. Collective.
-
-        Args:
-            roles: the roles to save in the checkpoint.
-            facts: facts for the checkpoint; rank 0's are stored.
-            exports: the models to export, see `Save`.
-        """
-        self._writer.start(
-            Save(
-                checkpoint_path(self._root, version),
-                roles,
-                lambda: {**facts, **self._further_facts()},
-                self._config.trainer.keep_checkpoints,
-                self.hf_path(version),
-                exports,
-                self._discard,
-            )
-        )
+        if (loaded := super().load(roles, loads)) is not None:
+            self.newest = loaded[0]
+        return loaded
 
     def save_warm_start(self, step: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
         """Starts to write a checkpoint between two steps of a warm start. `step` counts the steps of all phases. Collective."""
         path = checkpoint_path(self._root, step, WARM_START)
-        self._writer.start(Save(path, roles, lambda: {**facts, FROZEN: self._frozen.record(self._bases)}, keep=1))
+        self._writer.start(Save(path, roles, lambda: {**facts, **super(RunSaves, self)._further_facts()}, keep=1))
 
     def finish(self, wait: bool) -> Saved | None:
-        """The running save once it is complete on all ranks, see `CheckpointWriter.finish`. Collective."""
-        saved = self._writer.finish(wait)
+        saved = super().finish(wait)
         if saved is not None and saved.hf_path is not None:  # not of a warm start
             self.newest = saved.number
         return saved
 
-    def close(self) -> None:
-        """Waits once more for a running save after an error elsewhere. Not collective."""
-        self._writer.close()
-
     def _further_facts(self) -> dict[str, Any]:
-        """The facts for the manifest that a resume checks."""
-        frozen = {FROZEN: self._frozen.record(self._bases), "warm_started": bool(self._config.trainer.sft)}
-        return {**self._frozen.record(self._reference), **frozen}
+        further = {**super()._further_facts(), "warm_started": bool(self._trainer.sft)}
+        return {**self._frozen.record(self._reference), **further}
 
     def check_reference(self, facts: Mapping[str, Any]) -> Path:
         """The Hugging Face directory of version 0, after a check of its weights against the checkpoint's digest. Collective.
@@ -161,11 +183,11 @@ class Saves:
         if not name:
             return None
         found = read_shared(self._root / name)
-        self._frozen.check(self._bases, found.facts[FROZEN])
+        super()._check(found.facts)
         return found
 
     def _discard(self) -> None:
-        """Removes the exports without a checkpoint, and the warm start's checkpoints. In rank 0's thread."""
+        """Removes the exports without a checkpoint, and the warm start's checkpoints."""
         kept = {0, *(number_of(path) for path in numbered(self._root))}
         for path in numbered(self._hf):
             if number_of(path) not in kept:
@@ -175,13 +197,14 @@ class Saves:
         atomic.discard_unfinished(self._hf, "iteration-*")
         atomic.discard_unfinished(self._root, f"{WARM_START}-*")
 
-    def _check_warm_start(self, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
+    def _check(self, facts: Mapping[str, Any]) -> None:
+        """Also raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
 
         The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export, otherwise
         from the actor's frozen weights.
         """
-        trainer = self._config.trainer
+        super()._check(facts)
+        trainer = self._trainer
         if trainer.lora is not None and facts["warm_started"] != bool(trainer.sft):
             with_phases, without = "trainer.sft with the phases of a warm start", "no trainer.sft"
             expected, found = (with_phases, without) if facts["warm_started"] else (without, with_phases)
@@ -192,13 +215,13 @@ class Saves:
             )
 
     @property
-    def _bases(self) -> dict[str, Path]:
-        """The directories of the frozen weights of adapters, by the configuration key that names them."""
-        if self._config.trainer.lora is None:
-            return {}
-        critic = self._config.trainer.critic.path if self._config.algorithm.has_critic else None
-        return {"model.path": self._config.model.path} | ({} if critic is None else {"trainer.critic.path": critic})
-
-    @property
     def _reference(self) -> dict[str, Path]:
         return {"reference": self.hf_path(0)}
+
+
+def adapter_bases(config: RunConfig) -> dict[str, Path]:
+    """The directories of the frozen weights of adapters, by the configuration key that names them."""
+    if config.trainer.lora is None:
+        return {}
+    critic = config.trainer.critic.path if config.algorithm.has_critic else None
+    return {"model.path": config.model.path} | ({} if critic is None else {"trainer.critic.path": critic})

@@ -10,7 +10,7 @@ Invariant: a job's `compute` sees the model as if it were whole: `ShardedModel.h
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,41 +23,54 @@ from polyreme_trainer.megatron.mcore import (
 )
 from polyreme_trainer.megatron.models.model import ShardedModel
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Job:
+class Job(Generic[T]):
     """One micro-batch.
 
     Attributes:
         ids: the model's inputs, packed or int64 [b, s].
-        compute: computes a scalar from the model's output for `ids`. This scalar is differentiated.
+        compute: computes from the model's output for `ids` a scalar, which is differentiated, and a result.
         context: the context manager of the micro-batch's forward pass.
     """
 
     ids: Tensor | PackedIds
-    compute: Callable[[], Tensor]
+    compute: Callable[[], tuple[Tensor, T]]
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def run_whole(jobs: Iterable[Job], backward: bool) -> None:
-    """Runs jobs one after the other on a model of one stage. `backward`: whether to differentiate."""
+def run_whole(jobs: Iterable[Job[T]], backward: bool) -> list[T]:
+    """Runs jobs one after the other on a model of one stage. Returns their results. `backward`: whether to differentiate."""
+    results = []
     for job in jobs:
         with job.context():
-            value = job.compute()
+            value, result = job.compute()
         if backward:
             value.backward()
+        results.append(result)
+    return results
 
 
-def run_stages(model: ShardedModel, jobs: Iterable[Job], backward: bool) -> None:
-    """Runs jobs through all stages. Collective over them, with the same jobs on each. Their number is a multiple of `Rank.micro_batch_group`."""
-    every = list(jobs)
+def run_stages(model: ShardedModel, jobs: Iterable[Job[T]], backward: bool) -> list[T]:
+    """Runs jobs through all stages. Collective over them, with the same jobs on each. Their number is a multiple of `Rank.micro_batch_group`.
+
+    Returns:
+        The results on the last stage; nothing on the others.
+    """
+    every, results = list(jobs), list[T]()
     if not every:
-        return
+        return results
 
     def forward(queue: Any, chunk: Any) -> tuple[Tensor, None]:
         job = next(queue)
         with job.context():
-            return (job.compute() if chunk.post_process else model.hidden(job.ids, chunk)), None
+            if not chunk.post_process:
+                return model.hidden(job.ids, chunk), None
+            value, result = job.compute()
+            results.append(result)
+            return value, None
 
     several = len(model.chunks) > 1
     schedule = forward_backward_pipelining_with_interleaving if several else forward_backward_pipelining_without_interleaving
@@ -71,6 +84,7 @@ def run_stages(model: ShardedModel, jobs: Iterable[Job], backward: bool) -> None
             micro_batch_size=1,
             forward_only=not backward,
         )
+    return results
 
 
 @torch.no_grad()
@@ -78,14 +92,13 @@ def on_every_stage(model: ShardedModel, ids: Tensor, compute: Callable[[], Tenso
     """`compute()` of the last stage, float32 of `shape`, on all stages. Collective over them."""
     if model.rank.pp == 1:
         return compute()
+    zero = torch.zeros((), device=ids.device)
+    idle = Job[Tensor](ids[:1, :1], lambda: (zero, zero))
+    jobs = [Job(ids, lambda: (zero, compute())), *[idle] * (model.rank.micro_batch_group - 1)]
+    found = run_stages(model, jobs, backward=False)
     result = torch.empty(shape, dtype=torch.float32, device=ids.device)
-
-    def keep() -> Tensor:
-        result.copy_(compute())
-        return result.new_zeros(())
-
-    idle = Job(ids[:1, :1], lambda: result.new_zeros(()))
-    run_stages(model, [Job(ids, keep), *[idle] * (model.rank.micro_batch_group - 1)], backward=False)
+    if found:
+        result.copy_(found[0])
     torch.distributed.broadcast(
         result, parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group()
     )

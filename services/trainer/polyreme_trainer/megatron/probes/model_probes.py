@@ -56,9 +56,8 @@ class ModelProbes:
         """See `TrainEngine`. Collective."""
         length = min(32, self._policy.arch.max_position)
         ids = comparison.probe_ids(self._policy.arch.vocab, length, self._config.seed)
-        self._policy.use()
-        logits = self._policy.logits(ids.to(self._device.torch))
-        values = None if self._critic is None else self._probe_values(self._critic, ids.to(self._device.torch))
+        logits = outputs(self._policy, ids.to(self._device.torch))
+        values = None if self._critic is None else outputs(self._critic, ids.to(self._device.torch))
         outcomes: list[Gate] = []
 
         async def compare() -> None:
@@ -70,11 +69,6 @@ class ModelProbes:
 
         self._ranks.on_leader(compare)
         return outcomes
-
-    def _probe_values(self, critic: Critic, ids: torch.Tensor) -> torch.Tensor:
-        """The critic's values of int64 ids [b, s], fp32 [b, s]. Collective."""
-        critic.use()
-        return on_every_stage(critic, ids, lambda: critic.values(ids), tuple(ids.shape))
 
     def compare_answers(self, greedy: Sequence[Answer], sampled: Sequence[Answer]) -> Sequence[Gate]:
         """See `TrainEngine`. Collective."""
@@ -107,3 +101,12 @@ class ModelProbes:
                 for part, wanted in zip(ids.split(rows), targets.split(rows), strict=True)
             ]
         )
+
+
+@torch.no_grad()
+def outputs(model: Policy | Critic, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of a policy, fp32 [b, s, vocab], or the values of a critic, fp32 [b, s], of int64 ids [b, s]. Collective."""
+    model.use()
+    if isinstance(model, Policy):
+        return model.logits(ids)
+    return on_every_stage(model, ids, lambda: model.values(ids), tuple(ids.shape))

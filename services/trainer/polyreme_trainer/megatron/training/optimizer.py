@@ -216,23 +216,3 @@ def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 def adam_of(config: OptimizerConfig) -> Adam:
     """The hyper-parameters of a configured optimizer."""
     return Adam(config.beta1, config.beta2, config.eps, config.weight_decay, config.clip_grad)
-
-
-def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, skipped: int = 0) -> float:
-    """The learning rate of iteration 1 .. iterations: linear warm-up to `lr`, then constant, or linear or cosine decay.
-
-    A decay reaches `min_lr` one iteration after the last, so every iteration trains with a higher rate.
-
-    Args:
-        skipped: the number of iterations before the optimizer's first step. The schedule begins after them; their own rate is 0.
-    """
-    if iteration <= skipped:
-        return 0.0
-    iteration, iterations = iteration - skipped, iterations - skipped
-    if iteration <= config.warmup:
-        return config.lr * iteration / config.warmup
-    if config.schedule == "constant":
-        return config.lr
-    done = (iteration - config.warmup - 1) / max(iterations - config.warmup, 1)
-    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.min_lr + (config.lr - config.min_lr) * left

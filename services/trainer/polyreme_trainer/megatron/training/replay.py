@@ -61,7 +61,7 @@ def mismatch(actor: Role[Any], sequences: Sequences, tokens: TokenBatch, indices
     def measure(replays: bool) -> float:
         before, actor.replays = actor.replays, replays
         try:
-            log_ratios = _of(actor.infer(sequences, indices), sampled) - _of(tokens.behaviour, sampled)
+            log_ratios = _of(actor.forward(sequences, indices), sampled) - _of(tokens.behaviour, sampled)
         finally:
             actor.replays = before
         return float(np.mean(np.expm1(log_ratios) - log_ratios))

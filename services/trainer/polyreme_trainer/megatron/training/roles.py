@@ -8,7 +8,7 @@ all of them alike.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -25,42 +25,57 @@ from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.optimizer import Adam, Optimizer
 
 Model = TypeVar("Model", bound=ShardedModel)
+T = TypeVar("T")
 
 Forward = Callable[[MicroBatch], Tensor]
 """A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or n numbers, [n, k]."""
 
-Loss = Callable[[MicroBatch, Tensor], Tensor]
-"""Maps a micro-batch and the model's output for it to the scalar to differentiate."""
+Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, T]]
+"""Maps a micro-batch and the model's output for it to its addend of the loss, a scalar to differentiate, and a result: its metrics. The step's
+loss is the sum over all micro-batches and data ranks."""
 
 
 @dataclass(frozen=True)
-class LossTerm:
-    """A term of an optimizer step's loss: the sequences `indices` and the loss on them, see `Role.update`."""
+class LossTerm(Generic[T]):
+    """A loss and what it is computed on.
+
+    Attributes:
+        sequences, indices: the sequences, and which of them.
+        forward: computes the model's output for the loss; None for the role's own.
+    """
 
     sequences: Sequences
     indices: IntArray
-    loss: Loss
+    loss: Loss[T]
     forward: Forward | None = None
+
+    @property
+    def predictions(self) -> int:
+        """The number of tokens that the model computes, over all data ranks."""
+        return int((self.sequences.lengths[self.indices] - 1).sum())
 
 
 class Role(Generic[Model]):
     """A model, its optimizer if it is trained, and its output for a micro-batch.
 
+    An optimizer step is one or more calls of `forward_backward`, whose gradients add up, and then one of `optim_step`.
+
     Args:
         name: the role's name, also in checkpoints.
         model: this rank's shard of the model.
-        forward: computes the model's number for each trained token.
+        output: computes the model's number for each trained token.
         shard: this rank's share of batches.
 
     Attributes:
         replays: whether tokens go to the experts of `Sequences.routes`, where these are known.
     """
 
-    def __init__(self, name: str, model: Model, forward: Forward, shard: DataShard) -> None:
-        self.name, self.model, self.forward, self.shard = name, model, forward, shard
+    def __init__(self, name: str, model: Model, output: Forward, shard: DataShard) -> None:
+        self.name, self.model, self.output, self.shard = name, model, output, shard
         self.cost = cost_of(model.arch)
         self.optimizer: Optimizer | None = None
         self.replays = False
+        self._has_gradient = False
 
     def make_optimizer(self, adam: Adam) -> None:
         """Creates an optimizer with zero moments. If the weights are bfloat16, it copies them in full precision now."""
@@ -69,50 +84,49 @@ class Role(Generic[Model]):
         self.optimizer = Optimizer(self.model, adam)
 
     @torch.no_grad()
-    def infer(self, sequences: Sequences, indices: IntArray) -> FloatArray:
-        """The model's numbers for the trained tokens of `indices`, float32 [t], and 0 elsewhere. The same on every data rank."""
+    def forward(self, sequences: Sequences, indices: IntArray, forward: Forward | None = None) -> FloatArray:
+        """The model's numbers for the trained tokens of `indices`, float32 [t], and 0 elsewhere. The same on every data rank.
+
+        Args:
+            forward: computes them; None for the role's own.
+        """
         self.model.use()
         result = torch.zeros(int(sequences.offsets[-1]), dtype=torch.float32, device=self.shard.device)
-
-        def keep(batch: MicroBatch, output: Tensor) -> Tensor:
-            result[torch.from_numpy(batch.tokens).to(result.device)] = output
-            return result.new_zeros(())
-
-        self._run(LossTerm(sequences, indices, keep), backward=False)
+        for tokens, output in self._run(LossTerm(sequences, indices, keep_output, forward), backward=False):
+            result[torch.from_numpy(tokens).to(result.device)] = output
         return self.shard.sum(result).cpu().numpy()
 
     @torch.no_grad()
-    def measure(self, term: LossTerm) -> None:
-        """Computes a loss and its metrics without a gradient."""
+    def measure(self, term: LossTerm[Metrics]) -> list[Metrics]:
+        """The metrics of this rank's micro-batches, without a gradient."""
         self.model.use()
-        self._run(term, backward=False)
+        return self._run(term, backward=False)
 
-    def update(
-        self,
-        sequences: Sequences,
-        indices: IntArray,
-        loss: Loss,
-        lr: float,
-        forward: Forward | None = None,
-        further: Sequence[LossTerm] = (),
-    ) -> float:
-        """Runs one optimizer step on `indices`, divided among the data ranks.
+    def forward_backward(self, *terms: LossTerm[Metrics]) -> list[Metrics]:
+        """Adds the gradient of the sum of the terms to that of the next optimizer step, see `over_ranks` for the metrics.
 
-        Args:
-            loss: its sum over all micro-batches and ranks is the step's loss.
-            forward: computes the model's output for the loss; None for the role's own.
-            further: more terms of the step's loss.
+        Experts are balanced over the tokens of all terms of a call.
+
+        Returns:
+            The metrics of this rank's micro-batches.
+        """
+        assert self.optimizer is not None, f"role {self.name} is frozen"
+        self.model.use()
+        if not self._has_gradient:
+            self.optimizer.zero_grad()
+            self._has_gradient = True
+        with self._balanced(terms):
+            return [metrics for term in terms for metrics in self._run(term, backward=True)]
+
+    def optim_step(self, lr: float) -> float:
+        """Changes the weights by the gradient, which the following `forward_backward` starts anew. Collective over all ranks.
 
         Returns:
             The global gradient norm before clipping.
         """
-        assert self.optimizer is not None, f"role {self.name} is frozen"
+        assert self.optimizer is not None and self._has_gradient, f"role {self.name} has no gradient"
+        self._has_gradient = False
         self.model.use()
-        self.optimizer.zero_grad()
-        terms = (LossTerm(sequences, indices, loss, forward), *further)
-        with self._routing(terms):
-            for part in terms:
-                self._run(part, backward=True)
         self.optimizer.set_lr(lr)
         norm = self.optimizer.step()
         if self.model.routing is not None:
@@ -129,38 +143,37 @@ class Role(Generic[Model]):
         """The routers' metrics of the last optimizer step, the same on every rank; empty for a dense model."""
         return {} if self.model.routing is None else self.model.routing.metrics()
 
-    def _routing(self, terms: Sequence[LossTerm]) -> AbstractContextManager[None]:
-        """The context of the backward passes of an optimizer step."""
+    def _balanced(self, terms: Sequence[LossTerm[Metrics]]) -> AbstractContextManager[None]:
+        """The context of the terms' backward passes."""
         if self.model.routing is None:
             return nullcontext()
+        return self.model.routing.step(
+            sum(term.predictions for term in terms), partial(self._count_choices, terms), self.shard.sum
+        )
 
-        def count() -> None:
-            for term in terms:
-                self._run(replace(term, loss=lambda batch, hidden: hidden.new_zeros(()), forward=self._hidden), backward=False)
-
-        tokens = sum(int((term.sequences.lengths[term.indices] - 1).sum()) for term in terms)
-        return self.model.routing.step(tokens, count, self.shard.sum)
+    def _count_choices(self, terms: Sequence[LossTerm[Metrics]]) -> None:
+        """Runs the terms' forward passes only, for the routers' counts."""
+        for term in terms:
+            self._run(LossTerm(term.sequences, term.indices, no_loss, self._hidden), backward=False)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         return self.model.hidden(batch.ids)
 
-    def _run(self, term: LossTerm, backward: bool) -> None:
-        """Runs this data rank's micro-batches of a term."""
-        forward, routing = term.forward or self.forward, self.model.routing
-
-        def job(batch: MicroBatch) -> Job:
-            context = nullcontext if routing is None else partial(routing.micro_batch, batch, self.replays)
-            if not len(batch.indices):  # the rank only takes part in the collectives
-                return Job(batch.ids, lambda: 0 * forward(batch).sum(), context)
-            return Job(batch.ids, lambda: term.loss(batch, forward(batch)), context)
-
-        model, sequences = self.model, term.sequences
-        group, joins = model.rank.micro_batch_group, model.joins_beginnings
-        jobs = map(job, self.shard.micro_batches(sequences, term.indices, self.cost, model.alignment, group, joins))
-        if self.shard.stages is None:
-            run_whole(jobs, backward)
-        else:
-            run_stages(model, jobs, backward)
+    def _run(self, term: LossTerm[T], backward: bool) -> list[T]:
+        """Runs this data rank's micro-batches of a term. Returns their results, which are on the last stage."""
+        model, routing, forward = self.model, self.model.routing, term.forward or self.output
+        jobs = (
+            Job(
+                batch.ids,
+                partial(run_micro_batch, batch, forward, term.loss),
+                nullcontext if routing is None else partial(routing.micro_batch, batch, self.replays),
+            )
+            for batch in self.shard.micro_batches(
+                term.sequences, term.indices, self.cost, model.alignment, model.rank.micro_batch_group, model.joins_beginnings
+            )
+        )
+        results = run_whole(jobs, backward) if self.shard.stages is None else run_stages(model, jobs, backward)
+        return [result for result in results if result is not None]
 
     def tensors(self) -> Iterator[Tensor]:
         """The role's tensors that this rank keeps for longer than a step: weights, buffers, moments."""
@@ -193,10 +206,31 @@ class Role(Generic[Model]):
 class BaseRole(Role[Model]):
     """A frozen role: another role's model without its adapters, in the same memory."""
 
-    def _run(self, term: LossTerm, backward: bool) -> None:
+    def _run(self, term: LossTerm[T], backward: bool) -> list[T]:
         assert self.model.adapters is not None and not backward
         with self.model.adapters.off():
-            super()._run(term, backward)
+            return super()._run(term, backward)
+
+
+def run_micro_batch(batch: MicroBatch, forward: Forward, loss: Loss[T]) -> tuple[Tensor, T | None]:
+    """The scalar and the result of a micro-batch. One without sequences, whose rank only takes part in the collectives, has no result."""
+    output = forward(batch)
+    return loss(batch, output) if len(batch.indices) else (0 * output.sum(), None)
+
+
+def keep_output(batch: MicroBatch, output: Tensor) -> tuple[Tensor, tuple[IntArray, Tensor]]:
+    """No loss; the result is the model's output and the tokens that it belongs to."""
+    return output.new_zeros(()), (batch.tokens, output)
+
+
+def no_loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, None]:
+    """Neither a loss nor a result."""
+    return output.new_zeros(()), None
+
+
+def every(sequences: Sequences) -> IntArray:
+    """The indices of all sequences."""
+    return np.arange(len(sequences))
 
 
 def everything(sequences: Sequences) -> IntArray:

@@ -12,15 +12,16 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from polyreme.experience.trained_samples import TrainedSamples
 from polyreme_trainer.algorithms.algorithm import Algorithm
-from polyreme_trainer.algorithms.batch import Advantages, TokenBatch, sequence_sums
+from polyreme_trainer.algorithms.batch import Advantages, TokenBatch, sequence_of, sequence_sums
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.megatron.batches.batch import FloatArray, IntArray, MicroBatch, Sequences, with_end
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.iteration import PARTS, Iteration, Trained, episodes_of, fresh_sequences
-from polyreme_trainer.megatron.training.iteration_losses import Losses
+from polyreme_trainer.megatron.training.losses import IterationLosses, MixedLoss, over_ranks
 from polyreme_trainer.megatron.training.replay import mismatch
-from polyreme_trainer.megatron.training.roles import Forward, LossTerm, Role
+from polyreme_trainer.megatron.training.roles import LossTerm, Role, everything
 
 PROBE = 16
 """The number of sequences that measure the mismatch when no sequence has a gradient."""
@@ -101,34 +102,36 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     probed = needed if len(needed) else fresh_sequences(batch)[:PROBE]
     if len(parts) > 1 and tokens.old is None:
         with clock.part("old_log_p"):
-            tokens = replace(tokens, old=models.actor.infer(sequences, probed))
+            tokens = replace(tokens, old=models.actor.forward(sequences, probed))
     if models.reference is not None and tokens.reference is None:
         with clock.part("reference_model"):
-            tokens = replace(tokens, reference=models.reference.infer(sequences, probed))
+            tokens = replace(tokens, reference=models.reference.forward(sequences, probed))
     replayed = mismatch(models.actor, sequences, tokens, fresh_sequences(batch)[:PROBE]) if models.actor.replays else {}
-    losses = Losses(batch, algorithm, tokens, advantages, models.shard)
-    forward = models.logprobs_and_entropies if losses.with_entropy else models.actor.forward
-    if not len(needed):
-        probe(models.actor, forward, losses, probed)
+    losses = IterationLosses(batch, algorithm, tokens, advantages)
+    forward = models.logprobs_and_entropies if algorithm.needs.entropy else models.actor.output
+    found, weights = list[Metrics](), np.zeros(len(tokens.mask))
+    if not len(needed):  # no optimizer step takes this loss: only its metrics count, which measure the mismatch
+        found += models.actor.measure(LossTerm(sequences, probed, losses.policy(probed), forward))
     norms, critic_norms, routed = [], [], list[Metrics]()
     for number, (step, part) in enumerate(zip(batch.steps, parts, strict=True)):
         if batch.trains_actor:
-            rows = batch.mixed[number : number + 1]
-            mixed = [losses.of_rows(each, batch.ptx_coef, models.supervised_logprobs) for each in rows]
             with clock.part("update"):
-                norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward, mixed))
-                routed.append(models.actor.routing_metrics)
-    for step in (
-        batch.steps if models.critic is not None else ()
-    ):  # after the actor's steps, so that each model moves to the device once
-        assert models.critic is not None
-        trained = step[sequences.trained[step] > 0]
-        with clock.part("update_critic"):
-            critic_norms.append(models.critic.update(sequences, trained, losses.of_critic(step), batch.critic_lr))
+                loss = losses.policy(step)
+                terms = [LossTerm(sequences, part, loss, forward), *mixed_terms(batch, number, models)]
+                found += models.actor.forward_backward(*terms)
+                norms.append(models.actor.optim_step(batch.lr))
+            routed.append(models.actor.routing_metrics)
+            weights += loss.weight
+    if (critic := models.critic) is not None:  # after the actor's steps, so that each model moves to the device once
+        for step in batch.steps:
+            trained = step[sequences.trained[step] > 0]
+            with clock.part("update_critic"):
+                found += critic.forward_backward(LossTerm(sequences, trained, losses.critic(step)))
+                critic_norms.append(critic.optim_step(batch.critic_lr))
     measured: dict[str, float | None] = {
         "mismatch_kl": None,
         **finish(advantages.metrics),
-        **losses.reduced(),
+        **finish(step_means(over_ranks(models.shard, found), len(norms))),
         **finish(combine(routed)),
         **replayed,
     }
@@ -140,7 +143,40 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     state = advantages.state
     if not batch.trains_actor:  # while the policy equals the reference, the KL is 0 and must not change the coefficient
         state = replace(state, kl_coef=batch.state.kl_coef)
-    return Trained(named, state, losses.trained_samples(), clock.seconds)
+    return Trained(named, state, trained_samples(batch, advantages, weights), clock.seconds)
+
+
+def mixed_terms(batch: Iteration, number: int, models: Models) -> list[LossTerm[Metrics]]:
+    """The supervised rows of optimizer step `number`, counted from 0."""
+    return [
+        LossTerm(rows, everything(rows), MixedLoss(int(rows.trained.sum()), batch.ptx_coef), models.supervised_logprobs)
+        for rows in batch.mixed[number : number + 1]
+    ]
+
+
+def step_means(sums: dict[str, tuple[float, float]], steps: int) -> dict[str, tuple[float, float]]:
+    """The metrics with the policy's loss as the mean over optimizer steps: the sum over a step's tokens is the step's loss, even if its
+    coefficients do not add up to 1."""
+    return {name: (value, steps if name == "policy_loss" else weight) for name, (value, weight) in sums.items()}
+
+
+def trained_samples(batch: Iteration, advantages: Advantages, weights: np.ndarray) -> TrainedSamples:
+    """How the optimizer steps used each sample. Its advantages are those of the tokens that the policy sampled, trained on or not.
+
+    Args:
+        weights: float64 [t], the sums of each token's coefficients in the policy's steps.
+    """
+    count = len(batch.sequences)
+    steps: list[list[int]] = [[] for _ in range(count)]
+    for number, step in enumerate(batch.steps, start=1):
+        for sequence in step.tolist():
+            steps[sequence].append(number)
+    sums = np.bincount(sequence_of(batch.sequences.offsets), weights=weights, minlength=count)
+    return TrainedSamples(
+        advantages=advantages.advantages[batch.tokens.version >= 0],
+        weights=(sums / max(1, len(steps[0]))).astype(np.float32),
+        steps=np.array(steps, dtype=np.int32),
+    )
 
 
 def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, clock: Stopwatch) -> TokenBatch:
@@ -150,7 +186,7 @@ def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, cl
     if needs.critic:
         assert models.critic is not None
         with clock.part("critic_model"):
-            tokens = replace(tokens, values=models.critic.infer(sequences, every))
+            tokens = replace(tokens, values=models.critic.forward(sequences, every))
     if needs.final_values:
         assert models.critic is not None
         with clock.part("critic_model"):
@@ -159,10 +195,10 @@ def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, cl
             tokens = replace(tokens, final_values=values_after_end(models.critic, sequences, ended)[last])
     if needs.old:
         with clock.part("old_log_p"):
-            tokens = replace(tokens, old=models.actor.infer(sequences, every))
+            tokens = replace(tokens, old=models.actor.forward(sequences, every))
     if needs.old and models.reference is not None:
         with clock.part("reference_model"):
-            tokens = replace(tokens, reference=models.reference.infer(sequences, every))
+            tokens = replace(tokens, reference=models.reference.forward(sequences, every))
     return tokens
 
 
@@ -170,15 +206,10 @@ def values_after_end(critic: Role[Any], sequences: Sequences, indices: IntArray)
     """float32 [n], the critic's value after the last token of the sequences `indices`; 0 for all others."""
     extended = with_end(sequences)
     values = np.zeros(len(sequences), dtype=np.float32)
-    values[indices] = critic.infer(extended, indices)[extended.offsets[indices + 1] - 1]
+    values[indices] = critic.forward(extended, indices)[extended.offsets[indices + 1] - 1]
     return values
 
 
 def has_advantage(sequences: Sequences, advantages: Advantages) -> np.ndarray:
     """bool [n], whether a sequence has a token with an advantage other than 0."""
     return sequence_sums(advantages.advantages != 0, sequences.offsets) > 0
-
-
-def probe(actor: Role[Any], forward: Forward, losses: Losses, indices: IntArray) -> None:
-    """Runs the policy's loss on `indices` without a gradient, so that their metrics measure the mismatch."""
-    actor.measure(LossTerm(losses.sequences, indices, losses.of_probe(indices), forward))

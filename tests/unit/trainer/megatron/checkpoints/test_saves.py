@@ -13,7 +13,7 @@ from polyreme.errors import ConfigError
 from polyreme.rundir.checkpoint_manifest import checkpoint_path, digest_of, write_manifest
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.checkpoints.checkpoint import newest, weights_digest
-from polyreme_trainer.megatron.checkpoints.saves import Saves
+from polyreme_trainer.megatron.checkpoints.saves import RunSaves
 from support.configs import run_config
 
 STRIDE = 7
@@ -21,7 +21,7 @@ STRIDE = 7
 
 
 @pytest.fixture
-def saves(tmp_path: Path, ranks: Ranks) -> Saves:
+def saves(tmp_path: Path, ranks: Ranks) -> RunSaves:
     """The saves of a run with checkpoints of iterations 4 and 6 and the export of version 0."""
     config = run_config(tmp_path)
     for iteration in (4, 6):
@@ -35,7 +35,7 @@ def saves(tmp_path: Path, ranks: Ranks) -> Saves:
     export = config.run_dir / "hf" / "iteration-000000"
     export.mkdir(parents=True)
     (export / "model.safetensors").write_bytes(bytes(range(200)))
-    return Saves(config, ranks)
+    return RunSaves(config, ranks)
 
 
 def flips(file: Path, stride: int) -> Iterator[int]:
@@ -48,7 +48,7 @@ def flips(file: Path, stride: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", ["state-0.pt", "rng-0.pt", "checkpoint.json"])
-def test_no_checkpoint_with_a_flipped_byte_is_resumed_from(saves: Saves, name: str) -> None:
+def test_no_checkpoint_with_a_flipped_byte_is_resumed_from(saves: RunSaves, name: str) -> None:
     root = saves.hf_path(0).parents[1] / "checkpoints"
     for position in flips(checkpoint_path(root, 6) / name, STRIDE):
         found = newest(root)
@@ -57,7 +57,7 @@ def test_no_checkpoint_with_a_flipped_byte_is_resumed_from(saves: Saves, name: s
     assert found is not None and found.iteration == 6
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_says_so(saves: Saves) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_says_so(saves: RunSaves) -> None:
     root = saves.hf_path(0).parents[1] / "checkpoints"
     for iteration in (4, 6):
         file = checkpoint_path(root, iteration) / "state-0.pt"
@@ -67,17 +67,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_so(saves: Saves) -> None:
     assert str(root) in error.value.expected and error.value.found.startswith("2")
 
 
-def test_a_reference_with_a_flipped_byte_is_refused(saves: Saves, ranks: Ranks) -> None:
+def test_a_reference_with_a_flipped_byte_is_refused(saves: RunSaves, ranks: Ranks, tmp_path: Path) -> None:
     file = saves.hf_path(0) / "model.safetensors"
     facts = {"reference": weights_digest(file.parent)}
     assert saves.check_reference(facts) == saves.hf_path(0)
     for _ in flips(file, STRIDE):
-        fresh = Saves(saves._config, ranks)  # a resume reads the file again
+        fresh = RunSaves(run_config(tmp_path), ranks)  # a resume reads the file again
         with pytest.raises(ConfigError, match="iteration-000000"):
             fresh.check_reference(facts)
 
 
-def test_exports_without_a_checkpoint_are_removed_and_other_directories_stay(saves: Saves) -> None:
+def test_exports_without_a_checkpoint_are_removed_and_other_directories_stay(saves: RunSaves) -> None:
     """Version 0's export is the reference."""
     folder = saves.hf_path(0).parent
     for name in ("iteration-000002", "iteration-000004", "iteration-000004-merged", "best", ".iteration-000005.1234abcd.new"):
@@ -91,15 +91,15 @@ def test_exports_without_a_checkpoint_are_removed_and_other_directories_stay(sav
     }
 
 
-def run_of(folder: Path, ranks: Ranks, **trainer: Any) -> Saves:
+def run_of(folder: Path, ranks: Ranks, **trainer: Any) -> RunSaves:
     """The saves of a PPO run with the weights in `folder`/model."""
     config = run_config(folder, algorithm=AlgorithmConfig.model_validate({"preset": "ppo"}))
     config.model.path.mkdir(exist_ok=True)
     (config.model.path / "model.safetensors").write_bytes(b"weights")
-    return Saves(config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)}), ranks)
+    return RunSaves(config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)}), ranks)
 
 
-def write_checkpoint(saves: Saves, **facts: Any) -> None:
+def write_checkpoint(saves: RunSaves, **facts: Any) -> None:
     folder = checkpoint_path(saves.hf_path(0).parents[1] / "checkpoints", 1)
     folder.mkdir(parents=True)
     write_manifest(folder, 1, {}, facts, {})
@@ -136,8 +136,8 @@ def test_a_checkpoint_beside_other_frozen_weights_is_refused(
 ) -> None:
     """It is refused before any role is loaded."""
     saved, present = (run_of(tmp_path, ranks, **trainer) for trainer in (before, after))
-    write_checkpoint(saved, frozen=dict.fromkeys(saved._bases, "digest"), warm_started=False)
+    write_checkpoint(saved, frozen=dict.fromkeys(saved.frozen_directories, "digest"), warm_started=False)
     with pytest.raises(ConfigError) as error:
         present.load([])
     for text, saves in ((error.value.expected, saved), (error.value.found, present)):
-        assert all((key in text) == (key in saves._bases) for key in ("model.path", "trainer.critic.path"))
+        assert all((key in text) == (key in saves.frozen_directories) for key in ("model.path", "trainer.critic.path"))

@@ -101,7 +101,7 @@ class Actor:
     def __init__(self, drift: float, replays: bool) -> None:
         self.drift, self.replays = drift, replays
 
-    def infer(self, sequences: Sequences, indices: np.ndarray) -> np.ndarray:
+    def forward(self, sequences: Sequences, indices: np.ndarray) -> np.ndarray:
         values = np.zeros(len(sequences.mask), np.float32)
         for index in indices:
             values[sequences.offsets[index] : sequences.offsets[index + 1]] = 0.0 if self.replays else -self.drift

@@ -7,9 +7,9 @@ from torch.autograd import gradcheck
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from polyreme.config.trainer import OptimizerConfig
+from polyreme_trainer.learner.learning_rate import learning_rate
 from polyreme_trainer.megatron.layers.cpu.functional import rms_norm, swiglu
 from polyreme_trainer.megatron.layers.cpu.linear import linear
-from polyreme_trainer.megatron.training.optimizer import learning_rate
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -14,8 +14,8 @@ from polyreme_trainer.megatron.batches.batch import supervised
 from polyreme_trainer.megatron.batches.samples import collect
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.iteration import Iteration
-from polyreme_trainer.megatron.training.iteration_losses import Losses
-from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.losses import IterationLosses, MixedLoss
+from polyreme_trainer.megatron.training.roles import LossTerm, Role, everything
 from support.table_model import Table
 
 ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=8)
@@ -38,9 +38,9 @@ def gradient_of_mixed_step(shards: list[DataShard]) -> torch.Tensor:
         model: Any = Table()
         actor = Role("actor", model, model.forward, shard)
         actor.optimizer = model
-        losses = Losses(batch, ALGORITHM, tokens, advantages, shard)
-        mixed = [losses.of_rows(rows, 0.7, model.forward)]
-        actor.update(sequences, np.arange(4), losses.of_policy(np.arange(4)), 1e-3, further=mixed)
+        every = np.arange(4)
+        policy = LossTerm(sequences, every, IterationLosses(batch, ALGORITHM, tokens, advantages).policy(every))
+        actor.forward_backward(policy, LossTerm(rows, everything(rows), MixedLoss(int(rows.trained.sum()), 0.7)))
         total += torch.zeros(9) if model.table.grad is None else model.table.grad
     return total
 

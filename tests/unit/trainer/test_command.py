@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from polyreme.config.stage import STAGES
-from polyreme_trainer.stage_command import next_lines
+from polyreme_trainer.command import next_lines
 from support.stages import stage_config, write_data
 
 
