@@ -6,6 +6,7 @@ Invariant: a stage needs no rollout, no reward and no Redis. Its run directory c
 import asyncio
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -83,8 +84,8 @@ def next_lines(config: StageConfig) -> list[str]:
     if config.stage == "reward-model":
         use = f"next     reward: {{rewards: [{{model: {result}}}]}}  # in a run, or for `polyreme reward test`"
     else:
-        use = f"next     polyreme chat {config.run_dir}  # ask the model; in a run: model.path={result}"
-    return [use, f"         polyreme ui {config.run_dir}  # its curves"]
+        use = f"next     polyreme chat {quote(str(config.run_dir))}  # ask the model; in a run: model.path={result}"
+    return [use, f"         polyreme ui {quote(str(config.run_dir))}  # its curves"]
 
 
 def finished(config: StageConfig, run_id: str) -> int:
