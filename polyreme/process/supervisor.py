@@ -101,7 +101,7 @@ class ProcessSet:
             for task in waiting:
                 task.cancel()
 
-    async def _with_a_reason(self, waiting: Mapping[asyncio.Future[int], Child]) -> Child | None:
+    async def _with_a_reason(self, waiting: Mapping[asyncio.Task[int], Child]) -> Child | None:
         """The first of the others that ends soon with an error in its log, or None."""
         if not waiting:
             return None
