@@ -27,6 +27,8 @@ WITHOUT = {
     "npu": ["fastapi", "numpy", "prometheus-client", "psutil", "pydantic", "pyyaml", "torch", "transformers", "uvicorn", "uvloop"]
 }
 """Packages that vLLM also requires. The vllm-ascend image has its own versions of them."""
+OF_OTHER_BUILDS = {"torch": {"triton"}}
+"""What a package's build with CUDA requires and the locked one does not."""
 PYTHONS = ("3.11.0", "3.11.99")
 """Base images have any release of 3.11, and some packages have further requirements on the first one."""
 OURS = {"polyreme": ".", **{f"polyreme-{name}": f"services/{name}" for name in ("reward", "rollout", "environment", "trainer")}}
@@ -61,13 +63,14 @@ def _asked(name: str, extra: str) -> Iterator[Requirement]:
         return
     for text in distribution(name).requires or []:
         requirement = Requirement(text)
-        if any(_applies(requirement, extra, python) for python in PYTHONS):
+        other = requirement.name in OF_OTHER_BUILDS.get(name, ())
+        if not other and any(_applies(requirement, extra, python) for python in PYTHONS):
             yield requirement
 
 
 def _applies(requirement: Requirement, extra: str, python: str) -> bool:
     """Returns whether a distribution requires it on this Python, with the extra or, if that is empty, without extras."""
-    marker, on = requirement.marker, {"python_full_version": python}
+    marker, on = requirement.marker, {"python_full_version": python, "python_version": python.rpartition(".")[0]}
     if marker is None:
         return not extra
     return marker.evaluate({"extra": extra, **on}) and not (extra and marker.evaluate({"extra": "", **on}))

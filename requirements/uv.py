@@ -49,15 +49,24 @@ def environment(options: Mapping[str, str], given: Mapping[str, str]) -> dict[st
     return {**said, **given}
 
 
+def cache(prefix: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns uv's setting of a cache in the environment at `prefix` if the user's home cannot be written, else nothing."""
+    folder = Path(given.get("XDG_CACHE_HOME") or Path(given.get("HOME") or "/", ".cache"))
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    kept = "UV_CACHE_DIR" in given or (there.is_dir() and os.access(there, os.W_OK))
+    return {} if kept else {"UV_CACHE_DIR": str(prefix / "cache")}
+
+
 def main() -> None:
     folder = Path(sys.executable).parent
     listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True).stdout
     options = parse(listing)
     no_index = ["--no-index"] if options.get("no-index", "") in ("1", "true", "yes", "on") else []
     words = [str(folder / "uv"), "pip", sys.argv[1], "--python", sys.executable, *no_index, *sys.argv[2:]]
+    given = environment(options, {**os.environ, **cache(Path(sys.prefix), os.environ)})
     if sys.argv[1] == "install" and not {"-q", "--quiet"} & {*sys.argv}:
-        sys.exit(run_with_progress(words, environment(options, os.environ)))
-    os.execve(words[0], words, environment(options, os.environ))
+        sys.exit(run_with_progress(words, given))
+    os.execve(words[0], words, given)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Invariant: a row keeps every column that has no counterpart here. Pure.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any
 
 from polyreme.dataset.chat import read_answer, read_chat
@@ -152,7 +153,9 @@ def advice(row: Fields, column: str, where: str) -> str:
     if not {column, "messages"} & converted.keys():
         return ""
     path = re.sub(r"(:| row | element )\d+( in line \d+)?$", "", where)
-    return f" The row has the form {kind.name}: `polyreme data convert {path} TARGET.jsonl` writes it with our columns."
+    return (
+        f" The row has the form {kind.name}: `polyreme data convert {quote(str(path))} TARGET.jsonl` writes it with our columns."
+    )
 
 
 def to_ours(row: Fields, kind: Format, where: str) -> dict[str, Any]:

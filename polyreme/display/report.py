@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import RunState
@@ -129,23 +130,24 @@ def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState
 
 def next_lines(config: RunConfig, run_dir: Path, state: RunState, model: str | None) -> list[str]:
     """The commands that a user needs after a run that ended in `state`. `model`: the trained model's directory, if there is one."""
+    run, result = quote(str(run_dir)), quote(model or "")
     looks = [
-        (f"ui {run_dir}", "curves, samples and events in a browser"),
-        (f"samples {run_dir}", "what it was trained on"),
-        *([(f"chat {run_dir}", "ask its policy")] if model else []),
+        (f"ui {run}", "curves, samples and events in a browser"),
+        (f"samples {run}", "what it was trained on"),
+        *([(f"chat {run}", "ask its policy")] if model else []),
     ]
     match state:
         case RunState.DONE:
-            judged = [(f"eval {run_dir / 'config.yaml'} --model {model}", "its policy on the held-out prompts")]
+            judged = [(f"eval {quote(str(run_dir / 'config.yaml'))} --model {result}", "its policy on the held-out prompts")]
             steps = [
                 *looks,
                 *(judged if model and config.evaluation_sets else []),
-                (f"compare {run_dir} OTHER", "beside another run"),
+                (f"compare {run} OTHER", "beside another run"),
             ]
         case RunState.STOPPED:
-            steps = [*looks, (f"status {run_dir}", "its progress; `polyreme up ... --resume` continues it")]
+            steps = [*looks, (f"status {run}", "its progress; `polyreme up ... --resume` continues it")]
         case _:
-            steps = [(f"logs {run_dir}", "what its processes logged; `polyreme up ... --resume` continues it")]
+            steps = [(f"logs {run}", "what its processes logged; `polyreme up ... --resume` continues it")]
     width = max(len(words) for words, _ in steps if not words.startswith("eval "))  # a long path stands out by itself
     return [f"{'next' if not place else '':8} polyreme {words:{width}}  # {about}" for place, (words, about) in enumerate(steps)]
 

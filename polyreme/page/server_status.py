@@ -20,6 +20,7 @@ from polyreme.experience.leases import Kind, Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net import tls
+from polyreme.net.direct_http import open_direct
 from polyreme.rundir.reader import RunReader
 from polyreme.rundir.run_directory import read_config, read_run_file, redis_of
 
@@ -115,7 +116,7 @@ def read_metrics(address: str, security: SecurityConfig | None) -> dict[str, flo
         if (token := tls.token(security)) is not None:
             headers["authorization"] = f"Bearer {token}"
     request = urllib.request.Request(f"{scheme}://{address}/metrics", headers=headers)
-    with urllib.request.urlopen(request, timeout=_TIMEOUT, context=context) as answer:
+    with open_direct(request, _TIMEOUT, context) as answer:
         text = answer.read().decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

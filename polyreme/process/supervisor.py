@@ -28,6 +28,8 @@ WELL_SECONDS = 300.0
 """The restart counter resets after this much healthy uptime."""
 STARTS_WITHOUT_MEMORY = 3
 """After so many starts in a row that the kernel ended for memory, another one would end in the same way."""
+_REASON_TIMEOUT = 10.0
+"""Seconds to wait for the process that reports why one ended without a reason in its log."""
 _ERROR_LINE = re.compile(r"error: |^(\(\w+ pid=\d+\) )?(ERROR [^\]]*\] )?[\w.]*(Error|Exception)\b")
 _POINTS_ELSEWHERE = "root cause above"  # an error of vLLM that only says that there is another one
 _MORE_MEMORY = "Allow more memory, or need less: `polyreme config check --memory` prints what each part needs."
@@ -91,12 +93,20 @@ class ProcessSet:
                     return next(iter(waiting.values()))
                 ended = [(waiting.pop(task), task.result()) for task in done]
                 if bad := [child for child, status in ended if status != 0 or self._serves]:
-                    return min(bad, key=lambda child: (child.poll() not in FINAL_CODES, child.pid))
+                    first = min(bad, key=lambda child: (child.poll() not in FINAL_CODES, child.pid))
+                    return await self._with_a_reason(waiting) or first if _is_silent(first) else first
                 deadline = deadline or asyncio.get_running_loop().time() + _SET_END_TIMEOUT
             return None
         finally:
             for task in waiting:
                 task.cancel()
+
+    async def _with_a_reason(self, waiting: Mapping[asyncio.Task[int], Child]) -> Child | None:
+        """The first of the others that ends soon with an error in its log, or None."""
+        if not waiting:
+            return None
+        done, _ = await asyncio.wait(waiting, timeout=_REASON_TIMEOUT)
+        return next((waiting[task] for task in done if task.result() != 0 and not _is_silent(waiting[task])), None)
 
     def lacked_memory(self) -> str:
         """What the kernel has killed for memory since the start, and the limit; '' for nothing."""
@@ -205,6 +215,11 @@ class Supervisor:
             raise ChildFailedError(child, message)
         spent = "" if status in FINAL_CODES or self.draining else f" after {restarts} restarts"
         raise ChildFailedError(child, f"{describe_end(child, lack)}{spent}: {why}", _MORE_MEMORY if lack else "")
+
+
+def _is_silent(child: Child) -> bool:
+    """Whether a child ended for good and left the reason to another one: a learner's ranks end after rank 0, which reports it."""
+    return child.poll() in FINAL_CODES and not last_error(child.log_tail(60))
 
 
 def restart_backoff(first: float = 1.0) -> Backoff:

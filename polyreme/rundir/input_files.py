@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 
 from polyreme.config.data import DataSource, Sources
 from polyreme.config.run import RunConfig
@@ -134,7 +135,7 @@ def _check_model_dir(model_dir: Path, key: str = "model.path", names: Sequence[s
 def _created_by(path: Path) -> str:
     """A sentence that names the script beside a missing path that creates it, as in examples/; else ''."""
     script = path.parent / "prepare.py"
-    return f" Run `python {script}`, which creates it." if script.is_file() else ""
+    return f" Run `python {quote(str(script))}`, which creates it." if script.is_file() else ""
 
 
 def _whole_errors(path: Path) -> Iterator[ConfigError]:

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 GIB = 2**30
-_PYTHONS = ((3, 11), (3, 12))
+_PYTHONS = ((3, 11), (3, 12), (3, 13))
 _SHARED_GIB, _DISK_GIB, _TEMP_GIB, _FILES = 1.0, 10.0, 0.5, 4096
 _RELEASED = 1_760_000_000
 """No clock that is set shows an earlier time, in Unix seconds."""

@@ -84,3 +84,11 @@ def test_only_what_is_no_progress_goes_to_stderr(capfd: pytest.CaptureFixture[st
     assert progress.run_with_progress([sys.executable, "-c", program], {}) == 0
     out, err = capfd.readouterr()
     assert "  1 package installed in " in out and not err
+
+
+def test_a_home_that_cannot_be_written_moves_the_cache_into_the_environment(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    assert uv.cache(Path("/venv"), {"HOME": str(file / "home")}) == {"UV_CACHE_DIR": "/venv/cache"}
+    assert uv.cache(Path("/venv"), {"HOME": str(tmp_path / "new")}) == {}
+    assert uv.cache(Path("/venv"), {"HOME": str(file / "home"), "XDG_CACHE_HOME": str(tmp_path)}) == {}
+    assert uv.cache(Path("/venv"), {"HOME": str(file / "home"), "UV_CACHE_DIR": "/mine"}) == {}

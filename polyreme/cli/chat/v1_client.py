@@ -14,6 +14,7 @@ from typing import Any
 from polyreme.config.security import EndpointSecurity, SecurityConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.net import tls
+from polyreme.net.direct_http import open_direct
 
 Chat = list[dict[str, str]]
 _DATA = b"data:"
@@ -95,7 +96,7 @@ class V1Client:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._token}"} if self._token else {})
         request = urllib.request.Request(self._url + path, json.dumps(body).encode() if body else None, headers)
         try:
-            return urllib.request.urlopen(request, timeout=self._timeout, context=self._context)
+            return open_direct(request, self._timeout, self._context)
         except urllib.error.HTTPError as error:
             found = f"status {error.code}: {_message(error.read())}"
             kind = RequestRefusedError if error.code == 400 else PolyremeError

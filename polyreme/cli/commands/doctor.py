@@ -1,6 +1,6 @@
 """`polyreme doctor`: checks what this machine offers a run, and states how to fix what is missing.
 
-Invariant: the command measures and reports. It changes nothing that outlasts it: servers and processes that it starts end with it.
+Invariant: the command measures and reports. Servers and processes that it starts end with it; only the file of --report outlasts it.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from polyreme.cli.commands.doctor_report import report_text
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.store import connect
@@ -60,15 +61,27 @@ def doctor(
     redis: Annotated[str | None, redis_option("Redis to check. Default: the one that `polyreme up` would start.")] = None,
     port: Annotated[list[int] | None, typer.Option(help="A port that must be free; may be repeated.")] = None,
     directory: Annotated[Path, typer.Option(help="Where runs are written.")] = Path(),
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Also write what an issue needs to this file: versions, these lines, a run's configuration and logs."),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="Directory of the run that --report includes.")] = None,
 ) -> None:
     """Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk. Exits with 1 when a part is missing."""
     if not directory.is_dir():
         found = "a file" if directory.exists() else "nothing"
         raise ConfigError(f"a directory of runs at {directory}", found, "Fix --directory.")
+    if run is not None and report is None:
+        raise ConfigError("--report FILE beside --run", "none", "Name the file to write.")
+    if report is not None and report.exists():
+        raise ConfigError(f"a new file at {report}", "one that exists", "Choose another name for --report.")
     verdicts = []
     for verdict in examine(device, redis, port or [], directory):
         print(verdict.line, flush=True)
         verdicts.append(verdict)
+    if report is not None:
+        report.write_text(report_text([verdict.line for verdict in verdicts], run, os.environ))
+        print(f"wrote    {report}; read it before you share it: secrets are removed, paths and messages are not")
     raise typer.Exit(exit_code(verdicts))
 
 

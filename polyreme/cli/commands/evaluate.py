@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -60,7 +61,7 @@ def evaluate(
     found = [record for record in read_records(run_dir, run_id) if record["kind"] == "eval"]
     if not found:
         raise RunFailedError(
-            "a result of the evaluation", "none", f"See {run_dir / 'metrics.jsonl'} and `polyreme logs {run_dir}`."
+            "a result of the evaluation", "none", f"See {run_dir / 'metrics.jsonl'} and `polyreme logs {quote(str(run_dir))}`."
         )
     if as_json:
         print(json.dumps({"model": str(start.config.model.path), "run_dir": str(run_dir), **results(found[-1])}))

@@ -7,6 +7,7 @@ was written: losses are decisions of the user, not failures.
 
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -46,4 +47,4 @@ def import_config(
     else:
         write_atomically(output, text)
         decide = "decide on the lists above, which are at its top, then " if found.lost or "CHECK" in text else ""
-        print(f"{output}: {len(found.values)} keys. Next: {decide}`polyreme config check {output}`.", file=sys.stderr)
+        print(f"{output}: {len(found.values)} keys. Next: {decide}`polyreme config check {quote(str(output))}`.", file=sys.stderr)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, get_args
 
 import typer
@@ -97,7 +98,7 @@ def init(
 
 def next_steps(folder: Path) -> list[str]:
     """The commands that a new user runs next."""
-    config = folder / "run.yaml"
+    config = quote(str(folder / "run.yaml"))
     return [
         f"next     polyreme config check {config}   # check everything before a start",
         f"         polyreme up {config}             # train",

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -210,5 +211,5 @@ def next_lines(config: StageConfig) -> list[str]:
     if config.stage == "reward-model":
         use = f"next     reward: {{rewards: [{{model: {result}}}]}}  # in a run, or for `polyreme reward test`"
     else:
-        use = f"next     polyreme chat {config.run_dir}  # ask the model; in a run: model.path={result}"
-    return [use, f"         polyreme ui {config.run_dir}  # its curves"]
+        use = f"next     polyreme chat {quote(str(config.run_dir))}  # ask the model; in a run: model.path={result}"
+    return [use, f"         polyreme ui {quote(str(config.run_dir))}  # its curves"]

@@ -76,6 +76,14 @@ def echo() -> Iterator[EchoServer]:
     thread.join()
 
 
+def test_a_proxy_of_the_environment_is_not_asked(echo: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert V1Client(echo.url).model() == "letters"
+
+
 def test_an_answer_is_streamed_with_its_version(echo: EchoServer) -> None:
     pieces = list(V1Client(echo.url).chat("letters", [{"role": "user", "content": "a b"}], 8, 0.0))
     assert pieces == [Piece("b ", "7-8"), Piece("a ", "7-8")]

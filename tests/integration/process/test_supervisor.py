@@ -151,6 +151,21 @@ async def test_an_error_that_a_restart_would_meet_again_is_final(tmp_path: Path)
     assert caught.value.child.name == "work-0"
 
 
+async def test_a_silent_end_waits_for_the_process_that_has_the_reason(tmp_path: Path) -> None:
+    """Rank 1 ends as soon as rank 0 fails, which may take a moment to say why."""
+    code, pids = GateError.exit_code, tmp_path / "notes.txt"
+    leader = (
+        f"import pathlib\npath = pathlib.Path({str(pids)!r})\nwhile not path.exists(): time.sleep(0.02)\n"
+        f"stat = pathlib.Path('/proc', path.read_text().strip(), 'stat')\n"
+        "while stat.exists() and ') Z' not in stat.read_text(): time.sleep(0.02)\n"
+        f"time.sleep(0.5)\nprint('learner: error: the disk is full')\nsys.exit({code})"
+    )
+    follower = f"note(os.getpid())\nsys.exit({code})"
+    with pytest.raises(ChildFailedError, match="the disk is full") as caught:
+        await Supervisor([unit(tmp_path, leader, follower)], max_restarts=5).run()
+    assert caught.value.child.name == "work-0"
+
+
 async def test_a_childs_error_message_is_forwarded_unchanged(tmp_path: Path) -> None:
     message = "expected 1 replica; found 0. Start one."
     script = f"print('child: error: {message}'); sys.exit({GateError.exit_code})"

@@ -1,6 +1,7 @@
 """The views of a run fit the terminal for any records, and do not show unknown values as known."""
 
 import io
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,6 +147,17 @@ def test_a_version_without_evaluation_has_no_result(config: RunConfig) -> None:
     between = progress_of(evaluation(0, 0.3), *(iteration(number) for number in range(1, 6)), evaluation(4, 0.5))
     stopped = report(config, between, config.run_dir, RunState.STOPPED, why)
     assert "0.300 before, 0.500 after iteration 4; version 5 was not evaluated" in stopped[1]
+
+
+def test_the_last_lines_can_be_pasted_where_a_path_has_spaces(config: RunConfig) -> None:
+    saved = {"kind": "saved", "time": 5.0, "iteration": 1, "path": "a b/1", "hf_path": "a b/hf"}
+    held_out = config.model_copy(update={"data": config.data.model_copy(update={"eval": Path("eval.jsonl")})})
+    run_dir = Path("/a b/run")
+    lines = report(held_out, progress_of(iteration(1), saved), run_dir)
+    commands = [shlex.split(line.removeprefix("next"), comments=True) for line in lines if " polyreme " in line]
+    assert ["polyreme", "chat", "/a b/run"] in commands
+    assert ["polyreme", "eval", "/a b/run/config.yaml", "--model", "a b/hf"] in commands
+    assert all("b/run" not in command for command in commands)
 
 
 def test_the_last_lines_name_what_remains_after_the_run(config: RunConfig) -> None:

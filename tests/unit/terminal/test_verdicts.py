@@ -31,7 +31,9 @@ def check(verdict: Verdict, level: str) -> None:
     assert bool(verdict.do) == (level != "ok")
 
 
-@pytest.mark.parametrize(("version", "level"), [((3, 11), "ok"), ((3, 12), "ok"), ((3, 10), "missing"), ((3, 13), "missing")])
+@pytest.mark.parametrize(
+    ("version", "level"), [((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "ok"), ((3, 10), "missing"), ((3, 14), "missing")]
+)
 def test_python(version: tuple[int, int], level: str) -> None:
     check(python_verdict(version), level)
 
