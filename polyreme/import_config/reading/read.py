@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _MAX_BYTES = 4 << 20
 _MAX_REFERENCES = 16
-_DO = "Name a YAML file, a JSON file or a shell script."
+_DO = "Name a YAML file, a JSON file, a shell script or a Python script of TRL."
 
 
 @dataclass
@@ -45,9 +45,7 @@ def read_file(path: Path) -> Read:
     Raises:
         ConfigError: the file is missing, too large, or neither YAML, JSON nor a script with options.
     """
-    if path.suffix == ".py":
-        raise ConfigError(f"YAML, JSON or a shell script at {path}", "a Python program, which is not executed", _DO)
-    text = _text(path)
+    text = text_of_file(path)
     read = _read_tree(text, path) if path.suffix in (".yaml", ".yml", ".json") else _read_script(text, path)
     _resolve(read)
     if not set(read.values) - {"config-name", "config-path", "num_processes"}:
@@ -60,7 +58,8 @@ def read_values(path: Path) -> dict[str, Any]:
     return read_file(path).values
 
 
-def _text(path: Path) -> str:
+def text_of_file(path: Path) -> str:
+    """The text of a file. Raises ConfigError for one that is missing, too large or no text."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"a configuration of at most {_MAX_BYTES >> 20} MiB at {path}", f"{path.stat().st_size} bytes", _DO)
@@ -123,7 +122,7 @@ def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
             )
         ]
     values.pop("config-name", None)
-    of_file = _read_tree(_text(file), file).values
+    of_file = _read_tree(text_of_file(file), file).values
     values.update({key: value for key, value in of_file.items() if key not in values})
     return []
 
@@ -131,7 +130,7 @@ def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
 def _processes_of(named: str | None, path: Path) -> int | None:
     """The number of processes in a launcher's own configuration, if that is here."""
     file = None if named is None else _find(named, path)
-    count = None if file is None else _read_tree(_text(file), file).values.get("num_processes")
+    count = None if file is None else _read_tree(text_of_file(file), file).values.get("num_processes")
     return count if isinstance(count, int) else None
 
 
