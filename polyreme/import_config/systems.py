@@ -18,6 +18,7 @@ from polyreme.import_config.rules import ITERATIONS, Fate, System, Values
 from polyreme.import_config.scripts.trainer import read_script
 from polyreme.import_config.trl import TRL, refuse_others, trainer_of, with_plain_options
 from polyreme.import_config.trl_batches import TRAINER
+from polyreme.import_config.unsupported import refuse
 from polyreme.import_config.verl.system import VERL, with_older_names
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
@@ -49,6 +50,8 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
         raise ConfigError(f"YAML, JSON or a shell script of {name} at {path}", "a Python script", "Only scripts of TRL are read.")
     read = read_script(path) if program else read_file(path)
     values: Values = read.values
+    if name is None:
+        refuse(values, read.program, str(path))
     system = SYSTEMS[name] if name else TRL if program else recognise(values, path)
     values = prepared(system, values)
     if system is TRL:

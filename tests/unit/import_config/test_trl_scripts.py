@@ -290,7 +290,7 @@ def test_parsers_of_dataclasses() -> None:
     end = f"parser = TrlParser((Script, %s))\nscript, args = parser.parse_args_and_config()\nGRPOTrainer('m', accuracy_reward, args, {DATA})\n"
     found, run = imported(head + own + end % "Own")
     assert run.algorithm.kl.coef == 0.7 and "--beta: 0.7" in reason(found, "defaults")
-    with pytest.raises(ConfigError, match="a parser .line 10.: they come from a command line or its YAML file"):
+    with pytest.raises(ConfigError, match=r"a parser .line 10.: they come from a command line or its YAML file"):
         imported(head + end % "GRPOConfig")
 
 
