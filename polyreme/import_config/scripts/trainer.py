@@ -10,7 +10,7 @@ from pathlib import Path
 from polyreme.errors import ConfigError
 from polyreme.import_config.reading.read import Read, text_of_file
 from polyreme.import_config.rules import flatten
-from polyreme.import_config.scripts.fields import class_fields, class_of, parsed_classes, parser_of
+from polyreme.import_config.scripts.fields import class_fields, class_of, field_of, parsed_classes, parser_of
 from polyreme.import_config.scripts.names import Open, read_program
 from polyreme.import_config.scripts.parts import Found, adapters, data, model, set_options
 from polyreme.import_config.scripts.rewards import rewards
@@ -45,7 +45,7 @@ def read_script(path: Path) -> Read:
         ConfigError: no Python, no trainer that can be imported, or a configuration that only its start gives.
     """
     try:
-        values = Values(read_program(text_of_file(path)))
+        values = Values(read_program(text_of_file(path)), field_of)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"a Python script at {path}", str(error), _CHOOSE) from None
     trainers = [(call, kind) for call in values.program.calls() if (kind := _kind(values, call.func, "Trainer"))]

@@ -55,7 +55,9 @@ class Values:
         defaults: what a command line or the environment would decide, and whose default was read.
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, field_of: "Callable[[Values, ast.Attribute], ast.expr]"):
+        """`field_of` returns the expression of `name.field`, for configurations that the program defines itself; it raises Open."""
+        self._field_of = field_of
         self.program = program
         self.defaults: dict[str, Any] = {}
         self._reading: list[ast.AST] = []
@@ -148,17 +150,11 @@ class Values:
         if first.rpartition(".")[2] in _ENUMS:
             return last.lower()
         if isinstance(node, ast.Attribute):
-            return self.of(self.field(node))
+            return self.of(self._field_of(self, node))
         origin, item = self.origin(node)
         if isinstance(origin, ast.Name) or origin is node:
             raise Open(node, "a name of another module")
         return self.of(origin) if item is None else self.of(origin)[item]
-
-    def field(self, node: ast.Attribute) -> ast.expr:
-        """The expression of a field of a configuration that the script defines."""
-        from polyreme.import_config.scripts.fields import field_of  # reads expressions by this class
-
-        return field_of(self, node)
 
     def origin(self, node: ast.expr, passed: list[ast.Name] | None = None) -> tuple[ast.expr, int | None]:
         """Follows names to the expression that they stand for, and the element of it; `passed` gets the names. Raises Open."""
