@@ -94,19 +94,25 @@ def _parsed(values: Values, call: ast.Call, item: int | None, node: ast.Attribut
         raise Open(call, "arguments that the script gives to its parser")
     parser = parser_of(values, call)
     if parser is None:
-        found = _argument(values.program, node)
+        found = _argument(values, node)
     else:
         classes = parsed_classes(parser)
         definition = class_of(values, classes[item or 0]) if (item or 0) < len(classes) else None
         if definition is None:
             raise Open(node, f"`{ast.unparse(node)}`, which the command line or its YAML file gives")
+        if any(
+            isinstance(each, ast.FunctionDef) and each.name in ("__init__", "__post_init__", node.attr)
+            for each in definition.body
+        ):
+            raise Open(definition, f"`{ast.unparse(node)}`, which the class computes")
         found = _class_field(definition, node)
     values.defaults[f"--{node.attr}"] = ast.unparse(found)
     return found
 
 
-def _argument(program: Program, node: ast.Attribute) -> ast.expr:
+def _argument(values: Values, node: ast.Attribute) -> ast.expr:
     """The default of an option of argparse, as its type."""
+    program = values.program
     options = [call for call in program.calls() if _destination(call) == node.attr]
     if len(options) != 1 or any(_sets_defaults(call) for call in program.calls()):
         raise Open(node, f"`{ast.unparse(node)}`, of which the script has {len(options)} options")
@@ -120,13 +126,11 @@ def _argument(program: Program, node: ast.Attribute) -> ast.expr:
             raise Open(options[0], f"`{ast.unparse(node)}`, which the command line gives")
         return _at(ast.Constant(None), options[0], program)
     kind = words.get("type")
-    if (
-        isinstance(usual, ast.Constant)
-        and isinstance(usual.value, str)
-        and isinstance(kind, ast.Name)
-        and kind.id in ("int", "float")
-    ):
-        return _at(ast.Constant({"int": int, "float": float}[kind.id](usual.value)), options[0], program)
+    if kind is not None and isinstance(text := values.of(usual), str):  # argparse converts a default that is a text
+        convert = {"int": int, "float": float, "str": str}.get(values.name_of(kind) or "")
+        if convert is None:
+            raise Open(options[0], f"a default that {ast.unparse(kind)} converts")
+        return _at(ast.Constant(convert(text)), options[0], program)
     return usual
 
 

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 Blocks = tuple[tuple[ast.AST, str], ...]
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-_WHY = {ast.If: "a condition", ast.For: "a loop", ast.While: "a loop", ast.Try: "a `try`", ast.Match: "a condition"}
+_WHY = {
+    ast.If: "a condition",
+    ast.For: "a loop",
+    ast.While: "a loop",
+    ast.Try: "a `try`",
+    ast.TryStar: "a `try`",
+    ast.AsyncFor: "a loop",
+    ast.Match: "a condition",
+}
 _CHANGING = frozenset(("append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "sort", "reverse", "add"))
 
 
@@ -136,18 +144,25 @@ def read_program(text: str) -> Program:
     """The names of a program's text. Raises SyntaxError or ValueError as `ast.parse` does."""
     program = Program(ast.parse(text))
     _walk(program, program.tree, Place(program.tree, ()))
-    aliases = [
-        (target.id, node.value.id)
-        for node in program.places
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    ]
+    aliases = list(_aliases(program))
     for _ in aliases:
         for new, old in aliases:
             if new in program.changed:
                 program.changed.setdefault(old, program.changed[new])
     return program
+
+
+def _aliases(program: Program) -> Iterator[tuple[str, str]]:
+    """Pairs of a name and of the name whose object it stands for, by an assignment or as a parameter of a function of the program."""
+    functions = {node.name: node for node in program.places if isinstance(node, ast.FunctionDef)}
+    for node in program.places:
+        match node:
+            case ast.Assign(targets=targets, value=ast.Name(id=old)):
+                yield from ((target.id, old) for target in targets if isinstance(target, ast.Name))
+            case ast.Call(func=ast.Name(id=name), args=given, keywords=words) if name in functions:
+                parameters = [each.arg for each in functions[name].args.args]
+                yield from ((new, each.id) for new, each in zip(parameters, given, strict=False) if isinstance(each, ast.Name))
+                yield from ((word.arg, word.value.id) for word in words if word.arg and isinstance(word.value, ast.Name))
 
 
 def is_main_guard(node: ast.AST) -> bool:
@@ -162,9 +177,11 @@ def _walk(program: Program, node: ast.AST, place: Place) -> None:
         program.bindings.setdefault((scope, name), []).append(binding)
     _note_changes(program, node)
     for part, child in _children(node):
-        if isinstance(node, _SCOPES) and part in ("body", "args"):
+        if part in ("cases", "handlers"):
+            _walk(program, child, Place(place.scope, (*place.blocks, (child, part))))
+        elif isinstance(node, _SCOPES) and part in ("body", "args"):
             _walk(program, child, Place(node, ()))
-        elif type(node) in _WHY and part in ("body", "orelse", "handlers", "cases") and not is_main_guard(node):
+        elif type(node) in _WHY and part in ("body", "orelse") and not is_main_guard(node):
             _walk(program, child, Place(place.scope, (*place.blocks, (node, part))))
         else:
             _walk(program, child, place)
@@ -244,6 +261,12 @@ def _note_changes(program: Program, node: ast.AST) -> None:
         case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), what, value]):
             known = what.value if isinstance(what, ast.Constant) and isinstance(what.value, str) else None
             program.attributes.setdefault(name, []).append((known, value, node))
+        case ast.Subscript(
+            value=ast.Attribute(attr="environ"), slice=ast.Constant(value=str() as name), ctx=ast.Store() | ast.Del()
+        ):
+            program.changed.setdefault(f"${name}", node)
+        case ast.Subscript(value=ast.Name(id="environ"), slice=ast.Constant(value=str() as name), ctx=ast.Store() | ast.Del()):
+            program.changed.setdefault(f"${name}", node)
         case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
             program.changed.setdefault(name, node)
         case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=name), attr=attribute)], value=value):

@@ -138,6 +138,8 @@ class Values:
         repeats = isinstance(node.op, ast.Mult) and not (isinstance(left, int | float) and isinstance(right, int | float))
         if repeats and (max(len(each) if isinstance(each, str | list) else abs(each) for each in (left, right)) > 1000):
             raise Open(node, "a value that is too large")
+        if isinstance(node.op, ast.Mod) and isinstance(left, str):
+            raise Open(node, "a text with %")
         if isinstance(node.op, ast.Div) and isinstance(left, str):
             return f"{left}/{right}"  # a Path
         return _OPERATORS[type(node.op)](left, right)
@@ -214,6 +216,8 @@ class Values:
         if name in _ENVIRONMENT:
             if len(node.args) + len(node.keywords) < 2:
                 raise Open(node, "a variable of the environment")
+            if (change := self.program.changed.get(f"${self.of(node.args[0])}")) is not None:
+                raise Open(change, "a variable of the environment that the script sets")
             usual = self.of(node.args[1] if len(node.args) > 1 else node.keywords[0].value)
             self.defaults[f"${{{self.of(node.args[0])}}}"] = usual
             return usual
