@@ -11,7 +11,16 @@ from polyreme.import_config.scripts.values import Values
 
 PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 """Parsers whose fields are those of dataclasses."""
-_PARSING = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config", "parse")
+_PARSING = (
+    "parse_args",
+    "parse_known_args",
+    "parse_args_into_dataclasses",
+    "parse_args_and_config",
+    "parse",
+    "parse_yaml_file",
+    "parse_json_file",
+    "parse_dict",
+)
 
 
 def field_of(values: Values, node: ast.Attribute) -> ast.expr:

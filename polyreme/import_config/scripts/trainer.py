@@ -17,6 +17,7 @@ from polyreme.import_config.scripts.rewards import rewards
 from polyreme.import_config.scripts.values import Values
 
 TRAINED = ("GRPO", "RLOO")
+_MODULES = ("trl.", "open_r1.", "unsloth.")
 _INIT = "Write its run with `polyreme init` and "
 _OTHERS = {
     "SFT": "Use `polyreme sft` (docs/stages.md), whose configuration is written by hand.",
@@ -96,9 +97,17 @@ def _note_others(found: Found, values: Values, chosen: ast.Call, trainers: list[
         found.lose(
             definition.name, definition, f"a trainer of the script's own, whose methods are not translated: {methods or 'none'}"
         )
+    name = values.name_of(chosen.func) or ""
+    if definition is None and not name.startswith(_MODULES):
+        found.lose(name, chosen, "a trainer of another module than TRL's, which may train otherwise")
+    for (_, variable), bindings in values.program.bindings.items():
+        if any(binding.value is chosen for binding in bindings):
+            for attribute, _, statement in values.program.attributes.get(variable, []):
+                found.lose(f"{variable}.{attribute or '?'}", statement, "the trainer is changed after it is made; it is not read")
     blocks = values.program.places[chosen].blocks
     if blocks:
-        found.lose("trainer", chosen, f"line {blocks[-1][0].lineno} decides whether or how often it is made")  # type: ignore[attr-defined]
+        line = getattr(blocks[-1][0], "lineno", "?")
+        found.lose("trainer", chosen, f"line {line} decides whether or how often it is made")
 
 
 def _read_trainer(found: Found, values: Values, call: ast.Call, kind: str, path: Path) -> None:
@@ -216,7 +225,7 @@ def _parsed_config(values: Values, parser: ast.Call, item: int | None, call: ast
     """The defaults of a configuration that a parser fills. Raises ConfigError if the script has none of them."""
     classes = parsed_classes(parser)
     definition = class_of(values, classes[item or 0]) if (item or 0) < len(classes) else None
-    if definition is None:
+    if definition is None or call.args:
         raise ConfigError(
             f"the values of the training in {path}",
             f"a parser (line {parser.lineno}): they come from a command line or its YAML file",

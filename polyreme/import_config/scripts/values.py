@@ -184,6 +184,8 @@ class Values:
                 inner, of_inner = self.origin(value)
                 if isinstance(inner, ast.Call) and of_inner is None:
                     return inner, place
+            case ast.IfExp(test=test, body=body, orelse=orelse) if item is None:
+                return self.origin(body if self._condition(test) else orelse)
         return node, item
 
     def _argument(self, parameter: ast.arg, name: str) -> ast.expr:

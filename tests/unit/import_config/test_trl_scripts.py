@@ -336,10 +336,24 @@ def test_nothing_about_a_training_is_silent() -> None:
         "def fix(config):\n    config.beta = 0.9\n"
         "args = GRPOConfig(never_heard_of=1)\nfix(args)\nif BIG:\n    args.seed = 5\n"
         f"trainer = Mine('m', accuracy_reward, args, {DATA}, callbacks=[Stop()], optimizers=(None, None), strange=1, **more)\n"
-        "trainer.args.top_p = 0.9\n"
+        "trainer.args.top_p = 0.9\ntrainer.epsilon_low = 0.1\n"
     )
     assert set(lost_keys(found)) == {
         "SFTTrainer", "Mine", "config.beta", "args.seed", "callbacks", "strange", "**more", "args.top_p", "never_heard_of",
+        "trainer.epsilon_low",
     }  # fmt: skip
     found, _ = imported(trained(tools="[search]"))
     assert lost_keys(found)[0] == "tools" and "environment.file" in found.values
+
+
+def test_a_trainer_of_another_module_and_one_of_two_values() -> None:
+    found, run = imported(
+        "from mine.trainer import GRPOTrainer as Mine\nfrom peft import LoraConfig\nFULL = False\n"
+        + trained(peft_config="None if FULL else LoraConfig(r=4)").replace("GRPOTrainer(", "Mine(")
+    )
+    assert lost_keys(found) == ["mine.trainer.GRPOTrainer"] and run.trainer.lora.rank == 4
+    with pytest.raises(ConfigError, match="they come from a command line or its YAML file"):
+        imported(
+            "from transformers import HfArgumentParser\nargs = HfArgumentParser(GRPOConfig).parse_yaml_file('x.yaml')[0]\n"
+            "GRPOTrainer('m', args=args)\n"
+        )
