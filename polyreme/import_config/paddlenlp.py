@@ -8,7 +8,8 @@ Invariant: this module and `paddlenlp_keys` are the only places that know Paddle
 import math
 from typing import Any
 
-from polyreme.import_config.convert import minibatches, path, product, ratio, refused
+from polyreme.import_config.convert import path, product, ratio, refused
+from polyreme.import_config.paddlenlp_batches import minibatches_of, per_iteration, prompts, samples
 from polyreme.import_config.paddlenlp_keys import CRITIC, RULES, SCHEDULES
 from polyreme.import_config.rules import ITERATIONS, System, Values
 
@@ -36,28 +37,6 @@ DEFAULTS = {
 }
 
 
-def _samples(values: Values) -> int:
-    return int(values.get("rollout_n") or values.get("num_return_sequences") or 1)
-
-
-def _prompts(values: Values) -> int:
-    if values.get("global_batch_size"):
-        return int(values["global_batch_size"])
-    return product(values["per_device_prompt_batch_size"], values.get("sharding_parallel_degree"))
-
-
-def _minibatches(values: Values) -> tuple[int, str]:
-    size = values.get("global_mini_batch_size")
-    if size:
-        why = "global_batch_size / global_mini_batch_size, both in prompts"
-        return minibatches(_prompts(values), size, why) if size > 0 else (1, why)
-    step = product(
-        values["per_device_train_batch_size"], values["gradient_accumulation_steps"], values.get("sharding_parallel_degree")
-    )
-    steps = ratio(_prompts(values) * _samples(values), step)
-    return min(_prompts(values), steps), "samples per generation / samples per optimizer step"
-
-
 def _fixed(values: Values) -> Fixed:
     algorithm, longest = values["rl_algorithm"], values["max_prompt_len"] + values["max_dec_len"]
     if algorithm not in PRESETS:
@@ -67,10 +46,10 @@ def _fixed(values: Values) -> Fixed:
         "device": ("cuda", "the usual device"),
         "placement": ("colocated", "PaddleNLP generates on the trainer's devices"),
         "model.dtype": ("bfloat16", "bf16"),
-        "groups_per_iteration": (_prompts(values), "prompts per generation on all devices"),
-        "group_size": (_samples(values), "rollout_n, formerly num_return_sequences"),
+        "groups_per_iteration": (prompts(values), "prompts per generation on all devices"),
+        "group_size": (samples(values), "rollout_n, formerly num_return_sequences"),
         **_algorithm(values, algorithm),
-        "algorithm.minibatches": _minibatches(values),
+        "algorithm.minibatches": minibatches_of(values),
         **_optimizer("trainer.optimizer", "", values),
         "rollout.max_model_len": (max(values["max_length"], longest), "max_length, at least max_prompt_len + max_dec_len"),
         "trainer.parallel.data": (
@@ -130,12 +109,12 @@ def _optimizer(target: str, role: str, values: Values) -> Fixed:
 
     lr, style, part = of("learning_rate"), of("lr_scheduler_type"), of("warmup_ratio", 0)
     steps, iterations = of("warmup_steps", 0), values.get(ITERATIONS, 0)
-    warmup = steps if steps and steps > 0 else math.ceil((part or 0) * iterations)
+    warmup = math.ceil(steps / per_iteration(values)) if steps and steps > 0 else math.ceil((part or 0) * iterations)
     found = {
         "lr": (lr, "learning_rate"),
         "min_lr": (min(of("min_learning_rate", 0.0), lr), "min_learning_rate, not above learning_rate"),
         "schedule": (SCHEDULES.get(style, "constant"), f"lr_scheduler_type: {style}"),
-        "warmup": (warmup, f"warmup_steps, or warmup_ratio x {iterations} iterations"),
+        "warmup": (warmup, f"warmup_steps / optimizer steps per iteration, or warmup_ratio x {iterations} iterations"),
         "weight_decay": (of("weight_decay", 0.0), "weight_decay"),
         "beta1": (of("adam_beta1", 0.9), "adam_beta1"),
         "beta2": (of("adam_beta2", 0.999), "adam_beta2"),

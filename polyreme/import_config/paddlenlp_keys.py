@@ -5,7 +5,8 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 
 from typing import Any
 
-from polyreme.import_config.convert import above, name, overlong, path, positive, trackers
+from polyreme.import_config.convert import name, overlong, path, trackers
+from polyreme.import_config.paddlenlp_batches import interval, iterations
 from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
 
 CRITIC = ("ppo", "vapo")
@@ -69,6 +70,9 @@ TRAINING = (
     *lost("a fall has one form here", "num_cycles", "lr_end", "power", off=_constant),
     *lost("the optimizer is AdamW", "optim", unless=(None, "adamw")),
     Rule("pretrain_critic_steps", "trainer.critic.warmup_iterations", "", _of_critic),
+    *lost("PaddleNLP has no such option: its discount is 1", "gamma", unless=(None, 1)),
+    *lost("PaddleNLP has no such option: its lambda is 0.95", "gae_lambda", "lam", unless=(None, 0.95)),
+    *idle("an option of PaddleNLP's scripts for inference, which its training does not read", "rollout_input_batch_size"),
     *lost("the weight of the policy's loss is 1", "pg_loss_coeff", unless=(None, 1)),
     *lost("set algorithm.ptx with data, coef and batch_size", "ptx_coeff", unless=(None, 0)),
     *lost("set algorithm.ptx with data, coef and batch_size", "ptx_datasets", "ptx_task_config", unless=(None, ""),
@@ -79,7 +83,7 @@ TRAINING = (
     *lost("weights are float32 or bfloat16", "fp16", unless=(None, False)),
     *part_of("model.dtype", "bf16"),
     *part_of("iterations", "num_train_epochs"),
-    Rule("max_steps", "iterations", "-1: num_train_epochs counts", above(0)),
+    Rule("max_steps", "iterations", "optimizer steps; -1: num_train_epochs counts", iterations),
     *part_of("groups_per_iteration", "global_batch_size", "per_device_prompt_batch_size"),
     *part_of("group_size", "rollout_n", "num_return_sequences"),
     *part_of("algorithm.minibatches", "global_mini_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -128,9 +132,9 @@ RUN = (
     Rule("offload_optim", "trainer.offload.optimizer"),
     Rule("offload_level", "trainer.offload", "optimizer, or the models that do not compute", _offload),
     Rule("recompute", "trainer.recompute", "with recompute_granularity; full_attn and core_attn: selective", _recompute),
-    Rule("save_steps", "trainer.save_interval", "", positive),
+    Rule("save_steps", "trainer.save_interval", "optimizer steps / steps per iteration", interval),
     Rule("save_total_limit", "trainer.keep_checkpoints", "", lambda value, _: value or Off("all are kept")),
-    Rule("eval_steps", "eval_interval", "", positive),
+    Rule("eval_steps", "eval_interval", "optimizer steps / steps per iteration", interval),
     Rule("early_stopping", "eval_stop_after", "early_stopping_patience",
          lambda value, values: values.get("early_stopping_patience", 4) if value else Off()),
     *part_of("eval_stop_after", "early_stopping_patience"),

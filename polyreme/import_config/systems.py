@@ -15,8 +15,10 @@ from polyreme.import_config.openrlhf_names import with_dotted_names
 from polyreme.import_config.paddlenlp import PADDLENLP
 from polyreme.import_config.reading.read import read_file
 from polyreme.import_config.rules import ITERATIONS, Fate, System, Values
+from polyreme.import_config.scripts.trainer import read_script
 from polyreme.import_config.trl import TRL, refuse_others, trainer_of, with_plain_options
 from polyreme.import_config.trl_batches import TRAINER
+from polyreme.import_config.unsupported import refuse
 from polyreme.import_config.verl.system import VERL, with_older_names
 
 SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
@@ -43,13 +45,18 @@ def import_file(path: Path, name: str | None = None, rows: int | None = None) ->
     Raises:
         ConfigError: the file is not a configuration, or its system is unknown.
     """
-    read = read_file(path)
+    program = path.suffix == ".py"
+    if program and name not in (None, TRL.name):
+        raise ConfigError(f"YAML, JSON or a shell script of {name} at {path}", "a Python script", "Only scripts of TRL are read.")
+    read = read_script(path) if program else read_file(path)
     values: Values = read.values
-    system = SYSTEMS[name] if name else recognise(values, path)
+    if name is None:
+        refuse(values, read.program, str(path))
+    system = SYSTEMS[name] if name else TRL if program else recognise(values, path)
     values = prepared(system, values)
     if system is TRL:
         refuse_others(values)
-        trainer = trainer_of(f"{path.name} {read.program}")
+        trainer = trainer_of(f"{read.program} {path.name}")
         values = {**values, TRAINER: trainer} if trainer else values
     found = translate(system, values, rows)
     found.lost[:0] = [Entry(words, None, "", None, why, Fate.LOST) for words, why in read.notes]

@@ -1,4 +1,4 @@
-"""TRL: the YAML file or command line of `trl grpo` or `trl rloo`, whose keys are those of GRPOConfig, RLOOConfig and ScriptArguments.
+"""TRL: the YAML file, command line or Python script of a GRPO or RLOO trainer, whose keys are those of GRPOConfig, RLOOConfig and ScriptArguments.
 
 Invariant: the table below is the only place that knows the fate of TRL's keys.
 """
@@ -11,7 +11,7 @@ from polyreme.errors import ConfigError
 from polyreme.import_config.convert import above, adapters, choice, given, name, path, trackers, unless_given, when
 from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
 from polyreme.import_config.reading.launch import value_of
-from polyreme.import_config.rules import Lost, Off, Rule, System, Values, flatten, idle, lost, part_of
+from polyreme.import_config.rules import Lost, Noted, Off, Rule, System, Values, flatten, idle, lost, part_of
 from polyreme.import_config.trl_batches import steps, warmup_steps
 from polyreme.import_config.trl_parts import datasets, environment, fixed, reference
 
@@ -69,8 +69,12 @@ def _min_ratio(values: Values) -> float:
 
 def _targets(value: Any, values: Values) -> Any:
     names = value if isinstance(value, list) else [value]
-    if not values.get("use_peft") or value is None or names == ["all-linear"]:
+    if not values.get("use_peft") or names == ["all-linear"]:
         return Off("all linear layers, or no adapters")
+    if value is None:
+        return Noted(
+            ["q_proj", "v_proj"], "CHECK: PEFT's choice for Llama, Qwen, Mistral and Gemma; other models may have another one"
+        )
     return names if set(names) <= set(LINEAR) else Lost("no such linear layers here; adapters are on all")
 
 
@@ -93,7 +97,7 @@ RULES = (
     *lost("another split than train: name its file in data.train", "dataset_train_split", unless=(None, "train")),
     *idle("name a file, a directory or files with `*` in data.train", "dataset_streaming", "streaming", "dataset_num_proc",
           "dataset_mixture.seed", "dataset_mixture.test_split_size", "test_split_size"),
-    *idle("only evaluation reads it; name the split's file in data.eval", "dataset_test_split"),
+    *idle("only evaluation reads it; name the split's file in data.eval", "dataset_test_split", "eval_dataset"),
     Rule("system_prompt", "data.system"),
     *lost("another chat template: put it into the tokenizer's directory", "chat_template", "chat_template_path"),
     *lost("arguments of the chat template: put them into the template or the data", "chat_template_kwargs.*", "chat_template_kwargs"),
@@ -170,7 +174,13 @@ RULES = (
     *lost("adapters have no dropout here", "lora_dropout", unless=(None, 0), off=_without("use_peft")),
     *lost("adapters are on linear layers alone", "lora_modules_to_save", "lora_target_parameters", off=_without("use_peft")),
     *lost("adapters are those of LoRA", "use_dora", unless=(None, False), off=_without("use_peft")),
-    *idle("the task of an adapter's file", "lora_task_type"),
+    *idle("the task of an adapter's file", "lora_task_type", "peft_config.inference_mode"),
+    *idle("adapters start from the run's seed; see trainer.recompute", "peft_config.random_state", "peft_config.use_gradient_checkpointing",
+          "peft_config.max_seq_length"),
+    *lost("adapters start at zero", "peft_config.loftq_config"),
+    *lost("adapters start at zero", "peft_config.init_lora_weights", unless=(None, True)),
+    *lost("adapters have no biases of their own", "peft_config.bias", unless=(None, "none")),
+    *lost("no such option of adapters", "peft_config.*"),
     *lost("weights are not quantised here", "load_in_4bit", "load_in_8bit", unless=(None, False)),
     *idle("read with load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"),
     Rule("vllm_tensor_parallel_size", "rollout.tensor_parallel"),
@@ -237,6 +247,7 @@ DEFAULTS = {
     "adam_beta2": 0.999,
     "seed": 42,
     "lora_dropout": 0.05,
+    "lora_target_modules": None,
     "save_steps": 500,
     "gradient_checkpointing": True,
 }

@@ -19,6 +19,8 @@ _FORMATS: dict[str, dict[str, Any]] = {
 }
 _CODE = ("code", "code_reward", "binary_code", "binary_code_reward")
 _REPETITION = ("repetition_penalty", "repetition_penalty_reward", "get_repetition_penalty_reward")
+OWN = "(functions)"
+"""Among the values: names of rewards that a Python script defines itself."""
 _REGISTERED = (1280, 256)
 """Limit and margin of `trl grpo`'s own overlong punishment, in tokens."""
 
@@ -59,6 +61,8 @@ def _reward(name: str, values: Values) -> tuple[dict[str, Any], str]:
     last = name.rpartition(".")[2]
     if isinstance(values.get("reward_funcs"), Unresolved):
         return placeholder("reward"), f"the file does not say what {name} is"
+    if name in values.get(OWN, ()):
+        return placeholder(name), f"{name} is a function of the script: see the list of losses"
     if "." in name and not name.startswith(("trl.rewards.", "open_r1.rewards.")):
         return {"name": last, "module": name.rpartition(".")[0], "function": last}, f"{name} must be importable on this machine"
     if last in MATH:
@@ -78,7 +82,7 @@ def _reward(name: str, values: Values) -> tuple[dict[str, Any], str]:
 
 def overlong(name: str, values: Values, longest: int) -> dict[str, float] | None:
     """The penalty near the length limit if the named reward is one and its limit is that of generation."""
-    if name.rpartition(".")[2] not in OVERLONG:
+    if name.rpartition(".")[2] not in OVERLONG or name in values.get(OWN, ()):
         return None
     limit, margin = (
         values.get(key, usual) for key, usual in zip(("max_completion_len", "soft_punish_cache"), _REGISTERED, strict=True)

@@ -22,7 +22,7 @@ from polyreme.terminal.completion import one_of
 
 
 def import_config(
-    file: Annotated[Path, typer.Argument(help="YAML, JSON or a shell script with the command line.")],
+    file: Annotated[Path, typer.Argument(help="YAML, JSON, a shell script with the command line, or a Python script of TRL.")],
     output: Annotated[Path | None, typer.Option(help="The run.yaml to write. Default: print it.", show_default=False)] = None,
     system: Annotated[
         str | None,

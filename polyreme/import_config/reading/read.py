@@ -4,6 +4,7 @@ Invariant: the result has the file's plain values by dotted key. What the file l
 """
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,14 @@ from polyreme.errors import ConfigError
 from polyreme.import_config.reading.launch import Launch, find, value_of
 from polyreme.import_config.reading.shell import calls
 from polyreme.import_config.rules import Unresolved, flatten
+from polyreme.import_config.unsupported import refuse_prime_rl, refuse_toml
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_PRIME_RL = re.compile(r"^[^#\n]*\b(rl|trainer|orchestrator|inference)\s+@\s*\S+\.toml", re.MULTILINE)
 _MAX_BYTES = 4 << 20
 _MAX_REFERENCES = 16
-_DO = "Name a YAML file, a JSON file or a shell script."
+_DO = "Name a YAML file, a JSON file, a shell script or a Python script of TRL."
 
 
 @dataclass
@@ -45,9 +48,9 @@ def read_file(path: Path) -> Read:
     Raises:
         ConfigError: the file is missing, too large, or neither YAML, JSON nor a script with options.
     """
-    if path.suffix == ".py":
-        raise ConfigError(f"YAML, JSON or a shell script at {path}", "a Python program, which is not executed", _DO)
-    text = _text(path)
+    text = text_of_file(path)
+    if path.suffix == ".toml":
+        raise _toml(text, path)
     read = _read_tree(text, path) if path.suffix in (".yaml", ".yml", ".json") else _read_script(text, path)
     _resolve(read)
     if not set(read.values) - {"config-name", "config-path", "num_processes"}:
@@ -60,7 +63,8 @@ def read_values(path: Path) -> dict[str, Any]:
     return read_file(path).values
 
 
-def _text(path: Path) -> str:
+def text_of_file(path: Path) -> str:
+    """The text of a file. Raises ConfigError for one that is missing, too large or no text."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"a configuration of at most {_MAX_BYTES >> 20} MiB at {path}", f"{path.stat().st_size} bytes", _DO)
@@ -79,12 +83,21 @@ def _read_tree(text: str, path: Path) -> Read:
     return Read({key: _plain(value) for key, value in flatten(tree)})
 
 
+def _toml(text: str, path: Path) -> ConfigError:
+    try:
+        return refuse_toml(tomllib.loads(text), str(path))
+    except tomllib.TOMLDecodeError as error:
+        return ConfigError(f"TOML in {path}", str(error), _DO)
+
+
 def _read_script(text: str, path: Path) -> Read:
     try:
         launch = find(calls(text.replace("\r\n", "\n")), str(path))
     except RecursionError:
         raise ConfigError(f"a shell script in {path}", "brackets nested too deeply", _DO) from None
     if launch is None:
+        if _PRIME_RL.search(text):
+            raise refuse_prime_rl(str(path))
         return Read({})
     values = {**_options(launch), **{key: Unresolved(text) for key, text in launch.opened.items()}}
     processes = launch.processes if launch.processes is not None else _processes_of(launch.config_file, path)
@@ -123,7 +136,7 @@ def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
             )
         ]
     values.pop("config-name", None)
-    of_file = _read_tree(_text(file), file).values
+    of_file = _read_tree(text_of_file(file), file).values
     values.update({key: value for key, value in of_file.items() if key not in values})
     return []
 
@@ -131,7 +144,7 @@ def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
 def _processes_of(named: str | None, path: Path) -> int | None:
     """The number of processes in a launcher's own configuration, if that is here."""
     file = None if named is None else _find(named, path)
-    count = None if file is None else _read_tree(_text(file), file).values.get("num_processes")
+    count = None if file is None else _read_tree(text_of_file(file), file).values.get("num_processes")
     return count if isinstance(count, int) else None
 
 

@@ -7,6 +7,7 @@ Invariant: an algorithm without a counterpart is refused; any other part without
 
 from typing import Any
 
+from polyreme.errors import ConfigError
 from polyreme.import_config.convert import KL, refused
 from polyreme.import_config.rules import PART, Lost, Off, Values
 
@@ -90,6 +91,13 @@ def _aggregation(values: Values) -> str:
 
 def _preset(values: Values, mode: str) -> str:
     estimator, normalised = values["algorithm.adv_estimator"], values["algorithm.norm_adv_by_std_in_grpo"]
+    if estimator == "gpg":
+        raise ConfigError(
+            "algorithm.adv_estimator of an estimator that Polyreme has",
+            "gpg: each score minus the mean of its group, times (samples / samples whose score is not 0) of the batch",
+            "Without this factor it is adv_estimator: grpo with norm_adv_by_std_in_grpo: false; keep policy_loss.loss_mode: gpg, which is "
+            "algorithm.loss.kind: policy_gradient.",
+        )
     if estimator not in PRESETS:
         raise refused("algorithm.adv_estimator of an estimator", estimator, PRESETS)
     if estimator == "gdpo" and not normalised:

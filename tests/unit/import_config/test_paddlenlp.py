@@ -22,7 +22,7 @@ GRPO: dict[str, Any] = {
     "global_mini_batch_size": 16,
     "rollout_n": 8,
     "update_iters": 1,
-    "max_steps": 100,
+    "max_steps": 400,  # 4 an iteration
     "learning_rate": 5e-7,
     "lr_scheduler_type": "constant",
     "weight_decay": 0.01,
@@ -126,3 +126,21 @@ def test_what_must_be_decided() -> None:
 def test_another_algorithm_is_refused() -> None:
     with pytest.raises(ConfigError, match="unheard"):
         imported(rl_algorithm="unheard")
+
+
+def test_steps_are_optimizer_steps() -> None:
+    """64 prompts in mini-batches of 16, twice: 8 steps an iteration. The iteration with step 100 is the 13th."""
+    _, run = imported(update_iters=2, max_steps=100, save_steps=40, eval_steps=4, warmup_steps=20)
+    assert (run.iterations, run.trainer.save_interval, run.eval_interval, run.trainer.optimizer.warmup) == (13, 5, 1, 3)
+
+
+def test_options_that_its_training_does_not_have() -> None:
+    """Its trainer has a discount of 1 and a lambda of 0.95, which no option changes."""
+    ppo = {"rl_algorithm": "ppo", "rollout_n": 1}
+    found, run = imported(**ppo, gamma=1.0, gae_lambda=0.95, rollout_input_batch_size=4)
+    assert lost_keys(found) == [] and (run.algorithm.advantage.gamma, run.algorithm.advantage.lam) == (1.0, 0.95)
+    found, run = imported(**ppo, gamma=0.99, gae_lambda=0.9)
+    assert lost_keys(found) == ["gamma", "gae_lambda"] and (run.algorithm.advantage.gamma, run.algorithm.advantage.lam) == (
+        1.0,
+        0.95,
+    )

@@ -249,11 +249,6 @@ def test_the_command_of_trl_is_found_behind_another_tool(tmp_path: Path) -> None
     assert (found.values, found.program) == ({"beta": 0.1}, "trl grpo")
 
 
-def test_a_python_program_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not executed"):
-        read("GRPOConfig(beta=0.1)", tmp_path, "grpo.py")
-
-
 def test_processes_in_the_configuration_of_accelerate(tmp_path: Path) -> None:
     (tmp_path / "zero3.yaml").write_text("{num_processes: 6, mixed_precision: bf16}")
     assert read("accelerate launch --config_file zero3.yaml grpo.py --beta 0.2", tmp_path).values["num_processes"] == 6
