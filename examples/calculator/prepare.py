@@ -1,6 +1,6 @@
-"""Creates everything that the example needs from a seed: a tokenizer, an untrained model, and two data sets.
+"""Creates everything that the example needs from a seed: a tokenizer, an untrained model, and three data sets.
 
-The warm start teaches two ways to answer:
+The warm start teaches two ways to answer, first the second one alone, then both:
 guess    47*38 -> 1512                                     a number of the right length; nearly always wrong
 tool     47*38 -> calculate("47*38") -> 1786 -> 1786       asks the calculator, and repeats what it says
 Most conversations guess. Reinforcement learning discovers that the calculator is right.
@@ -23,7 +23,7 @@ from tiny_chat import ROLES, Row, is_prepared, save, seal, write_rows  # noqa: E
 from polyreme_environment.tool_schema import tool_schema  # noqa: E402
 
 ASKED = 0.25
-"""Share of conversations that ask the calculator."""
+"""Share of the mixture's conversations that ask the calculator."""
 CALL = ['<tool_call>\n{"name": "calculate", "arguments": {"expression": "', '"}}\n</tool_call>']
 WORDS = [*ROLES, *CALL, *"0123456789+-*", "calculate: Calculates.", "error"]
 SOURCES = [HERE / "prepare.py", HERE / "calculator.py"]
@@ -41,14 +41,14 @@ def tasks(rng: random.Random) -> Iterator[Row]:
         yield {"prompt": question, "answer": str(Calculator().calculate(question))}
 
 
-def conversations(rng: random.Random) -> Iterator[Row]:
-    """Yields conversations of both kinds, endlessly."""
+def conversations(rng: random.Random, asked: float) -> Iterator[Row]:
+    """Yields conversations, endlessly. `asked`: the share of those that ask the calculator."""
     tools = [tool_schema(Calculator.calculate, "calculate", "calculator.py")]
     while True:
         question = expression(rng)
         answer = str(Calculator().calculate(question))
         messages = [{"role": "user", "content": question}]
-        if rng.random() < ASKED:
+        if rng.random() < asked:
             call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": question}}}
             messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": answer}]
         else:
@@ -62,7 +62,8 @@ def prepare(out: Path, seed: int) -> bool:
         return False
     out.mkdir(parents=True, exist_ok=True)
     write_rows(out / "train.jsonl", tasks(random.Random(f"{seed}-tasks")), 4096)
-    write_rows(out / "conversations.jsonl", conversations(random.Random(f"{seed}-conversations")), 300 * 32)
+    write_rows(out / "asked.jsonl", conversations(random.Random(f"{seed}-asked"), 1.0), 300 * 32)
+    write_rows(out / "mixed.jsonl", conversations(random.Random(f"{seed}-mixed"), ASKED), 100 * 32)
     save(out / "model", WORDS, seed)
     seal(out, SOURCES, seed)
     return True
