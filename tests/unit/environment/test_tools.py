@@ -213,7 +213,7 @@ def test_every_call_is_answered_in_order() -> None:
 def test_results_are_bounded_and_must_be_text_or_json() -> None:
     box = Toolbox(Desk, "e.py")
     (answer,) = box.answer(Desk(), [Call("search", {"query": "a" * 50, "limit": 1}, "{}")], 40, finish)
-    assert answer[2] == '["' + "a" * 11 + ' ... (cut at 40 characters)' and len(answer[2]) <= 40
+    assert answer[2] == '["' + "a" * 11 + " ... (cut at 40 characters)" and len(answer[2]) <= 40
     with pytest.raises(ContractError, match="fails to return a text or a value that JSON has"):
         box.answer(Desk(), [Call("fails", {"how": "well"}, "{}")], 20, finish)
 
