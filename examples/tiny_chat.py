@@ -3,9 +3,11 @@
 Invariant: the same words and seed give the same files.
 """
 
+import argparse
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,34 @@ CHAT_TEMPLATE = (
 ROLES = ["system\n", "user\n", "assistant\n", "tool\n"]
 
 Row = dict[str, Any]
+Rows = Callable[[random.Random], Iterator[Row]]
 
 
-def is_prepared(out: Path, sources: Sequence[Path], seed: int) -> bool:
-    """Whether `out` was made from these sources and seed; if not, it is made now, and `seal` ends it."""
-    return (stamp := out / "prepared.txt").exists() and stamp.read_text() == _recipe(sources, seed)
+def main(here: Path, sources: Sequence[str], words: Sequence[str], data: Mapping[str, tuple[Rows, int]]) -> None:
+    """The command line of an example's prepare.py: writes its model and data unless they are there from the same recipe.
 
-
-def seal(out: Path, sources: Sequence[Path], seed: int) -> None:
-    """Marks `out` as complete."""
-    (out / "prepared.txt").write_text(_recipe(sources, seed))
+    Args:
+        here: the example's folder.
+        sources: its files that determine the data.
+        words: the tokenizer's.
+        data: by name, what yields the rows of a data set, and their number.
+    """
+    parser = argparse.ArgumentParser(description=f"Create the tokenizer, model and data of {here.name}.")
+    parser.add_argument("--out", type=Path, default=here / "data")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    out, seed, stamp = arguments.out, arguments.seed, arguments.out / "prepared.txt"
+    contents = b"".join(path.read_bytes() for path in (*(here / name for name in sources), Path(__file__)))
+    recipe = hashlib.sha256(contents + str(seed).encode()).hexdigest()
+    is_there = stamp.exists() and stamp.read_text() == recipe
+    if not is_there:
+        stamp.unlink(missing_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        for name, (rows, count) in data.items():
+            write_rows(out / f"{name}.jsonl", rows(random.Random(f"{seed}-{name}")), count)
+        save(out / "model", words, seed)
+        stamp.write_text(recipe)
+    print(f"{'already there:' if is_there else 'made'} {out}")
 
 
 def write_rows(path: Path, rows: Iterator[Row], count: int) -> None:
@@ -103,7 +123,3 @@ def save_model(folder: Path, vocabulary: int, seed: int) -> None:
 
 def _escaped(word: str) -> str:
     return "".join(f"\\{each}" if each in r"\^$.|?*+()[]{}" else each for each in word)
-
-
-def _recipe(sources: Sequence[Path], seed: int) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in (*sources, Path(__file__))) + str(seed).encode()).hexdigest()

@@ -8,17 +8,17 @@ Most conversations guess. Reinforcement learning discovers that the calculator i
 Invariant: the same seed gives the same files.
 """
 
-import argparse
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from calculator import OPERATIONS, Calculator  # noqa: E402
-from tiny_chat import ROLES, Row, is_prepared, save, seal, write_rows  # noqa: E402
+from tiny_chat import ROLES, Row, main  # noqa: E402
 
 from polyreme_environment.tool_schema import tool_schema  # noqa: E402
 
@@ -26,7 +26,6 @@ ASKED = 0.25
 """Share of the mixture's conversations that ask the calculator."""
 CALL = ['<tool_call>\n{"name": "calculate", "arguments": {"expression": "', '"}}\n</tool_call>']
 WORDS = [*ROLES, *CALL, *"0123456789+-*", "calculate: Calculates.", "error"]
-SOURCES = [HERE / "prepare.py", HERE / "calculator.py"]
 
 
 def expression(rng: random.Random) -> str:
@@ -56,27 +55,11 @@ def conversations(rng: random.Random, asked: float) -> Iterator[Row]:
         yield {"messages": [*messages, {"role": "assistant", "content": answer}], "tools": tools}
 
 
-def prepare(out: Path, seed: int) -> bool:
-    """Writes all files under `out`. Returns False if they already exist from the same recipe."""
-    if is_prepared(out, SOURCES, seed):
-        return False
-    out.mkdir(parents=True, exist_ok=True)
-    write_rows(out / "train.jsonl", tasks(random.Random(f"{seed}-tasks")), 4096)
-    write_rows(out / "asked.jsonl", conversations(random.Random(f"{seed}-asked"), 1.0), 300 * 32)
-    write_rows(out / "mixed.jsonl", conversations(random.Random(f"{seed}-mixed"), ASKED), 100 * 32)
-    save(out / "model", WORDS, seed)
-    seal(out, SOURCES, seed)
-    return True
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Create the tokenizer, model and data of the calculator.")
-    parser.add_argument("--out", type=Path, default=HERE / "data")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    made = prepare(arguments.out, arguments.seed)
-    print(f"{'made' if made else 'already there:'} {arguments.out}")
-
+DATA = {
+    "tasks": (tasks, 4096),
+    "asked": (partial(conversations, asked=1.0), 300 * 32),
+    "mixed": (partial(conversations, asked=ASKED), 100 * 32),
+}
 
 if __name__ == "__main__":
-    main()
+    main(HERE, ["prepare.py", "calculator.py"], WORDS, DATA)

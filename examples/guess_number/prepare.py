@@ -8,7 +8,6 @@ Most conversations are careless. Reinforcement learning discovers that careful p
 Invariant: the same seed gives the same files.
 """
 
-import argparse
 import random
 import sys
 from collections.abc import Iterator
@@ -18,14 +17,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from guess import GuessNumber  # noqa: E402
-from tiny_chat import ROLES, Row, is_prepared, save, seal, write_rows  # noqa: E402
+from tiny_chat import ROLES, Row, main  # noqa: E402
 
 NUMBERS = "123456789"
 TURNS = 4
 CAREFUL = 0.25
 """Share of careful conversations."""
 WORDS = [*ROLES, *NUMBERS, " to ", ": ", "guess", "higher", "lower", "number"]
-SOURCES = [HERE / "prepare.py", HERE / "guess.py"]
 
 
 def tasks(rng: random.Random) -> Iterator[Row]:
@@ -51,26 +49,7 @@ def conversations(rng: random.Random) -> Iterator[Row]:
         yield {"messages": messages if done else messages[:-1]}
 
 
-def prepare(out: Path, seed: int) -> bool:
-    """Writes all files under `out`. Returns False if they already exist from the same recipe."""
-    if is_prepared(out, SOURCES, seed):
-        return False
-    out.mkdir(parents=True, exist_ok=True)
-    write_rows(out / "train.jsonl", tasks(random.Random(f"{seed}-tasks")), 4096)
-    write_rows(out / "conversations.jsonl", conversations(random.Random(f"{seed}-conversations")), 300 * 32)
-    save(out / "model", WORDS, seed)
-    seal(out, SOURCES, seed)
-    return True
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Create the tokenizer, model and data of the guessing game.")
-    parser.add_argument("--out", type=Path, default=HERE / "data")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    made = prepare(arguments.out, arguments.seed)
-    print(f"{'made' if made else 'already there:'} {arguments.out}")
-
+DATA = {"tasks": (tasks, 4096), "conversations": (conversations, 300 * 32)}
 
 if __name__ == "__main__":
-    main()
+    main(HERE, ["prepare.py", "guess.py"], WORDS, DATA)

@@ -7,11 +7,11 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import ContractError
-from polyreme_environment.tool_calls import PARSERS, Call, Malformed, find_calls
+from polyreme_environment.tool_calls import PARSERS, Call, Calls, Malformed, find_calls
 from polyreme_environment.tool_schema import tool_schema
 from polyreme_environment.toolbox import Toolbox
 
@@ -187,7 +187,7 @@ def finish(value: Any) -> Any:
 
 def test_every_call_is_answered_in_order() -> None:
     box = Toolbox(Desk, "e.py")
-    made = [
+    made: Calls = [
         Call("search", {"query": "a", "limit": 2}, "{}"),
         Call("now", {}, "{}"),
         Call("write", {"notes": [], "mode": "new", "where": 1, "extra": {}}, "{}"),
