@@ -17,6 +17,8 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
+    "examples/calculator/README.md": "example-calculator.md",
+    "examples/guess_number/README.md": "example-guess-number.md",
     "examples/own_agent/README.md": "example-own-agent.md",
     "examples/own_algorithm/README.md": "example-own-algorithm.md",
     "examples/recipes/README.md": "recipes.md",

@@ -322,6 +322,17 @@ async def test_the_environment_of_the_guide(tmp_path):
         assert [each.reward for each in found] == [0.0, 0.0, -0.1, 1.0]
 
 
+async def test_the_tools_of_the_guide(tmp_path):
+    guide.write_files("environments.md", tmp_path)
+    async with serving(EnvironmentConfig(file=tmp_path / "desk.py")) as (_, stream):
+        episode = stream()
+        (tool,) = json.loads((await episode.start(prompt="Which is the capital of Peru?", answer="Lima")).tools_json)
+        assert list(tool["function"]["parameters"]["properties"]) == ["words", "limit"]
+        text = '<tool_call>{"name": "search", "arguments": {"words": "Peru"}}</tool_call>'
+        assert (await episode.answer(text)).messages[0].content == '["capital of Peru: Lima"]'
+        assert (await episode.answer("Lima")).reward == 1.0
+
+
 @asynccontextmanager
 async def hosted(redis, run_id, tmp_path, config, **sections):
     sections |= {"environment": config.model_dump(mode="json"), "reward": None}

@@ -1,4 +1,4 @@
-"""`polyreme environment` serves the environment of a run.
+"""`polyreme environment` serves the environment of a run. `polyreme environment test FILE` plays one episode of it.
 
 Invariant: after the first signal the server drains before it ends.
 """
@@ -9,11 +9,17 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from polyreme.errors import ConfigError
+from polyreme.config.load import load_config
+from polyreme.dataset.chat import read_prompt
+from polyreme.dataset.columns import TokenIds, value_at
+from polyreme.dataset.source import read_objects
+from polyreme.errors import ConfigError, DataError
 from polyreme.net.endpoint import Advertise, Endpoint, Host, HttpPort, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
@@ -24,17 +30,53 @@ logger = logging.getLogger(__name__)
 
 
 def environment(
-    redis: Annotated[str, redis_option("URL of the run's Redis.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[test run.yaml]", help="Play one episode, print it, and exit.")
+    ] = None,
+    redis: Annotated[str | None, redis_option("URL of the run's Redis.")] = None,
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id. Default: the newest run.")] = None,
     host: Host = None,
     port: Port = 0,
     http_port: HttpPort = 0,
     advertise: Advertise = None,
     wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Maximum seconds to wait for the run.")] = 60.0,
+    row: Annotated[int, typer.Option(min=1, help="test: number of the row of data.train, from 1.")] = 1,
+    url: Annotated[
+        str | None,
+        typer.Option(help="test: an OpenAI-compatible address, such as http://HOST:PORT/v1. Default: you type the answers."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="test: name of the model at --url. Default: the first that it serves.")
+    ] = None,
 ) -> None:
     """Play the episodes of a run's environment over gRPC."""
+    if words:
+        asyncio.run(_test(words, row, url, model))
+        return
     logging_setup.setup("environment")
+    if redis is None:
+        raise ConfigError("--redis URL", "none", "Pass the run's Redis, or `test run.yaml` to play an episode without a run.")
     run_service(_serve(redis, run, partial(endpoint_of, host, port, http_port, advertise), wait))
+
+
+async def _test(words: list[str], row: int, url: str | None, model: str | None) -> None:
+    from polyreme_environment import environment_test as test
+
+    test.check_test(words)
+    config = load_config(Path(words[1]))
+    if config.environment is None:
+        raise ConfigError(f"a section `environment` in {words[1]}", "none", "Add it.")
+    chosen = test.chosen_row([fields for _, fields in islice(read_objects(config.data.train), row)], row)
+    prompt = read_prompt(value_at(chosen, config.data.prompt_key), f"{config.data.prompt_key!r} of row {row}")
+    if isinstance(prompt, TokenIds):
+        raise DataError("a prompt of text or messages", "tokens", "Choose another row.")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt.messages]
+    settings, limit = config.environment, config.rollout.max_new_tokens
+    async with nullcontext(test.typed) if url is None else test.asked(url, model, settings.tool_parser, limit) as policy:
+        episode = await test.play(settings, chosen, messages, policy, print)
+    print(f"ended    {episode.ended}; reward {episode.reward:g}")
+    if episode.failed:
+        raise typer.Exit(1)
 
 
 async def _serve(redis: str, run_id: str | None, endpoint_towards: Callable[[str | None], Endpoint], wait: float) -> None:

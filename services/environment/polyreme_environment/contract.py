@@ -37,8 +37,6 @@ ToolCall = tuple[str, str, str, float, str]
 """Name, arguments as JSON text, result, wall-clock seconds, and why it failed ("": it did not), as in the record."""
 
 
-_CUT_CHARS = 64
-"""For what a tool's result says about its cut."""
 
 
 class ContractError(Exception):
@@ -121,9 +119,16 @@ def understood(reply: Mapping[str, Any], limit: int) -> Moved:
     """A worker's reply, which user code in its process could have written. Raises ContractError, or what reading another form raises."""
     said = [{"role": role, "content": content} for role, content in reply["messages"]]
     numbers = {str(name): finite(value, "part") for name, value in reply["parts"].items()}
-    calls = [(str(n), str(a), str(r), finite(s, "seconds of a call"), str(e)) for n, a, r, s, e in reply["calls"]]
-    messages = _messages(said, "the worker", limit + _CUT_CHARS * len(calls))
-    return Moved(messages, finite(reply["reward"], "reward"), bool(reply["done"]), numbers, calls, list(reply["tools"]))
+    calls = [_call(*call, limit=limit) for call in reply["calls"]]
+    tools = [dict(tool) for tool in reply["tools"]]
+    return Moved(
+        _messages(said, "the worker", limit), finite(reply["reward"], "reward"), bool(reply["done"]), numbers, calls, tools
+    )
+
+
+def _call(name: str, arguments: str, result: str, seconds: float, error: str, *, limit: int) -> ToolCall:
+    texts = [text[:limit].encode(errors="replace").decode() for text in (name, arguments, result, error)]
+    return texts[0], texts[1], texts[2], max(0.0, finite(seconds, "seconds of a tool")), texts[3]
 
 
 def _messages(value: object, method: str, limit: int) -> list[Message]:

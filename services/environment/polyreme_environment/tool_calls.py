@@ -73,6 +73,13 @@ PARSERS: Mapping[str, Callable[[str], Calls]] = {"hermes": _hermes, "llama3_json
 """The parsers, by the names that vLLM has for them."""
 
 
+def write_call(name: str, arguments: str, parser: str) -> str:
+    """A call with JSON text as its arguments, in the form that the parser reads."""
+    if parser == "hermes":
+        return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
+    return f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}'
+
+
 def _read(text: str, key: str) -> Call | Malformed:
     try:
         value = json.loads(text, parse_constant=_refuse)

@@ -67,7 +67,10 @@ class Toolbox:
 
 
 def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"
+    if len(text) <= limit:
+        return text
+    left_out = f" ... (cut at {limit} characters)"
+    return (text[: max(0, limit - len(left_out))] + left_out)[:limit]
 
 
 def _reason(error: Exception) -> str:

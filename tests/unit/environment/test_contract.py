@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from polyreme.errors import ConfigError
-from polyreme_environment.contract import ContractError, Moved, begun, choose, moved, tool_names
+from polyreme_environment.contract import ContractError, Moved, begun, choose, moved, tool_names, understood
 
 
 class Env:
@@ -109,3 +109,21 @@ class Nasty:
 def test_anything_else_is_refused(answer: object, message: str) -> None:
     with pytest.raises(ContractError, match=message):
         moved(answer, 10)
+
+
+def reply(**changes: Any) -> dict[str, Any]:
+    empty = {"messages": [], "reward": 0.0, "done": False, "parts": {}, "calls": [], "tools": []}
+    return {**empty, **changes}
+
+
+def test_a_workers_calls_are_read_within_the_limit() -> None:
+    found = understood(reply(calls=[["f", "{}" * 9, "\ud800", -1, ""]], messages=[["tool", "x"]], tools=[{"type": "t"}]), 4)
+    assert found == Moved([("tool", "x")], calls=[("f", "{}{}", "?", 0.0, "")], tools=[{"type": "t"}])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"calls": [["f", "{}", "x", "soon", ""]]}, {"calls": [["f"]]}, {"calls": [[1] * 5]}, {"tools": [3]}]
+)
+def test_what_no_worker_says_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises((ContractError, TypeError, ValueError)):
+        understood(reply(**changes), 9)

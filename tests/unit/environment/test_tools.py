@@ -7,11 +7,11 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import ContractError
-from polyreme_environment.tool_calls import PARSERS, Call, Malformed, find_calls
+from polyreme_environment.tool_calls import PARSERS, Call, Calls, Malformed, find_calls
 from polyreme_environment.tool_schema import tool_schema
 from polyreme_environment.toolbox import Toolbox
 
@@ -187,7 +187,7 @@ def finish(value: Any) -> Any:
 
 def test_every_call_is_answered_in_order() -> None:
     box = Toolbox(Desk, "e.py")
-    made = [
+    made: Calls = [
         Call("search", {"query": "a", "limit": 2}, "{}"),
         Call("now", {}, "{}"),
         Call("write", {"notes": [], "mode": "new", "where": 1, "extra": {}}, "{}"),
@@ -212,8 +212,8 @@ def test_every_call_is_answered_in_order() -> None:
 
 def test_results_are_bounded_and_must_be_text_or_json() -> None:
     box = Toolbox(Desk, "e.py")
-    (answer,) = box.answer(Desk(), [Call("search", {"query": "a" * 50, "limit": 1}, "{}")], 20, finish)
-    assert answer[2] == '["' + "a" * 18 + " ... (34 more characters)"
+    (answer,) = box.answer(Desk(), [Call("search", {"query": "a" * 50, "limit": 1}, "{}")], 40, finish)
+    assert answer[2] == '["' + "a" * 11 + " ... (cut at 40 characters)" and len(answer[2]) <= 40
     with pytest.raises(ContractError, match="fails to return a text or a value that JSON has"):
         box.answer(Desk(), [Call("fails", {"how": "well"}, "{}")], 20, finish)
 

@@ -1,0 +1,59 @@
+"""The examples with an environment: they play, call their tools, and reach their documented results."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
+
+
+def trained(folder: Path, example: str, *overrides: str) -> tuple[Path, list[dict[str, Any]]]:
+    """Runs an example in a copy. Returns its run directory and the records of its iterations."""
+    shutil.copytree(EXAMPLES / example, folder / example, ignore=shutil.ignore_patterns("data", "__pycache__"))
+    shutil.copy(EXAMPLES / "tiny_chat.py", folder)
+    subprocess.run([sys.executable, str(folder / example / "prepare.py")], check=True, timeout=600)
+    command = [sys.executable, "-m", "polyreme", "up", str(folder / example / "run.yaml"), f"output_dir={folder}", *overrides]
+    subprocess.run(command, check=True, timeout=1800, env={**os.environ, "COLUMNS": "120"})
+    (run_dir,) = folder.glob("*/run.json")
+    records = map(json.loads, (run_dir.parent / "metrics.jsonl").read_text().splitlines())
+    subprocess.run([sys.executable, "-m", "polyreme", "audit", str(run_dir.parent)], check=True, timeout=300)
+    return run_dir.parent, [record for record in records if record["kind"] == "iteration"]
+
+
+def test_calls_of_tools_stand_in_the_samples(tmp_path: Path) -> None:
+    run_dir, (first, second) = trained(tmp_path, "calculator", "iterations=2", "groups_per_iteration=8")
+    for record in (first, second):
+        assert 0 < record["episode/tool_calls"] <= 2
+        assert record["episode/tool_seconds"] > 0
+        assert record["mismatch_kl"] < 1e-4, "the learner sees the tokens that were sampled"
+    samples = [json.loads(line) for line in (run_dir / "samples" / "iteration_0001.jsonl").read_text().splitlines()]
+    called = 0
+    for sample in samples:
+        calls = [call for turn in sample["turns"] for call in turn["tool_calls"]]
+        results = [message["content"] for message in sample["messages"] if message["role"] == "tool"]
+        assert results == [call["result"] for call in calls][: len(results)], (
+            "the last turn's results are not shown to the policy"
+        )
+        called += len(calls)
+    assert called == round(first["episode/tool_calls"] * len(samples))
+
+
+@pytest.mark.slow
+def test_the_policy_learns_to_use_the_calculator(tmp_path: Path) -> None:
+    _, records = trained(tmp_path, "calculator")
+    assert records[0]["reward/mean"] < 0.4 and records[-1]["reward/mean"] > 0.9
+    assert records[0]["episode/tool_calls"] < 0.5 and records[-1]["episode/tool_calls"] > 0.9
+
+
+@pytest.mark.slow
+def test_the_policy_learns_to_guess(tmp_path: Path) -> None:
+    _, records = trained(tmp_path, "guess_number")
+    assert records[0]["reward/mean"] < 0.6 and records[-1]["reward/mean"] > 0.85
