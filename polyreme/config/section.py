@@ -4,11 +4,12 @@ Invariant: every property of a field is declared on the field. Its type decides 
 file's folder), and the mark `Operational` states that it does not affect the trained weights, except by rounding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 Value = TypeVar("Value")
@@ -23,7 +24,8 @@ Operational = Annotated[Value, _OperationalMark()]
 
 
 class Section(BaseModel):
-    """One mapping of the YAML file. Unknown keys are errors.
+    """One mapping of the YAML file. Unknown keys are errors, and so are values that could only be read as something else: true and false are no
+    numbers, and a number is no date.
 
     Attributes:
         filled_by: the key that provides the defaults of inherited fields, or None when the schema does.
@@ -31,6 +33,14 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     filled_by: ClassVar[str | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mark_misread(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        fields = cls.model_fields
+        return {key: _marked(value, fields[key]) if key in fields else value for key, value in given.items()}
 
 
 def subsections(field: FieldInfo) -> list[type[Section]]:
@@ -87,3 +97,24 @@ def _kinds(annotation: Any) -> Iterator[Any]:
     yield annotation
     for inner in getattr(annotation, "__args__", ()):
         yield from _kinds(inner)
+
+
+class _Misread:
+    """Stands for a value that pydantic would take for one of another type, so that the field's own error names it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return str(self._value).lower()
+
+
+def _marked(value: Any, field: FieldInfo) -> Any:
+    """The value; misread ones, also in a list, are marked. true and false would become 1 and 0, and a number a time since 1970."""
+    if isinstance(value, list | tuple):
+        return [_marked(each, field) for each in value]
+    kinds = set(_kinds(field.annotation))
+    if isinstance(value, bool) and not kinds & {bool, Any}:
+        return _Misread(value)
+    is_number = isinstance(value, int | float) or (isinstance(value, str) and "-" not in value)
+    return _Misread(value) if date in kinds and is_number else value

@@ -2,7 +2,7 @@
 
 Invariant: training, evaluation, stages, warm start, reward models, `/v1` and the checks of data give a template its messages and tools only in
 the form that this module returns, so equal rows have equal tokens everywhere. Nothing of a message is dropped except null fields, with which
-Arrow fills what a row does not have. Pure.
+Arrow fills what a row does not have. Pure, except for the trial of a template before its first use.
 
 The form is the one that the templates of transformers expect: `content` is a text, '' where a message has only tool calls or a thought;
 `arguments` of a tool call are a mapping; an absent field is absent.
@@ -17,6 +17,7 @@ from typing import Any
 
 from polyreme.dataset.columns import TokenIds
 from polyreme.dataset.strict_json import from_text, messages_of
+from polyreme.dataset.template_trial import try_template
 from polyreme.errors import DataError
 
 Message = dict[str, Any]
@@ -139,12 +140,14 @@ def render(tokenizer: Any, chats: Sequence[Chat], *, opened: bool, day: date | N
         day: the day that the template shows; None: today.
 
     Raises:
+        ConfigError: the template exceeds the limits of `template_trial`.
         DataError: the template refuses a conversation.
     """
     if len(chats) > 1 and any(chat.tools != chats[0].tools for chat in chats):
         return [text for chat in chats for text in render(tokenizer, [chat], opened=opened, day=day)]
     tools = [*chats[0].tools] if chats and chats[0].tools is not None else None
     template = tokenizer.get_chat_template(tools=tools)
+    try_template(template, tokenizer.special_tokens_map)
     fitted = [list(for_template(chat, template).messages) for chat in chats]
     clock = {"strftime_now": clock_of(day)} if day is not None else {}
     try:

@@ -1,13 +1,17 @@
 """A field's type decides how it is read, and its mark whether it is part of the fingerprint."""
 
+from datetime import date
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 from pydantic import Field
 
-from polyreme.config.load import load_config
+from polyreme.config.load import load_config, parse
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Operational, Section, holds_path, is_operational, known_keys, subsections, without_operational
+from polyreme.errors import ConfigError
 
 
 class Leaf(Section):
@@ -90,3 +94,38 @@ def test_all_keys_outside_subsections_are_described() -> None:
         return bare
 
     assert check(RunConfig, "") == []
+
+
+class Typed(Section):
+    size: int = 1
+    rate: float | None = None
+    pair: tuple[float, float] | None = None
+    sizes: list[int] = Field([])
+    day: date | None = None
+    flag: bool = False
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"size": True}, ["size: Input should be a valid integer, found true"]),
+        ({"size": False, "rate": True}, ["size: Input should be a valid integer, found false", "rate: ", "found true"]),
+        ({"pair": [0.5, True]}, ["pair.1: Input should be a valid number, found true"]),
+        ({"sizes": [1, False]}, ["sizes.1: Input should be a valid integer, found false"]),
+        ({"day": 20260101}, ["day: Input should be a valid date", "found 20260101"]),
+        ({"day": "2026"}, ["day: Input should be a valid date", "found 2026"]),
+    ],
+)
+def test_a_value_of_another_type_is_named_never_converted(given: dict[str, Any], found: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(given, "run.yaml", Typed)
+    for part in found:
+        assert part in str(raised.value)
+
+
+def test_values_of_their_type_are_taken() -> None:
+    given = {"size": "3", "rate": 1, "pair": [0, 1.5], "sizes": [2.0], "day": "2026-01-02", "flag": True}
+    taken = Typed.model_validate(given)
+    assert (taken.size, taken.rate, taken.pair, taken.sizes, taken.flag) == (3, 1.0, (0.0, 1.5), [2], True)
+    assert taken.day == date(2026, 1, 2)
+    assert Typed(day=date(2026, 1, 2)).day == date(2026, 1, 2)

@@ -282,3 +282,8 @@ def test_a_check_may_raise_or_yield(config_file: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(checks, "entry_points", lambda group: [Point()])
     result = found(config_file)
     assert result.notices == ("a notice",) and [type(error) for error in result.errors] == [ConfigError, DataError]
+
+
+@pytest.mark.parametrize("name", ["vlm", "simulatedd"])
+def test_an_engine_that_nothing_declares_is_an_error(config_file: Path, name: str) -> None:
+    assert f"one of simulated, transformers, vllm; found '{name}'" in errors(config_file, f"rollout.engine={name}")

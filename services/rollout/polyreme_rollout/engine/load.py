@@ -3,7 +3,7 @@
 Invariant: only the chosen engine is imported.
 """
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from polyreme.errors import ConfigError
 from polyreme_rollout.engine.protocol import EngineFactory
@@ -12,7 +12,13 @@ GROUP = "polyreme.engines"
 
 
 def load_engine(name: str) -> EngineFactory:
-    """The factory of the engine `name`. Raises ConfigError for a name that no installed distribution declares."""
+    """The factory of the engine `name`. Raises ConfigError as `find_engine`."""
+    factory: EngineFactory = find_engine(name).load()
+    return factory
+
+
+def find_engine(name: str) -> EntryPoint:
+    """The declaration of the engine `name`. Raises ConfigError for a name that no installed distribution declares."""
     points = entry_points(group=GROUP)
     found = [point for point in points if point.name == name]
     if not found:
@@ -20,5 +26,4 @@ def load_engine(name: str) -> EngineFactory:
         raise ConfigError(
             f"`rollout.engine` to name one of {installed}", f"{name!r}", "Fix `rollout.engine`, or install that engine."
         )
-    factory: EngineFactory = found[0].load()
-    return factory
+    return found[0]

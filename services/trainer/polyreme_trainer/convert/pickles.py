@@ -72,17 +72,21 @@ def load(file: Path) -> Any:
     """The content of a file of torch.save. Tensors stay in the file until they are read. Raises ConfigError for a damaged file."""
     try:
         if zipfile.is_zipfile(file):
-            _refuse_torchscript(file)
+            _check_archive(file)
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PICKLE)
     except DAMAGED as error:
         raise ConfigError(f"a file of torch.save in {file}", f"{type(error).__name__}: {error}", "Restore the file.") from None
 
 
-def _refuse_torchscript(file: Path) -> None:
-    """Raises ValueError for a TorchScript archive, because torch.load runs the program in it whatever the pickle module is."""
+def _check_archive(file: Path) -> None:
+    """Raises ValueError for a TorchScript archive, because torch.load runs the program in it whatever the pickle module is, and for compressed
+    entries, which torch.save never writes: a small one can fill the memory."""
     with zipfile.ZipFile(file) as archive:
-        if any(PurePosixPath(name).name == "constants.pkl" for name in archive.namelist()):
-            raise ValueError("a TorchScript program")
+        entries = archive.infolist()
+    if any(PurePosixPath(entry.filename).name == "constants.pkl" for entry in entries):
+        raise ValueError("a TorchScript program")
+    if packed := [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > entry.compress_size]:
+        raise ValueError(f"{packed[0].filename} is compressed, {packed[0].compress_size} bytes for {packed[0].file_size}")
 
 
 def load_index(stream: BinaryIO) -> Any:

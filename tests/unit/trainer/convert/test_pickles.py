@@ -1,6 +1,7 @@
 """A file of torch.save is data: reading it calls nothing that the file names."""
 
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,14 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         pickles.load(tmp_path / "model.pt")
     assert "TorchScript" in caught.value.found
+
+
+def test_a_compressed_entry_is_refused_unread(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(1 << 20)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "model.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    assert (tmp_path / "model.pt").stat().st_size < (tmp_path / "plain.pt").stat().st_size / 100
+    with pytest.raises(ConfigError, match="is compressed, .* bytes for") as caught:
+        pickles.load(tmp_path / "model.pt")
+    assert str(tmp_path / "model.pt") in caught.value.expected
