@@ -23,6 +23,7 @@ from polyreme.config.yaml_text import load_yaml
 from polyreme.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=BaseConfig)
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -105,7 +106,7 @@ def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
     return parse(tree, source, RunConfig)
 
 
-def parse(tree: dict[str, Any], source: str, schema: type[Schema]) -> Schema:
+def parse(tree: dict[str, Any], source: str, schema: type[AnySection]) -> AnySection:
     """Validates a tree of plain values against `schema`. `source` names its origin in errors. Raises ConfigError."""
     try:
         return schema.model_validate(tree)

@@ -6,7 +6,7 @@ Invariant: a field has the value of a start without arguments, and each default 
 import ast
 from collections.abc import Iterator
 
-from polyreme.import_config.scripts.names import Open, Program
+from polyreme.import_config.scripts.names import Open, ScriptProgram
 from polyreme.import_config.scripts.values import Values
 
 PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
@@ -143,7 +143,7 @@ def _argument(values: Values, node: ast.Attribute) -> ast.expr:
     return usual
 
 
-def _at(constant: ast.Constant, call: ast.Call, program: Program) -> ast.Constant:
+def _at(constant: ast.Constant, call: ast.Call, program: ScriptProgram) -> ast.Constant:
     program.places[constant] = program.places[call]
     return ast.copy_location(constant, call)
 

@@ -64,7 +64,7 @@ class Binding:
 
 
 @dataclass
-class Program:
+class ScriptProgram:
     """A program with its names.
 
     Attributes:
@@ -140,9 +140,9 @@ class Program:
         return same and node.lineno < use.lineno  # type: ignore[attr-defined]
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str) -> ScriptProgram:
     """The names of a program's text. Raises SyntaxError or ValueError as `ast.parse` does."""
-    program = Program(ast.parse(text))
+    program = ScriptProgram(ast.parse(text))
     _walk(program, program.tree, Place(program.tree, ()))
     aliases = list(_aliases(program))
     for _ in aliases:
@@ -152,7 +152,7 @@ def read_program(text: str) -> Program:
     return program
 
 
-def _aliases(program: Program) -> Iterator[tuple[str, str]]:
+def _aliases(program: ScriptProgram) -> Iterator[tuple[str, str]]:
     """Pairs of a name and of the name whose object it stands for, by an assignment or as a parameter of a function of the program."""
     functions = {node.name: node for node in program.places if isinstance(node, ast.FunctionDef)}
     for node in program.places:
@@ -170,7 +170,7 @@ def is_main_guard(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
-def _walk(program: Program, node: ast.AST, place: Place) -> None:
+def _walk(program: ScriptProgram, node: ast.AST, place: Place) -> None:
     program.places[node] = place
     for binding, name in _bindings(node):
         scope = _owner(program, name, place)
@@ -196,7 +196,7 @@ def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
                 yield part, child
 
 
-def _owner(program: Program, name: str, place: Place) -> Scope:
+def _owner(program: ScriptProgram, name: str, place: Place) -> Scope:
     """The scope whose name a statement binds: the module for names that a function declares as global."""
     body = place.scope.body if isinstance(place.scope, ast.FunctionDef | ast.AsyncFunctionDef) else []
     declared = [each for each in body if isinstance(each, ast.Global | ast.Nonlocal) and name in each.names]
@@ -254,7 +254,7 @@ def _names(target: ast.AST) -> Iterator[str]:
     yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
 
 
-def _note_changes(program: Program, node: ast.AST) -> None:
+def _note_changes(program: ScriptProgram, node: ast.AST) -> None:
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attribute)) if attribute in _CHANGING:
             program.changed.setdefault(name, node)

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polyreme.import_config.scripts.names import Binding, Open, Program
+from polyreme.import_config.scripts.names import Binding, Open, ScriptProgram
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
@@ -55,7 +55,7 @@ class Values:
         defaults: what a command line or the environment would decide, and whose default was read.
     """
 
-    def __init__(self, program: Program, field_of: "Callable[[Values, ast.Attribute], ast.expr]"):
+    def __init__(self, program: ScriptProgram, field_of: "Callable[[Values, ast.Attribute], ast.expr]"):
         """`field_of` returns the expression of `name.field`, for configurations that the program defines itself; it raises Open."""
         self._field_of = field_of
         self.program = program

@@ -37,8 +37,6 @@ ToolCall = tuple[str, str, str, float, str]
 """Name, arguments as JSON text, result, wall-clock seconds, and why it failed ("": it did not), as in the record."""
 
 
-
-
 class ContractError(Exception):
     """User code has returned something else than the contract says."""
 

@@ -32,7 +32,7 @@ _KEY = "OPENAI_API_KEY"
 
 
 @dataclass
-class Episode:
+class TriedEpisode:
     """How an episode went: its reward, why it ended, and whether the environment failed."""
 
     messages: list[Message] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Episode:
 
 async def play(
     config: EnvironmentConfig, row: Mapping[str, Any], prompt: Sequence[Message], policy: Policy, show: Callable[[str], None]
-) -> Episode:
+) -> TriedEpisode:
     """Plays an episode of a row. `prompt`: its messages where `reset` returns none.
 
     Raises:
@@ -61,8 +61,8 @@ async def play(
 
 async def _play(
     call: Any, turns: int, row: Mapping[str, Any], prompt: Sequence[Message], policy: Policy, show: Callable[[str], None]
-) -> Episode:
-    episode, tools = Episode(), []
+) -> TriedEpisode:
+    episode, tools = TriedEpisode(), []
     await call.write(pb.RunRequest(start=pb.Start(row_json=json.dumps(dict(row)))))
     for turn in range(turns + 1):
         response = await call.read()

@@ -15,7 +15,7 @@ _THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedCall:
     """A call. `arguments`: by name; `text`: their JSON text."""
 
     name: str
@@ -31,7 +31,7 @@ class Malformed:
     problem: str
 
 
-Calls = list[Call | Malformed]
+Calls = list[ParsedCall | Malformed]
 
 
 def find_calls(answer: str, parser: str) -> Calls:
@@ -80,7 +80,7 @@ def write_call(name: str, arguments: str, parser: str) -> str:
     return f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}'
 
 
-def _read(text: str, key: str) -> Call | Malformed:
+def _read(text: str, key: str) -> ParsedCall | Malformed:
     try:
         value = json.loads(text, parse_constant=_refuse)
         json.dumps(value, ensure_ascii=False).encode()  # an escape may stand for half a character
@@ -90,7 +90,7 @@ def _read(text: str, key: str) -> Call | Malformed:
     arguments = value.get(key) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return Malformed(text, f'expected {{"name": ..., "{key}": {{...}}}}')
-    return Call(name, arguments, json.dumps(arguments, ensure_ascii=False))
+    return ParsedCall(name, arguments, json.dumps(arguments, ensure_ascii=False))
 
 
 def _refuse(constant: str) -> None:

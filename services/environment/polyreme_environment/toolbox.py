@@ -11,7 +11,7 @@ from typing import Any
 
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import RESERVED, ContractError, ToolCall, result_of, tool_names
-from polyreme_environment.tool_calls import Call, Calls, Malformed
+from polyreme_environment.tool_calls import Calls, Malformed, ParsedCall
 from polyreme_environment.tool_schema import Schema, tool_schema
 
 _NAMED = 10
@@ -44,7 +44,7 @@ class Toolbox:
         """
         return [self._answer(episode, call, limit // len(calls), finish) for call in calls]
 
-    def _answer(self, episode: Any, call: Call | Malformed, limit: int, finish: Callable[[Any], Any]) -> ToolCall:
+    def _answer(self, episode: Any, call: ParsedCall | Malformed, limit: int, finish: Callable[[Any], Any]) -> ToolCall:
         began, name = time.monotonic(), "" if isinstance(call, Malformed) else call.name
         result = error = ""
         try:
@@ -57,7 +57,7 @@ class Toolbox:
             error = _reason(raised)
         return name, call.text, _cut(result or f"error: {error}" * bool(error), limit), time.monotonic() - began, error
 
-    def _bound(self, episode: Any, call: Call) -> Callable[[], Any]:
+    def _bound(self, episode: Any, call: ParsedCall) -> Callable[[], Any]:
         if call.name not in self._names:
             more = ", ..." * (len(self._names) > _NAMED)
             raise ValueError(f"no tool is called {call.name[:100]!r}; the tools are {', '.join(self._names[:_NAMED])}{more}")

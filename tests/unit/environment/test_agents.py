@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.config.environment import EnvironmentConfig
-from polyreme_environment.agents.conversation import Conversation
+from polyreme_environment.agents.conversation import AgentConversation
 from polyreme_environment.agents.message import Spoken, spoken
-from polyreme_environment.agents.request import ChatRequest, RefusedError, parse
+from polyreme_environment.agents.request import ChatRequest, RefusedRequestError, parse
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
-from polyreme_environment.tool_calls import Call
+from polyreme_environment.tool_calls import ParsedCall
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -53,7 +53,7 @@ def request(**body: Any) -> ChatRequest:
     ],
 )
 def test_what_changes_the_distribution_or_cannot_be_read_is_refused(key: str, value: Any) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(RefusedRequestError) as refused:
         request(**{key: value})
     assert refused.value.status == 400 and key in refused.value.message
 
@@ -84,7 +84,7 @@ BLANKS = st.sampled_from(["", " ", "\n", "  \n"])
 def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], data: st.DataObject) -> None:
     """Against a plain model: a dict from the messages, with stripped answers, to the number of the turn."""
     known: dict[Any, int] = {}
-    conversation = Conversation()
+    conversation = AgentConversation()
     history: list[dict[str, str]] = []
     for new, answer, blanks in turns:
         begins = data.draw(st.booleans())
@@ -101,7 +101,7 @@ def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], 
 
 TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 12,  "b":34}}\n</tool_call>'
-MULTIPLY = Call("multiply", {"a": 12, "b": 34}, '{"a": 12, "b": 34}')
+MULTIPLY = ParsedCall("multiply", {"a": 12, "b": 34}, '{"a": 12, "b": 34}')
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "multiply", "arguments": {"a": 12}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call_1", "content": "408"}
-    conversation = Conversation()
+    conversation = AgentConversation()
     assert conversation.add([HELLO], answer, [TOOL]) == 1
     again = {**answer, "content": "\n", "tool_calls": [{**call, "function": {"name": "multiply", "arguments": {"a": 12.0}}}]}
     assert conversation.place([HELLO, again, result], [TOOL]) == (1, [result])

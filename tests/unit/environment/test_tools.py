@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import ContractError
-from polyreme_environment.tool_calls import PARSERS, Call, Calls, Malformed, find_calls
+from polyreme_environment.tool_calls import PARSERS, Calls, Malformed, ParsedCall, find_calls
 from polyreme_environment.tool_schema import tool_schema
 from polyreme_environment.toolbox import Toolbox
 
@@ -135,17 +135,17 @@ def test_calls_are_read_as_they_were_written(calls: list[tuple[str, dict[str, An
     thought = '<think>\n<tool_call>{"name": "no", "arguments": {}}</tool_call>\n</think>\n'
     whole = hermes(calls, indent)
     for text in (said + whole, thought + said + whole, (said + whole).removesuffix("\n</tool_call>")):
-        assert [(call.name, call.arguments) for call in find_calls(text, "hermes") if isinstance(call, Call)] == calls
+        assert [(call.name, call.arguments) for call in find_calls(text, "hermes") if isinstance(call, ParsedCall)] == calls
     llama = "; ".join(json.dumps({"name": name, "parameters": arguments}, indent=indent) for name, arguments in calls)
     found = find_calls(f"<|python_tag|>{llama}", "llama3_json")
-    assert [(call.name, call.arguments) for call in found if isinstance(call, Call)] == calls
+    assert [(call.name, call.arguments) for call in found if isinstance(call, ParsedCall)] == calls
 
 
 @given(text=st.text(max_size=30) | st.text('<tool_cal>/{}"name:gunts,1 ', max_size=60), parser=st.sampled_from(sorted(PARSERS)))
 def test_any_text_has_calls_or_none(text: str, parser: str) -> None:
     for answer in (text, f"<tool_call>{text}</tool_call>", f"{{{text}"):
         for call in find_calls(answer, parser):
-            assert json.loads(call.text) == call.arguments if isinstance(call, Call) else call.problem
+            assert json.loads(call.text) == call.arguments if isinstance(call, ParsedCall) else call.problem
 
 
 @pytest.mark.parametrize(
@@ -188,12 +188,12 @@ def finish(value: Any) -> Any:
 def test_every_call_is_answered_in_order() -> None:
     box = Toolbox(Desk, "e.py")
     made: Calls = [
-        Call("search", {"query": "a", "limit": 2}, "{}"),
-        Call("now", {}, "{}"),
-        Call("write", {"notes": [], "mode": "new", "where": 1, "extra": {}}, "{}"),
-        Call("close", {}, "{}"),
-        Call("search", {"limit": 2}, "{}"),
-        Call("fails", {"how": "badly"}, "{}"),
+        ParsedCall("search", {"query": "a", "limit": 2}, "{}"),
+        ParsedCall("now", {}, "{}"),
+        ParsedCall("write", {"notes": [], "mode": "new", "where": 1, "extra": {}}, "{}"),
+        ParsedCall("close", {}, "{}"),
+        ParsedCall("search", {"limit": 2}, "{}"),
+        ParsedCall("fails", {"how": "badly"}, "{}"),
         Malformed("no", "it is no JSON"),
     ]
     answers = box.answer(Desk(), made, 7000, finish)
@@ -212,10 +212,10 @@ def test_every_call_is_answered_in_order() -> None:
 
 def test_results_are_bounded_and_must_be_text_or_json() -> None:
     box = Toolbox(Desk, "e.py")
-    (answer,) = box.answer(Desk(), [Call("search", {"query": "a" * 50, "limit": 1}, "{}")], 40, finish)
+    (answer,) = box.answer(Desk(), [ParsedCall("search", {"query": "a" * 50, "limit": 1}, "{}")], 40, finish)
     assert answer[2] == '["' + "a" * 11 + " ... (cut at 40 characters)" and len(answer[2]) <= 40
     with pytest.raises(ContractError, match="fails to return a text or a value that JSON has"):
-        box.answer(Desk(), [Call("fails", {"how": "well"}, "{}")], 20, finish)
+        box.answer(Desk(), [ParsedCall("fails", {"how": "well"}, "{}")], 20, finish)
 
 
 @pytest.mark.parametrize("tools", [["gone"], ["step"], "now", [3]])

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polyreme_environment.agents.reply import completion, error, events
-from polyreme_environment.agents.request import RefusedError, parse, read_object
+from polyreme_environment.agents.request import RefusedRequestError, parse, read_object
 from polyreme_environment.agents.session import AgentSession, SessionTable
 
 _PREFIXES = ("/s/{id}/v1", "/v1")
@@ -44,7 +44,7 @@ def session_routes(sessions: SessionTable) -> list[Route]:
             try:
                 session = sessions.find(_key(request), request.path_params.get("id"))
                 return await answer(session, await request.body())
-            except RefusedError as refused:
+            except RefusedRequestError as refused:
                 return JSONResponse(error(refused.message, refused.code), refused.status)
             except ClientDisconnect:  # within its body
                 return Response(status_code=400)
@@ -78,7 +78,7 @@ async def _chat(session: AgentSession, body: bytes) -> Response:
 async def _reward(session: AgentSession, body: bytes) -> Response:
     given: Any = read_object(body).get("reward")
     if isinstance(given, bool) or not isinstance(given, int | float):
-        raise RefusedError(400, f"expected a number as `reward`; found {given!r:.100}", "invalid_request")
+        raise RefusedRequestError(400, f"expected a number as `reward`; found {given!r:.100}", "invalid_request")
     session.reward(float(given))
     return JSONResponse({"status": "ok"})
 

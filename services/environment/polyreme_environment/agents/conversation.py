@@ -13,7 +13,7 @@ from typing import Any
 Message = dict[str, Any]
 
 
-class Conversation:
+class AgentConversation:
     """The turns of a session, in the order of sampling."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ Invariant: nothing of an answer is left out. What only looks like a call stays i
 
 from dataclasses import dataclass
 
-from polyreme_environment.tool_calls import Call, find_calls
+from polyreme_environment.tool_calls import ParsedCall, find_calls
 
 _THOUGHT_BEGINS, _THOUGHT_ENDS, _CALL_BEGINS = "<think>", "</think>", "<tool_call>"
 
@@ -16,7 +16,7 @@ class Spoken:
 
     content: str
     thought: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ParsedCall, ...] = ()
 
 
 def spoken(text: str, raw: str, parser: str | None) -> Spoken:
@@ -32,7 +32,7 @@ def spoken(text: str, raw: str, parser: str | None) -> Spoken:
         before, said = text, ""  # cut within the thought
     thought, content = before.strip().removeprefix(_THOUGHT_BEGINS).strip(), said.lstrip("\n") if before else said
     found = find_calls(raw, parser) if parser else []
-    calls = tuple(each for each in found if isinstance(each, Call))
+    calls = tuple(each for each in found if isinstance(each, ParsedCall))
     if not calls or len(calls) < len(found):
         return Spoken(content, thought)
     return Spoken(content.partition(_CALL_BEGINS)[0].strip() if _CALL_BEGINS in content else "", thought, calls)

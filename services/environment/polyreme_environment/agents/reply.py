@@ -12,7 +12,7 @@ from polyreme_environment.agents.request import ChatRequest
 
 
 @dataclass(frozen=True)
-class Turn:
+class AgentTurn:
     """A turn of the policy as a client sees it: a unique id, its Unix time, what it says, whether it was cut, and the tokens before it and of it."""
 
     id: str
@@ -37,13 +37,13 @@ class Turn:
         return message
 
 
-def completion(request: ChatRequest, turn: Turn) -> dict[str, Any]:
+def completion(request: ChatRequest, turn: AgentTurn) -> dict[str, Any]:
     """A whole reply."""
     choice = {"index": 0, "message": {**turn.message, "refusal": None}, "logprobs": None, "finish_reason": _finish(turn)}
     return {**_head(request, turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
-def events(request: ChatRequest, turn: Turn) -> bytes:
+def events(request: ChatRequest, turn: AgentTurn) -> bytes:
     """The same as server-sent events: the message in one piece, the reason of its end, and the numbers of tokens where they were asked for."""
     head = _head(request, turn, "chat.completion.chunk")
     message = turn.message
@@ -63,15 +63,15 @@ def error(message: str, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
-def _head(request: ChatRequest, turn: Turn, kind: str) -> dict[str, Any]:
+def _head(request: ChatRequest, turn: AgentTurn, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": turn.created, "model": request.model}
 
 
-def _finish(turn: Turn) -> str:
+def _finish(turn: AgentTurn) -> str:
     return "length" if turn.is_cut else "tool_calls" if turn.said.calls else "stop"
 
 
-def _usage(turn: Turn) -> dict[str, int]:
+def _usage(turn: AgentTurn) -> dict[str, int]:
     return {
         "prompt_tokens": turn.context_tokens,
         "completion_tokens": turn.tokens,

@@ -55,7 +55,7 @@ _DO = "The run samples from the policy's whole distribution, which is what it tr
 _SHOWN = 100
 
 
-class RefusedError(Exception):
+class RefusedRequestError(Exception):
     """An error in a client's request: the status, the message and the code of the reply."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
@@ -90,7 +90,7 @@ class ChatRequest:
 
 
 def parse(body: bytes) -> ChatRequest:
-    """Reads a request. Raises RefusedError."""
+    """Reads a request. Raises RefusedRequestError."""
     asked = read_object(body)
     for key, value in asked.items():
         allowed = _NEUTRAL.get(key)
@@ -121,7 +121,7 @@ def parse(body: bytes) -> ChatRequest:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises RefusedError."""
+    """The JSON object in a body. Raises RefusedRequestError."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -159,5 +159,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _bad(message: str) -> RefusedError:
-    return RefusedError(400, message, "invalid_request")
+def _bad(message: str) -> RefusedRequestError:
+    return RefusedRequestError(400, message, "invalid_request")

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyreme.api.v1.environment_pb2 import Answer
-from polyreme_environment.agents.conversation import Conversation
+from polyreme_environment.agents.conversation import AgentConversation
 from polyreme_environment.agents.message import spoken
-from polyreme_environment.agents.reply import Turn
-from polyreme_environment.agents.request import ChatRequest, RefusedError
+from polyreme_environment.agents.reply import AgentTurn
+from polyreme_environment.agents.request import ChatRequest, RefusedRequestError
 from polyreme_environment.contract import ToolCall
-from polyreme_environment.tool_calls import Call
+from polyreme_environment.tool_calls import ParsedCall
 
 _WAITING = 64
 """Maximum number of requests of a session that wait for their turn."""
@@ -50,23 +50,25 @@ class AgentSession:
         """Args: limit: characters that a request may add. tool_parser: see `find_calls`."""
         self.id, self.key, self.over = secrets.token_hex(8), secrets.token_urlsafe(24), ""
         self._limit, self._tool_parser = limit, tool_parser
-        self._conversation = Conversation()
-        self._answers: dict[bytes, asyncio.Future[Turn]] = {}
+        self._conversation = AgentConversation()
+        self._answers: dict[bytes, asyncio.Future[AgentTurn]] = {}
         self._waiting: deque[ChatRequest] = deque()
         self._came = asyncio.Event()
         self._turns = 0
-        self._calls: dict[str, Call] = {}  # of the last turn, by id
+        self._calls: dict[str, ParsedCall] = {}  # of the last turn, by id
         self._reward: float | None = None
         self.is_rewarded = False
 
-    async def answer(self, request: ChatRequest) -> Turn:
-        """The turn that answers a request. A caller that is cancelled leaves the request to its end. Raises RefusedError."""
+    async def answer(self, request: ChatRequest) -> AgentTurn:
+        """The turn that answers a request. A caller that is cancelled leaves the request to its end. Raises RefusedRequestError."""
         known = self._answers.get(request.digest)
         if known is None:
             if self.over:
-                raise RefusedError(400, self.over, "episode_over")
+                raise RefusedRequestError(400, self.over, "episode_over")
             if len(self._waiting) >= _WAITING:
-                raise RefusedError(429, f"expected at most {_WAITING} requests of a session at once; found more", "too_many")
+                raise RefusedRequestError(
+                    429, f"expected at most {_WAITING} requests of a session at once; found more", "too_many"
+                )
             known = self._answers[request.digest] = asyncio.get_running_loop().create_future()
             known.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may have left
             self._waiting.append(request)
@@ -74,11 +76,11 @@ class AgentSession:
         return await asyncio.shield(known)
 
     def reward(self, amount: float) -> None:
-        """Adds to the reward of the last turn. Raises RefusedError."""
+        """Adds to the reward of the last turn. Raises RefusedRequestError."""
         if not math.isfinite(amount):
-            raise RefusedError(400, f"expected a finite reward; found {amount}", "invalid_request")
+            raise RefusedRequestError(400, f"expected a finite reward; found {amount}", "invalid_request")
         if not self._turns:
-            raise RefusedError(400, "expected a turn before its reward; found none", "invalid_request")
+            raise RefusedRequestError(400, "expected a turn before its reward; found none", "invalid_request")
         self._reward = (self._reward or 0.0) + amount
         self.is_rewarded = True
 
@@ -105,7 +107,7 @@ class AgentSession:
         request = self._waiting.popleft()
         said = spoken(answer.text, answer.raw or answer.text, self._tool_parser if request.calls else None)
         id = f"{self.id}-{self._turns + 1}"
-        turn = Turn(id, int(time.time()), said, answer.is_cut, answer.context_tokens, answer.tokens)
+        turn = AgentTurn(id, int(time.time()), said, answer.is_cut, answer.context_tokens, answer.tokens)
         message = turn.message
         self._calls = {call["id"]: made for call, made in zip(message.get("tool_calls", ()), said.calls, strict=True)}
         self._turns = self._conversation.add(request.messages, {**message, "content": said.content}, request.tools)
@@ -118,7 +120,7 @@ class AgentSession:
 
     def refused(self, message: str, *, over: bool = False) -> None:
         """Refuses the oldest request; with `over`, also all others."""
-        self._refuse(RefusedError(400, message, "episode_over" if over else "invalid_request"))
+        self._refuse(RefusedRequestError(400, message, "episode_over" if over else "invalid_request"))
         if over:
             self.end(message)
 
@@ -126,9 +128,9 @@ class AgentSession:
         """Refuses the requests that wait and all further ones. Answers that were given are replayed."""
         self.over = self.over or why
         while self._waiting:
-            self._refuse(RefusedError(400, self.over, "episode_over"))
+            self._refuse(RefusedRequestError(400, self.over, "episode_over"))
 
-    def _refuse(self, error: RefusedError) -> None:
+    def _refuse(self, error: RefusedRequestError) -> None:
         self._answers.pop(self._waiting.popleft().digest).set_exception(error)
 
 
@@ -154,9 +156,9 @@ class SessionTable:
             del self._open[session.id], self._by_key[session.key]
 
     def find(self, key: str, id: str | None) -> AgentSession:
-        """The session of a key, and of an address if it names one. Raises RefusedError."""
+        """The session of a key, and of an address if it names one. Raises RefusedRequestError."""
         session = self._by_key.get(key)
         if session is None or (id is not None and not hmac.compare_digest(session.id.encode(), id.encode())):
             found = "expected the api key of an open session" + ("" if id is None else ", that of this address")
-            raise RefusedError(401, f"{found}; found another one, or the episode has ended", "invalid_api_key")
+            raise RefusedRequestError(401, f"{found}; found another one, or the episode has ended", "invalid_api_key")
         return session
