@@ -39,7 +39,7 @@ def test_what_an_agent_is_trained_on_is_what_the_policy_sampled(config):
     )
     up = Up(config, *short, "name=short")
     assert up.wait() == 0, up.output
-    samples = [json.loads(line) for line in (up.run_dir / "samples" / "iteration-000001.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (up.run_dir / "samples" / "iteration_0001.jsonl").read_text().splitlines()]
     assert [len(sample["turns"]) for sample in samples] == [3] * 8, "random letters are no word with vowels"
     model = AutoModelForCausalLM.from_pretrained(config.parent / "data" / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(config.parent / "data" / "model")
