@@ -4,6 +4,7 @@ Invariant: a row keeps every column that has no counterpart here. Pure.
 """
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +153,7 @@ def advice(row: Fields, column: str, where: str) -> str:
     if not {column, "messages"} & converted.keys():
         return ""
     path = re.sub(r"(:| row | element )\d+( in line \d+)?$", "", where)
-    return f" The row has the form {kind.name}: `polyreme data convert {path} TARGET.jsonl` writes it with our columns."
+    return f" The row has the form {kind.name}: `polyreme data convert {shlex.quote(str(path))} TARGET.jsonl` writes it with our columns."
 
 
 def to_ours(row: Fields, kind: Format, where: str) -> dict[str, Any]:

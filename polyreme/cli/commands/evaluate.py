@@ -6,6 +6,7 @@ directory keeps the records and the answers, but not the copies of the model.
 
 import asyncio
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -60,7 +61,9 @@ def evaluate(
     found = [record for record in read_records(run_dir, run_id) if record["kind"] == "eval"]
     if not found:
         raise RunFailedError(
-            "a result of the evaluation", "none", f"See {run_dir / 'metrics.jsonl'} and `polyreme logs {run_dir}`."
+            "a result of the evaluation",
+            "none",
+            f"See {run_dir / 'metrics.jsonl'} and `polyreme logs {shlex.quote(str(run_dir))}`.",
         )
     if as_json:
         print(json.dumps({"model": str(start.config.model.path), "run_dir": str(run_dir), **results(found[-1])}))

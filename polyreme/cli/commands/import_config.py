@@ -5,6 +5,7 @@ fails with the reason. What was not carried over is on the terminal (stderr) as 
 was written: losses are decisions of the user, not failures.
 """
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -46,4 +47,7 @@ def import_config(
     else:
         write_atomically(output, text)
         decide = "decide on the lists above, which are at its top, then " if found.lost or "CHECK" in text else ""
-        print(f"{output}: {len(found.values)} keys. Next: {decide}`polyreme config check {output}`.", file=sys.stderr)
+        print(
+            f"{output}: {len(found.values)} keys. Next: {decide}`polyreme config check {shlex.quote(str(output))}`.",
+            file=sys.stderr,
+        )

@@ -5,6 +5,7 @@ Invariant: it asks no question that a flag answers. Without a terminal it asks n
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,7 @@ def init(
 
 def next_steps(folder: Path) -> list[str]:
     """The commands that a new user runs next."""
-    config = folder / "run.yaml"
+    config = shlex.quote(str(folder / "run.yaml"))
     return [
         f"next     polyreme config check {config}   # check everything before a start",
         f"         polyreme up {config}             # train",

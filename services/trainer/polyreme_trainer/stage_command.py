@@ -4,6 +4,7 @@ Invariant: a stage needs no rollout, no reward and no Redis. Its run directory c
 """
 
 import asyncio
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -79,12 +80,12 @@ async def _run(config: StageConfig, run_id: str, console: Console) -> None:
 
 def next_lines(config: StageConfig) -> list[str]:
     """The commands that a user needs after a stage."""
-    result = config.run_dir / HF / FINAL
+    result, where = config.run_dir / HF / FINAL, shlex.quote(str(config.run_dir))
     if config.stage == "reward-model":
         use = f"next     reward: {{rewards: [{{model: {result}}}]}}  # in a run, or for `polyreme reward test`"
     else:
-        use = f"next     polyreme chat {config.run_dir}  # ask the model; in a run: model.path={result}"
-    return [use, f"         polyreme ui {config.run_dir}  # its curves"]
+        use = f"next     polyreme chat {where}  # ask the model; in a run: model.path={result}"
+    return [use, f"         polyreme ui {where}  # its curves"]
 
 
 def finished(config: StageConfig, run_id: str) -> int:

@@ -118,4 +118,4 @@ def test_a_row_of_another_format_is_named() -> None:
 def test_a_missing_column_is_advised_on_when_a_conversion_writes_it(row: dict[str, Any], column: str, helps: bool) -> None:
     for where in ("a b/rows.jsonl:12", "a b/rows.jsonl row 12", "a b/rows.jsonl element 12"):
         text = advice(row, column, where)
-        assert ("`polyreme data convert a b/rows.jsonl TARGET.jsonl`" in text) == helps == bool(text)
+        assert ("`polyreme data convert 'a b/rows.jsonl' TARGET.jsonl`" in text) == helps == bool(text)
