@@ -81,11 +81,13 @@ def _main() -> int:
     for chat in given["chats"]:
         for opened in (True, False):
             try:
-                length = _length(given["template"], {**given["variables"], "tools": None, **chat, "add_generation_prompt": opened})
+                length = _length(
+                    given["template"], {**given["variables"], "tools": None, **chat, "add_generation_prompt": opened}
+                )
             except MemoryError:
                 print(f"one that needs more than {_MEMORY >> 20} MiB", end="")
                 return _TOO_MUCH
-            except Exception:  # noqa: BLE001, S112 what a template refuses, or how it is wrong, is reported where it is used
+            except Exception:  # noqa: BLE001 what a template refuses, or how it is wrong, is reported where it is used
                 continue
             if length > _LONGEST:
                 print(f"one that writes more than {_LONGEST} characters", end="")

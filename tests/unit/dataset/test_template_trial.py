@@ -33,7 +33,9 @@ def test_a_template_without_bound_ends_its_trial_alone(template: str, found: str
         try_template(template, {})
 
 
-@pytest.mark.parametrize("template", [*chat_templates.TEMPLATES.values(), "{% generation %}q{% endgeneration %}", "{% unknown %}"])
+@pytest.mark.parametrize(
+    "template", [*chat_templates.TEMPLATES.values(), "{% generation %}q{% endgeneration %}", "{% unknown %}"]
+)
 def test_a_template_of_a_model_or_a_wrong_one_passes(template: str) -> None:
     try_template(template, {"eos_token": "</s>"})
 

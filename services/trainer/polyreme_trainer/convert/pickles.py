@@ -85,7 +85,9 @@ def _check_archive(file: Path) -> None:
         entries = archive.infolist()
     if any(PurePosixPath(entry.filename).name == "constants.pkl" for entry in entries):
         raise ValueError("a TorchScript program")
-    if packed := [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > entry.compress_size]:
+    if packed := [
+        entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > entry.compress_size
+    ]:
         raise ValueError(f"{packed[0].filename} is compressed, {packed[0].compress_size} bytes for {packed[0].file_size}")
 
 

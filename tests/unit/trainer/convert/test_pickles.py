@@ -58,10 +58,13 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
 
 def test_a_compressed_entry_is_refused_unread(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(1 << 20)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "model.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "model.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
     assert (tmp_path / "model.pt").stat().st_size < (tmp_path / "plain.pt").stat().st_size / 100
-    with pytest.raises(ConfigError, match="is compressed, .* bytes for") as caught:
+    with pytest.raises(ConfigError, match=r"is compressed, \d+ bytes for") as caught:
         pickles.load(tmp_path / "model.pt")
     assert str(tmp_path / "model.pt") in caught.value.expected
