@@ -7,26 +7,20 @@ clients that send nothing do not keep others out, and the process keeps file des
 
 import asyncio
 import logging
-import resource
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from polyreme.net.ports import affordable_connections
+
 logger = logging.getLogger(__name__)
 
 _Parser: Any = asyncio.Protocol if TYPE_CHECKING else object
-_MOST_CONNECTIONS = 8192
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
-
-
-def affordable_connections() -> int:
-    """Three quarters of the files that the process may open, at most 8192."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(8, min(_MOST_CONNECTIONS, soft * 3 // 4))
 
 
 @dataclass(frozen=True)

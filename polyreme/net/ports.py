@@ -6,12 +6,20 @@ not even a client that retries on the port, which would otherwise connect to its
 
 import errno
 import random
+import resource
 import socket
 
 from polyreme.errors import ConfigError
 
 _FIRST, _LAST, _TRIES = 20_000, 29_999, 200
+_MOST_CONNECTIONS = 8192
 _LOOPBACK = ("127.0.0.1", "::1")
+
+
+def affordable_connections() -> int:
+    """Three quarters of the files that the process may open, at most 8192."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(8, min(_MOST_CONNECTIONS, soft * 3 // 4))
 
 
 def join(host: str, port: int) -> str:

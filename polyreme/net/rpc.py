@@ -1,6 +1,6 @@
 """gRPC servers and channels. Every server has health and reflection, every channel the same limits and keepalive.
 
-Invariant: a server is not ready until its owner sets it ready. Callers pass a `timeout` with every call. With a SecurityConfig, only health
+Invariant: a server is not ready until its owner sets it ready, and holds no more connections than its process can afford. Callers pass a `timeout` with every call. With a SecurityConfig, only health
 checks are answered without the token.
 """
 
@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
-from polyreme.net.ports import join
+from polyreme.net.ports import affordable_connections, join
 
 _MAX_MESSAGE_BYTES = 32 << 20
 _CHANNEL_OPTIONS = (
@@ -34,6 +34,7 @@ _SERVER_OPTIONS = (
     *_CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # otherwise two servers share a port silently
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.server_handshake_timeout_ms", 20_000),  # a connection that never speaks is closed
 )
 
 
@@ -71,6 +72,7 @@ async def serve(
     grace: float = 5.0,
     security: SecurityConfig | None = None,
     checked: ServingHealth | None = None,
+    connections: int | None = None,
 ) -> AsyncIterator[Server]:
     """Serves until the block ends, then refuses new calls and lets running ones finish for `grace` seconds.
 
@@ -82,6 +84,7 @@ async def serve(
         grace: seconds for running calls at the end.
         security: TLS and token; None: plain.
         checked: the health of these services, for a servicer that changes it; None: of the result.
+        connections: open at the same time; more are closed at once. None: an eighth of the files that the process may open.
 
     Raises:
         ConfigError: the port is in use, the address cannot be bound, or the files or token of `security` cannot be used.
@@ -89,7 +92,10 @@ async def serve(
     credentials = secure.server_credentials(security) if security else None
     token = secure.token(security) if security else None
     interceptors: list[Any] = [_Decoding()] if token is None else [_Bearer(token), _Decoding()]
-    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
+    # Few clients connect, and each keeps one connection. The others of what the process can afford are for HTTP and its own files.
+    most = max(8, affordable_connections() // 6) if connections is None else connections
+    limit = ("grpc.max_allowed_incoming_connections", most)
+    server = grpc.aio.server(options=(*_SERVER_OPTIONS, limit), interceptors=interceptors)
     checked = checked or ServingHealth(service_names)
     health_pb2_grpc.add_HealthServicer_to_server(checked.servicer, server)
     add(server)

@@ -1,0 +1,40 @@
+"""Connections to a gRPC server that only occupy it."""
+
+import asyncio
+import contextlib
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from polyreme.net import rpc
+from support.waiting import until
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+
+
+async def test_connections_beyond_the_limit_are_closed() -> None:
+    async with rpc.serve("127.0.0.1", 0, lambda _: None, [], connections=8) as server:
+        await server.set_ready(True)
+        clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(24)]
+        for _, writer in clients:
+            writer.write(_PREFACE)
+        ends = [asyncio.ensure_future(_end(reader)) for reader, _ in clients]
+
+        async def is_bounded() -> bool:
+            return sum(end.done() for end in ends) == 16
+
+        await until(is_bounded, 60)
+        for _, writer in clients:
+            writer.close()
+        await asyncio.gather(*ends)
+
+        async with rpc.connect(f"127.0.0.1:{server.port}") as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            reply = await check(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def _end(reader: asyncio.StreamReader) -> None:
+    """Returns when the server has closed the connection."""
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(1 << 16):
+            pass
