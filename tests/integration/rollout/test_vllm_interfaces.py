@@ -159,7 +159,7 @@ def test_vllm_ascend_sleeps_by_tags_and_refuses_what_we_refuse() -> None:
 @pytest.mark.slow
 def test_vllm_ascend_reads_the_variable_that_keeps_weights_in_the_plain_format() -> None:
     """The engine sets it, because a reload needs that format."""
-    engine = (ENGINE / "vllm.py").read_text()
+    engine = (ENGINE / "vllm_environment.py").read_text()
     [variable] = {word for word in ast.walk(ast.parse(engine)) if isinstance(word, ast.Constant) and "ASCEND" in str(word.value)}
     folder = pinned("vllm-ascend").root / "vllm_ascend"
     assert any(str(variable.value) in path.read_text() for path in folder.rglob("*.py"))
