@@ -58,15 +58,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ui") / "runs"
     record_run(folder / "second", iterations=24, seed=2)
     record_run(folder / "first", iterations=30, seed=1)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def episodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("ui-episodes") / "runs"
-    record_run(folder / "tools", iterations=2, seed=3, episodes=True)
-    with served(str(folder)) as address:
-        yield address
+    record_run(folder.parent / "episodes" / "tools", iterations=2, seed=3, episodes=True)
+    return folder  # both are recorded here, since a started browser has an event loop
 
 
 @contextmanager
@@ -89,6 +82,12 @@ def served(*words: str, **environment: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
     with served(str(runs)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def episodes(runs: Path) -> Iterator[str]:
+    with served(str(runs.parent / "episodes")) as address:
         yield address
 
 
