@@ -23,6 +23,8 @@ from support.waiting import wait_until
 
 CHILD = """#!{python}
 import os, pathlib, signal, sys, time
+if sys.argv[1] != "-m":  # no service: a program of its own, such as the trial of a chat template
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 folder = pathlib.Path({folder!r})
 role, option = sys.argv[3], dict(zip(sys.argv, sys.argv[1:]))
 asked = []
