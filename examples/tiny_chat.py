@@ -7,6 +7,7 @@ import argparse
 import hashlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def save_tokenizer(folder: Path, words: Sequence[str]) -> None:
 
     vocabulary = {token: row for row, token in enumerate([*SPECIAL, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
-    alternatives = "|".join(_escaped(word) for word in sorted(words, key=len, reverse=True))
+    alternatives = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{alternatives}|[\\s\\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
@@ -119,7 +120,3 @@ def save_model(folder: Path, vocabulary: int, seed: int) -> None:
     for name, value in ids.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
-
-
-def _escaped(word: str) -> str:
-    return "".join(f"\\{each}" if each in r"\^$.|?*+()[]{}" else each for each in word)

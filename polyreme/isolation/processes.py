@@ -129,6 +129,11 @@ class Workers:
         self._folder = ""
         self.facts: list[tuple[str, str, bool]] = []
 
+    async def spawn_all(self, count: int) -> list[Worker]:
+        """Starts `count` workers, at least one: the first alone, so that code that cannot be loaded is one error. Raises as `spawn`."""
+        first = await self.spawn()
+        return [first, *await asyncio.gather(*(self.spawn() for _ in range(count - 1)))]
+
     async def spawn(self) -> Worker:
         """Starts a worker and waits until it has loaded.
 

@@ -100,8 +100,7 @@ class EpisodePool:
     async def start(self) -> None:
         """Starts the workers. Raises ConfigError or UnavailableError when the environment cannot be loaded."""
         try:
-            first = [await self._processes.spawn()]
-            first += await asyncio.gather(*(self._processes.spawn() for _ in range(self._config.workers - 1)))
+            first = await self._processes.spawn_all(self._config.workers)
         except BaseException:
             await self.close()
             raise

@@ -131,8 +131,7 @@ class FunctionRunner:
     async def start(self) -> None:
         """See `Runner`."""
         try:
-            first = [await self._processes.spawn()]
-            first += await asyncio.gather(*(self._processes.spawn() for _ in range(self._config.workers - 1)))
+            first = await self._processes.spawn_all(self._config.workers)
         except BaseException:
             await self.close()
             raise

@@ -95,8 +95,7 @@ class WorkerPool:
             UnavailableError: loading takes longer than `start_timeout`.
         """
         try:
-            first = [await self._processes.spawn()]
-            first += await asyncio.gather(*(self._processes.spawn() for _ in range(self._size - 1)))
+            first = await self._processes.spawn_all(self._size)
         except BaseException:
             await self.close()
             raise
