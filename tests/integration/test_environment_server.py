@@ -419,11 +419,12 @@ async def test_held_out_tasks_are_played_by_one_version(redis, run_id, tmp_path,
     config.file.write_text(ENVIRONMENT.replace("0.25, done", "float(done and self.seed % 2), done"))
     (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "answer": "?"}) for n in range(4)))
     playing = config.model_copy(update={"correctness": correctness})
-    held_out = {"data": {"eval": str(tmp_path / "eval.jsonl")}, "eval_answers": 2}
+    held_out = {"data": {"eval": str(tmp_path / "eval.jsonl")}, "eval_answers": 2, "eval_temperature": 0.5}
     async with hosted(redis, run_id, tmp_path, playing, **held_out) as (w, _), serve(playing, run=w.run):
         await asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas))
         assert (await w.log.audit()).clean and sorted(w.learner.trained) == [1, 2]
         first, last = [record for _, record in await w.run.records("0", 0) if record["kind"] == "eval"]
+        assert {call.sampling.temperature for call in w.replicas[0].calls} == {1.0, 0.5}, "training's and the evaluation's"
     assert (first["version"], last["version"]) == (0, 2)
     assert first.keys() & {"accuracy", "score", "pass@1", "pass@2"} == metrics
     lines = [json.loads(line) for line in (w.config.run_dir / "samples" / "evaluation_0000.jsonl").read_text().splitlines()]
