@@ -28,8 +28,9 @@ if sys.argv[1] != "-m":  # no service: a program of its own, such as the trial o
 folder = pathlib.Path({folder!r})
 role, option = sys.argv[3], dict(zip(sys.argv, sys.argv[1:]))
 asked = []
-open(folder / role, "a").write(str(os.getpid()) + "\\n")
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+with open(folder / role, "a") as starts:
+    starts.write(str(os.getpid()) + "\\n")
 
 def state(name):
     with redis.Redis.from_url(option["--redis"], password=os.environ["POLYREME_REDIS_PASSWORD"]) as client:

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.timeout(600)  # processes that supervision must end sle
 
 def unit(folder: Path, *scripts: str, name: str = "work", serves: bool = False) -> ProcessSet:
     """A set of one Python process per script; `note(text)` in a script appends a line to notes.txt."""
-    prelude = (
-        f"import os, signal, sys, time\ndef note(text):\n    open({str(folder / 'notes.txt')!r}, 'a').write(f'{{text}}\\n')\n"
-    )
+    # The file is closed in the open: an exception that a signal raises while a collected file closes itself is lost without a word.
+    path = str(folder / "notes.txt")
+    prelude = f"import os, signal, sys, time\ndef note(text):\n    with open({path!r}, 'a') as file: file.write(f'{{text}}\\n')\n"
 
     def programs() -> list[ProcessSpec]:
         return [
