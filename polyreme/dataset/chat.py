@@ -28,6 +28,8 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", 
 _NO_TOOLS = "Fix the row, or set data.tools_key: null for a column that the template must not get."
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA = re.compile("(?:input_)?(?:image|video|audio)s?(?:_urls?)?$")
+_PLACEHOLDER = re.compile(r"<\|?(?:image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
+"""What stands in a text for a picture, a film or a sound of another column: LLaVA's and verl's `<image>`, Qwen's `<|image_pad|>`."""
 _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 
@@ -266,6 +268,14 @@ def _content(value: Any, what: str) -> str:
             )
         texts.append(text)
     return "".join(texts)
+
+
+def check_text_only(row: Mapping[str, Any], where: str) -> None:
+    """Raises DataError for a row whose texts have a place for a picture, a film or a sound of another column."""
+    if (media := _media(row)) and (found := _PLACEHOLDER.search(str({key: each for key, each in row.items() if key != media}))):
+        raise DataError(
+            f"text only in {where}", f"{found.group()} in a text, and a column {media!r}", "Remove the row: the model gets text only."
+        )
 
 
 def _media(fields: Mapping[str, Any]) -> str | None:

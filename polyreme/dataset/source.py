@@ -7,12 +7,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from glob import glob
+from itertools import chain
 from pathlib import Path
 
 import xxhash
 
 from polyreme.config.data import DataSource, Sources
 from polyreme.dataset.arrow_files import read_arrow, read_parquet
+from polyreme.dataset.chat import check_text_only
 from polyreme.dataset.columns import column_names, value_at
 from polyreme.dataset.megatron_files import packed_files, read_megatron
 from polyreme.dataset.text_files import Row, read_csv, read_json
@@ -51,7 +53,7 @@ def read_objects(data: Sources) -> Iterator[Row]:
     """The rows of all sources, one source after the other. Reads lazily.
 
     Raises:
-        DataError: a file is missing or damaged, a row is not a JSON object, or a source has no row.
+        DataError: a file is missing or damaged, a row is not a JSON object or needs more than a model of text, or a source has no row.
     """
     for source in as_sources(data):
         rows = _read_source(source)
@@ -59,8 +61,9 @@ def read_objects(data: Sources) -> Iterator[Row]:
         if first is None:
             part = "" if source.split is None else f" and data.*.split {list(source.split)}"
             raise DataError(f"at least one row in {source.path}{part}", "none", "Write one JSON object per line.")
-        yield first
-        yield from rows
+        for row in chain((first,), rows):
+            check_text_only(row.fields, row.where)
+            yield row
 
 
 def bytes_of(data: Sources) -> int:

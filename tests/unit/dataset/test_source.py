@@ -238,3 +238,31 @@ def test_a_large_row_group_is_not_read_at_once(tmp_path: Path) -> None:
     assert next(rows).fields == {"prompt": "000000" * 50}
     assert pa.total_allocated_bytes() - before < size / 2
     assert sum(1 for _ in rows) == 39_999
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "<image>What is the area?", "images": ["triangle.png"]},
+        {"prompt": [{"role": "user", "content": "Say what this is: <|video_pad|>"}], "video": "a.mp4"},
+        {"question": "<audio> Who speaks?", "audio_urls": ["u"]},
+    ],
+)
+def test_a_text_with_a_place_for_a_picture_is_refused(row: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "2+3"}\n' + json.dumps(row))
+    with pytest.raises(DataError, match=r"text only in .*rows.jsonl:2; found <.*in a text, and a column"):
+        list(read_objects(path))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Write an <image> tag.", "images": []},
+        {"prompt": "Write an <image> tag.", "answer": "<image>"},
+        {"prompt": "What is 2+3?", "image": "cover.png"},
+    ],
+)
+def test_a_text_that_stands_without_a_picture_is_read(row: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert [fields for _, fields in read_objects(tmp_path / "rows.jsonl")] == [row]
