@@ -274,7 +274,9 @@ def check_text_only(row: Mapping[str, Any], where: str) -> None:
     """Raises DataError for a row whose texts have a place for a picture, a film or a sound of another column."""
     if (media := _media(row)) and (found := _PLACEHOLDER.search(str({key: each for key, each in row.items() if key != media}))):
         raise DataError(
-            f"text only in {where}", f"{found.group()} in a text, and a column {media!r}", "Remove the row: the model gets text only."
+            f"text only in {where}",
+            f"{found.group()} in a text, and a column {media!r}",
+            "Remove the row: the model gets text only.",
         )
 
 

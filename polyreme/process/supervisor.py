@@ -240,8 +240,10 @@ def describe_end(child: Child, lack: str = "") -> str:
 
 
 def last_error(log: str) -> str:
-    """The line of a log that most likely states why its process exited."""
+    """The line of a log that most likely states why its process exited, with the next line where a message only begins there."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR_LINE.search(line)]
-    errors = [line for line in errors if _POINTS_ELSEWHERE not in line] or errors
-    return (errors or lines or [""])[-1].partition("error: ")[2] or (errors or lines or [""])[-1]
+    errors = [number for number, line in enumerate(lines) if _ERROR_LINE.search(line)]
+    errors = [number for number in errors if _POINTS_ELSEWHERE not in lines[number]] or errors
+    first = (errors or [len(lines) - 1])[-1]
+    line = " ".join(lines[first : first + 2]) if errors and lines[first].endswith(":") else "".join(lines[first : first + 1])
+    return line.partition("error: ")[2] or line

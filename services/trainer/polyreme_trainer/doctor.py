@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyreme.process.supervisor import last_error
 from polyreme.terminal.verdicts import Verdict, installed_version, packages_verdict
 from polyreme_trainer.launch.ranks import local_rendezvous
 from polyreme_trainer.megatron.mindspeed import Choice, choice
@@ -140,5 +141,5 @@ def _children(arguments: Sequence[str], ranks: int = 1) -> tuple[list[dict[str, 
                 child.kill()
     for child, (_, errors) in zip(children, outputs, strict=True):
         if child.returncode:
-            return [], (errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:300]
+            return [], last_error(errors)[:300] or f"exit code {child.returncode}"
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs], None

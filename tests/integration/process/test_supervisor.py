@@ -255,6 +255,7 @@ def test_the_telling_line_of_a_log() -> None:
     cause = "(EngineCore pid=7) ValueError: VLLM_PORT appears to be a URI"
     assert last_error(f"Traceback ...\n{cause}\n(EngineCore pid=7) ...\n{elsewhere}\n") == cause
     assert last_error(f"{elsewhere}\n") == elsewhere
+    assert last_error("Traceback ...\nValueError: \nInvalid log settings: x\nall, aot\n") == "ValueError: Invalid log settings: x"
     assert last_error("hello\n\n") == "hello"
     assert last_error("") == ""
 
