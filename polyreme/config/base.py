@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import yaml
 from pydantic import Field
 
+from polyreme.config.named_input import NamedInput, in_place_of_paths
 from polyreme.config.section import Operational, Section, without_operational
 
 NAME = r"^[a-z0-9][a-z0-9-]*$"
@@ -31,6 +32,9 @@ class BaseConfig(Section):
     output_dir: Operational[Path] = Field(Path("runs"), description="Parent directory of the run directory output_dir/name.")
     seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
     device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="Device type of learner and replicas.")
+    names: Operational[list[NamedInput]] = Field(
+        [], description="Written by a start: the repositories behind names of models and data, with the commit of each."
+    )
 
     @property
     def run_dir(self) -> Path:
@@ -45,8 +49,17 @@ class BaseConfig(Section):
 
         It excludes operational fields, except those of `decisive_length`.
         """
-        fields = without_operational(self) | self.decisive_length()
+        fields = self.by_name(without_operational(self) | self.decisive_length())
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    def by_name(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """A tree of the configuration's values with `owner/name@commit` in place of the paths of repositories, which differ by machine."""
+        tree = {key: value for key, value in tree.items() if key != "names"}
+        return dict(in_place_of_paths(tree, {str(each.path): str(each) for each in self.names}))
+
+    def shown(self, path: Path) -> str:
+        """A path as users know it: the name of a repository, or the last part of a local path."""
+        return next((str(each) for each in self.names if each.path == path), path.name)
 
     def decisive_length(self) -> dict[str, Any]:
         """The operational fields that set the length of the training, when the learning rate depends on them."""

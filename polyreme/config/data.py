@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from polyreme.config.named_input import HELD_OUT, TRAINING, split_name
 from polyreme.config.section import Operational, Section
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -18,13 +19,15 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class DataSource(Section):
     """A part of the data: a file, several files, or a directory."""
 
-    path: Path = Field(
+    path: Annotated[Path, TRAINING] = Field(
         description="JSON lines, JSON, CSV, Parquet, Arrow or Megatron (.idx) file, by its suffix; a directory of such files or of a saved"
-        " Hugging Face data set; or a file name with `*`."
+        " Hugging Face data set; a file name with `*`; or the name of a data set: owner/name, owner/name@revision."
     )
-    split: tuple[Fraction, Fraction] | None = Field(
+    config: str | None = Field(None, description="For a name: which of its configurations (subsets). null: its default one.")
+    split: str | tuple[Fraction, Fraction] | None = Field(
         None,
-        description="Part of the rows, by a digest of each row's content: [0, 0.9] and [0.9, 1] share no row. null: all rows.",
+        description="Part of the rows, by a digest of each row's content: [0, 0.9] and [0.9, 1] share no row. null: all rows. For a name"
+        " also one of its splits, such as test. A part is one of the split train; null: train, for held-out data test or validation.",
     )
     split_by: str | None = Field(
         None, description="Column whose content decides to which part a row belongs, such as the prompt. null: the whole row."
@@ -43,11 +46,20 @@ class DataSource(Section):
 
     @model_validator(mode="after")
     def _split_has_rows(self) -> "DataSource":
-        if self.split is not None and self.split[0] >= self.split[1]:
+        if self.part is not None and self.part[0] >= self.part[1]:
             raise ValueError("`split` is [from, to] with from below to")
-        if self.split_by is not None and self.split is None:
-            raise ValueError("`split_by` needs `split`")
+        if self.split_by is not None and self.part is None:
+            raise ValueError("`split_by` needs `split: [from, to]`")
+        if (self.config or isinstance(self.split, str)) and split_name(self.path) is None:
+            raise ValueError(
+                f"`config` and the name of a `split` belong to a name like owner/name, and {self.path} is a local path"
+            )
         return self
+
+    @property
+    def part(self) -> tuple[float, float] | None:
+        """The part of the rows by their digest; None: all."""
+        return None if isinstance(self.split, str) else self.split
 
 
 class WeightedSource(DataSource):
@@ -61,16 +73,20 @@ class WeightedSource(DataSource):
 Sources = Path | tuple[Path | DataSource, ...]
 """The type of `data.train` and `data.eval`."""
 
-_FILES = "Data: a path, or a list of paths and sources."
+_FILES = "Data: a path or a name (owner/name), or a list of paths, names and sources."
 
 
 class TextConfig(Section):
     """Data files, and how a prompt becomes text."""
 
-    train: Path | tuple[Path | DataSource, ...] = Field(description=f"{_FILES} One row is one line or element.")
-    eval: Operational[Path | tuple[Path | DataSource, ...] | None] = Field(
+    train: Annotated[Path | tuple[Path | DataSource, ...], TRAINING] = Field(
+        description=f"{_FILES} One row is one line or element."
+    )
+    eval: Operational[Annotated[Path | tuple[Path | DataSource, ...] | None, HELD_OUT]] = Field(
         None, description="Held-out data, in the same form. null: no evaluation."
     )
+    split: str | None = Field(None, description="Split of `train` when that is one name. null: train.")
+    config: str | None = Field(None, description="Configuration (subset) of `train` and `eval` when these are names.")
     prompt_key: str = Field("prompt", description="Column with the prompt: a string, or a list of chat messages.")
     template: Literal["chat", "none"] = Field(
         "chat", description="chat: the tokenizer's chat template. none: the tokenizer's BOS token followed by the unchanged text."
@@ -85,6 +101,21 @@ class TextConfig(Section):
         description="The day that a chat template shows which writes the date (`strftime_now`). null: the day on which the run starts, also"
         " after a resume.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_one_name(cls, tree: Any) -> Any:
+        """Moves `split` and `config` to the sources that they belong to."""
+        if not isinstance(tree, dict) or not (tree.get("split") or tree.get("config")):
+            return tree
+        tree, named = {**tree}, {key: str(tree[key]) for key in ("train", "eval") if isinstance(tree.get(key), str | Path)}
+        named = {key: path for key, path in named.items() if split_name(path) is not None}
+        config, split = tree.pop("config", None), tree.pop("split", None)
+        if (split is not None and "train" not in named) or not named:
+            raise ValueError("`split` and `config` belong to a name like owner/name in `train`; a list has them in its sources")
+        for key, path in named.items():
+            tree[key] = [{"path": path, "config": config, "split": split if key == "train" else None}]
+        return tree
 
     @model_validator(mode="after")
     def _has_sources(self) -> "TextConfig":
@@ -101,7 +132,7 @@ class TextConfig(Section):
 class DataConfig(TextConfig):
     """Prompts for rollouts."""
 
-    train: Path | tuple[Path | WeightedSource, ...] = Field(description=f"{_FILES} One row is one prompt.")
+    train: Annotated[Path | tuple[Path | WeightedSource, ...], TRAINING] = Field(description=f"{_FILES} One row is one prompt.")
     label_key: str = Field("answer", description="Column with the reference answer. It is optional in each row.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Maximum prompt length in tokens.")
     overlong: Literal["filter", "error"] = Field("filter", description="What to do with a prompt longer than max_prompt_tokens.")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from polyreme.config.base import BaseConfig
+from polyreme.config.named_input import nameable, split_name
 from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, holds_path, known_keys, required_keys, subsections
@@ -22,7 +22,6 @@ from polyreme.config.stage import STAGES, StageConfig
 from polyreme.config.yaml_text import load_yaml
 from polyreme.errors import ConfigError
 
-Schema = TypeVar("Schema", bound=BaseConfig)
 AnySection = TypeVar("AnySection", bound=Section)
 
 
@@ -169,10 +168,11 @@ def resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> N
         if holds_path(field) and isinstance(field.default, Path):
             tree.setdefault(name, str(field.default))
         value, inner = tree.get(name), subsections(field)
+        resolved = _resolved if nameable(field.metadata) is None else _resolved_or_name
         if holds_path(field) and isinstance(value, str):
-            tree[name] = _resolved(value, base)
+            tree[name] = resolved(value, base)
         elif holds_path(field) and isinstance(value, list):
-            tree[name] = value = [_resolved(each, base) if isinstance(each, str) else each for each in value]
+            tree[name] = value = [resolved(each, base) if isinstance(each, str) else each for each in value]
         if inner:
             nodes = [node for node in (value if isinstance(value, list) else [value]) if isinstance(node, dict)]
             for node, kind in product(nodes, inner):
@@ -181,6 +181,13 @@ def resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> N
 
 def _resolved(path: str, base: Path) -> str:
     return str((base / Path(path).expanduser()).resolve())
+
+
+def _resolved_or_name(path: str, base: Path) -> str:
+    """The absolute path, or the text as it is when it can only be a name: no file has it, and no folder or script could make one."""
+    folder = path.partition("/")[0]
+    is_ours = (base / path).exists() or (base / folder).exists() or (base / "prepare.py").exists()
+    return path if split_name(path) is not None and not is_ours else _resolved(path, base)
 
 
 def _explain(error: Any, schema: type[Section]) -> str:

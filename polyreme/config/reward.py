@@ -4,10 +4,11 @@ Invariant: each reward has exactly one source, and no two rewards have the same 
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from polyreme.config.named_input import MODEL
 from polyreme.config.section import Operational, Section
 from polyreme.config.security import EndpointSecurity, SecurityConfig
 
@@ -27,7 +28,9 @@ class RewardSpec(Section):
     security: Operational[EndpointSecurity | None] = Field(
         None, description="TLS and token of an https endpoint. null: the system's CA certificates and no token."
     )
-    model: Path | None = Field(None, description="Hugging Face directory of a sequence classifier whose output is the score.")
+    model: Annotated[Path | None, MODEL] = Field(
+        None, description="Hugging Face directory or name of a sequence classifier whose output is the score."
+    )
     weight: float = Field(1.0, description="Weight of the reward's value in the score.")
     options: dict[str, Any] = Field({}, description="Arguments of the reward.")
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from polyreme.config.base import BaseConfig
 from polyreme.config.data import TextConfig
 from polyreme.config.model import ModelConfig
+from polyreme.config.named_input import MODEL
 from polyreme.config.section import Operational, Section
 from polyreme.config.trainer import (
     LORA,
@@ -228,7 +229,9 @@ class DpoConfig(StageConfig):
 
     stage: Literal["dpo"] = Field(description="The stage that this file configures.")
     loss: PreferenceLoss = Dpo()
-    reference: Path | None = Field(None, description="Hugging Face directory of the reference. null: the initial model.")
+    reference: Annotated[Path | None, MODEL] = Field(
+        None, description="Hugging Face directory or name of the reference. null: the initial model."
+    )
     data: PreferenceData
 
     @model_validator(mode="after")

@@ -5,10 +5,12 @@ Invariant: the ranks divide evenly over the machines, and the ranks that share a
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from polyreme.config.data import DataSource
+from polyreme.config.named_input import MODEL, TRAINING
 from polyreme.config.section import Operational, Section
 
 
@@ -209,9 +211,9 @@ class RunMoeConfig(MoeConfig):
 class CriticConfig(Section):
     """The critic of an algorithm that has one (preset ppo). It shares the actor's ranks."""
 
-    path: Path | None = Field(
+    path: Annotated[Path | None, MODEL] = Field(
         None,
-        description="Hugging Face directory of a sequence classifier or language model. null: start from the actor's weights after the warm start.",
+        description="Hugging Face directory or name of a sequence classifier or language model. null: start from the actor's weights after the warm start.",
     )
     optimizer: OptimizerConfig | None = Field(None, description="The critic's optimizer. null: the actor's settings.")
     warmup_iterations: int = Field(
@@ -222,7 +224,9 @@ class CriticConfig(Section):
 class SftPhase(Section):
     """One phase of supervised training before the first iteration, on the learner's ranks."""
 
-    data: Path = Field(description="Data file with the prompt column and a `response` column.")
+    data: Annotated[Path | tuple[Path | DataSource, ...], TRAINING] = Field(
+        description="As data.train: rows with the prompt column and a `response` column."
+    )
     steps: int = Field(ge=1, description="Number of optimizer steps.")
     batch_size: int = Field(ge=1, description="Rows per step.")
     lr: float = Field(gt=0, description="Peak learning rate.")

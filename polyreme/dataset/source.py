@@ -59,7 +59,7 @@ def read_objects(data: Sources) -> Iterator[Row]:
         rows = _read_source(source)
         first = next(rows, None)
         if first is None:
-            part = "" if source.split is None else f" and data.*.split {list(source.split)}"
+            part = "" if source.part is None else f" and data.*.split {list(source.part)}"
             raise DataError(f"at least one row in {source.path}{part}", "none", "Write one JSON object per line.")
         for row in chain((first,), rows):
             check_text_only(row.fields, row.where)
@@ -147,11 +147,11 @@ def _read_source(source: DataSource) -> Iterator[Row]:
 
 def _is_chosen(fields: dict[str, object], source: DataSource, where: str) -> bool:
     """Whether a row is in the source's part. Rows with equal content have the same position in [0, 1)."""
-    if source.split is None:
+    if source.part is None:
         return True
     content = fields if source.split_by is None else _column(fields, source.split_by, where, "split_by")
     place = xxhash.xxh3_64_intdigest(json.dumps(content, sort_keys=True).encode()) / 2.0**64
-    return source.split[0] <= place < source.split[1]
+    return source.part[0] <= place < source.part[1]
 
 
 def _column(fields: dict[str, object], key: str, where: str, setting: str) -> object:

@@ -7,6 +7,7 @@ with an own algorithm, of its source.
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from polyreme.config.base import BaseConfig
 from polyreme.config.data import Sources
 from polyreme.config.evaluation import EvaluationSet
 from polyreme.config.python_source import parse
@@ -51,9 +52,9 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
     for number, phase in enumerate(trainer.sft, start=1):
         lines.insert(
             number - 1,
-            f"warm start {number}   {phase.steps} steps x {phase.batch_size} sequences of {phase.data.name}, learning rate {phase.lr:g}",
+            f"warm start {number}   {phase.steps} steps x {phase.batch_size} sequences of {_names(config, phase.data)}, learning rate {phase.lr:g}",
         )
-    return lines + [f"warning        {text}" for text in (*_warnings(config), *notices)]
+    return lines + _name_lines(config) + [f"warning        {text}" for text in (*_warnings(config), *notices)]
 
 
 def lines_of(config: RunConfig | StageConfig, notices: Iterable[str] = ()) -> list[str]:
@@ -64,9 +65,11 @@ def lines_of(config: RunConfig | StageConfig, notices: Iterable[str] = ()) -> li
 def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
     """The summary of a stage. Arguments as `summary_lines`."""
     trainer, parallel = config.trainer, config.trainer.parallel
-    length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs:g} passes over {_names(config.data.train)}"
+    length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs:g} passes over {_names(config, config.data.train)}"
     evaluates = (
-        f"{_names(config.data.eval)} before the first step, after the last" if config.data.eval else "never: data.eval is not set"
+        f"{_names(config, config.data.eval)} before the first step, after the last"
+        if config.data.eval
+        else "never: data.eval is not set"
     )
     between = f" and every {trainer.eval_interval} steps" if config.data.eval and trainer.eval_interval else ""
     every = [f"every {trainer.save_interval} steps"] * bool(trainer.save_interval) + _timed_saves(trainer)
@@ -87,7 +90,11 @@ def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
         for key, interval in late.items()
         if trainer.steps is not None and interval > trainer.steps
     ]
-    return lines + [f"warning        {text}" for text in (*warnings, *notices)]
+    return lines + _name_lines(config) + [f"warning        {text}" for text in (*warnings, *notices)]
+
+
+def _name_lines(config: BaseConfig) -> list[str]:
+    return [f"{each.type:<14} {each} in {each.path}" for each in config.names]
 
 
 def _warnings(config: RunConfig) -> list[str]:
@@ -191,5 +198,5 @@ def _points(interval: int, iterations: int) -> str:
     return f"after iteration {shown}"
 
 
-def _names(sources: Sources) -> str:
-    return ", ".join(source.path.name for source in as_sources(sources))
+def _names(config: BaseConfig, sources: Sources) -> str:
+    return ", ".join(config.shown(source.path) for source in as_sources(sources))

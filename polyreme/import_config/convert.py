@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from polyreme.config.named_input import split_name
 from polyreme.errors import ConfigError
 from polyreme.import_config.rules import ITERATIONS, Lost, Noted, Off, Values
 
@@ -133,6 +134,32 @@ def paths(value: Any, values: Values) -> Any:
         found = [path(each, values) for each in value]
         return found[0] if len(found) == 1 else found
     return path(value, values) if value else Off("none")
+
+
+NAME_OR_PATH = "a local path, which wins, or owner/name on the hub"
+
+
+def at_revision(key: str) -> Callable[[Any, Values], Any]:
+    """A path, or a name at the revision that another key has."""
+
+    def convert(value: Any, values: Values) -> Any:
+        where, revision = path(value, values), values.get(key)
+        return f"{where}@{revision}" if revision not in (None, "main") and split_name(str(where)) is not None else where
+
+    return convert
+
+
+def of_name(key: str, usual: str | None = None) -> Callable[[Any, Values], Any]:
+    """The part of the data set that another key names: its configuration or split. `usual`: the one that is taken without."""
+
+    def convert(value: Any, values: Values) -> Any:
+        if value in (None, usual):
+            return Off("as here")
+        if split_name(str(values.get(key, ""))) is None:
+            return Lost(f"{key} is a local path: name the file of this part in data.train")
+        return Lost("a part of a split: use split: [from, to] of a source") if "[" in str(value) else value
+
+    return convert
 
 
 def trackers(value: Any, values: Values) -> Any:

@@ -7,7 +7,7 @@ Invariant: the tables below are the only place that knows the fate of OpenRLHF's
 
 from typing import Any
 
-from polyreme.import_config.convert import above, adapters, choice, given, overlong, path, positive, when
+from polyreme.import_config.convert import NAME_OR_PATH, above, adapters, choice, given, of_name, overlong, path, positive, when
 from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
 from polyreme.import_config.openrlhf_parts import PER_GROUP, PRESETS, environment, fixed
 from polyreme.import_config.rules import Lost, Noted, Off, Rule, System, Unresolved, Values, idle, lost, part_of
@@ -95,17 +95,17 @@ def _targets(value: Any, values: Values) -> Any:
 
 
 RULES = (
-    Rule("actor.model_name_or_path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
-    Rule("critic.model_name_or_path", "trainer.critic.path", "CHECK: a directory on this machine", _only(path)),
-    Rule("data.prompt_dataset", "data.train", "CHECK: files or directories on this machine", _datasets),
+    Rule("actor.model_name_or_path", "model.path", NAME_OR_PATH, path),
+    Rule("critic.model_name_or_path", "trainer.critic.path", NAME_OR_PATH, _only(path)),
+    Rule("data.prompt_dataset", "data.train", NAME_OR_PATH, _datasets),
     *part_of("data.train", "data.prompt_probs"),
-    Rule("eval.dataset", "data.eval", "CHECK: a file or directory on this machine", path),
+    Rule("eval.dataset", "data.eval", NAME_OR_PATH, path),
     Rule("data.input_key", "data.prompt_key"),
     Rule("data.label_key", "data.label_key"),
     *lost("OpenRLHF takes at most so many rows; make such a file if the data has more, and count it in --rows", "data.max_samples",
           unless=(None, 100_000_000)),
-    *lost("another split than train: name its file in data.train", "data.prompt_split", unless=(None, "train")),
-    *idle("only evaluation reads it; name the split's file in data.eval", "eval.split"),
+    Rule("data.prompt_split", "data.split", "", of_name("data.prompt_dataset", "train")),
+    *idle("only evaluation reads it; give data.eval as a source with this split, or name a file", "eval.split"),
     *lost("prompts are not put into such a template here: put them into it in the data, with data.template: none", "data.input_template"),
     *part_of("data.template", "data.apply_chat_template"),
     *part_of("data.max_prompt_tokens", "data.prompt_max_len", "data.max_len"),

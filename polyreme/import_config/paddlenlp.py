@@ -129,7 +129,7 @@ def _rewards(values: Values) -> tuple[Any, str]:
         return [{"url": values["reward_server"], "protocol": "paddlenlp"}], "use_rm_server, reward_server"
     if values.get("reward_model_name_or_path") and not values.get("use_rule_reward"):
         where = path(values["reward_model_name_or_path"], values)
-        return [{"model": where}], "CHECK: reward_model_name_or_path, as a directory on this machine"
+        return [{"model": where}], "CHECK: reward_model_name_or_path, a local path or a name of the hub"
     return [{"name": "numeric"}], "CHECK: its rule compares the last number"
 
 

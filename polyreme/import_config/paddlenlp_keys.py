@@ -5,7 +5,7 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 
 from typing import Any
 
-from polyreme.import_config.convert import name, overlong, path, trackers
+from polyreme.import_config.convert import NAME_OR_PATH, name, overlong, path, trackers
 from polyreme.import_config.paddlenlp_batches import interval, iterations
 from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
 
@@ -45,8 +45,8 @@ def _constant(values: Values) -> str:
 
 
 TRAINING = (
-    Rule("actor_model_name_or_path", "model.path", "CHECK: a Hugging Face directory on this machine", path),
-    Rule("critic_model_name_or_path", "trainer.critic.path", "CHECK: a directory on this machine",
+    Rule("actor_model_name_or_path", "model.path", f"CHECK: {NAME_OR_PATH}", path),
+    Rule("critic_model_name_or_path", "trainer.critic.path", f"CHECK: {NAME_OR_PATH}",
          lambda value, values: path(found, values) if isinstance(found := _of_critic(value, values), str) else found),
     *part_of("algorithm.preset", "rl_algorithm"),
     Rule("update_iters", "algorithm.epochs"),

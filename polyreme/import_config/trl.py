@@ -8,7 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 from polyreme.errors import ConfigError
-from polyreme.import_config.convert import above, adapters, choice, given, name, path, trackers, unless_given, when
+from polyreme.import_config.convert import (
+    NAME_OR_PATH,
+    above,
+    adapters,
+    at_revision,
+    choice,
+    given,
+    name,
+    of_name,
+    path,
+    trackers,
+    unless_given,
+    when,
+)
 from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
 from polyreme.import_config.reading.launch import value_of
 from polyreme.import_config.rules import Lost, Noted, Off, Rule, System, Values, flatten, idle, lost, part_of
@@ -87,17 +100,19 @@ def _without(key: str) -> Callable[[Values], str]:
 
 
 RULES = (
-    Rule("model_name_or_path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
-    Rule("dataset_name", "data.train", "CHECK: a file or directory on this machine, not the name of a repository",
+    Rule("model_name_or_path", "model.path", NAME_OR_PATH, at_revision("model_revision")),
+    *part_of("model.path", "model_revision"),
+    Rule("dataset_name", "data.train", NAME_OR_PATH,
          unless_given("datasets", unless_given("dataset_mixture.datasets", path))),
     Rule("datasets", "data.train", "", datasets),
     Rule("dataset_mixture.datasets", "data.train", "", datasets),
     Rule("dataset_prompt_column", "data.prompt_key"),
-    *lost("another part of the data set: prepare its file", "dataset_config", "dataset_configs", unless=(None, "default", "main", ["all"])),
-    *lost("another split than train: name its file in data.train", "dataset_train_split", unless=(None, "train")),
+    Rule("dataset_config", "data.config", "", of_name("dataset_name")),
+    Rule("dataset_train_split", "data.split", "", of_name("dataset_name", "train")),
+    *lost("another part of the data set: name it in data.config", "dataset_configs", unless=(None, "default", "main", ["all"])),
     *idle("name a file, a directory or files with `*` in data.train", "dataset_streaming", "streaming", "dataset_num_proc",
           "dataset_mixture.seed", "dataset_mixture.test_split_size", "test_split_size"),
-    *idle("only evaluation reads it; name the split's file in data.eval", "dataset_test_split", "eval_dataset"),
+    *idle("only evaluation reads it; set data.eval to the name with this split, or to a file", "dataset_test_split", "eval_dataset"),
     Rule("system_prompt", "data.system"),
     *lost("another chat template: put it into the tokenizer's directory", "chat_template", "chat_template_path"),
     *lost("arguments of the chat template: put them into the template or the data", "chat_template_kwargs.*", "chat_template_kwargs"),
@@ -158,7 +173,6 @@ RULES = (
     *lost("noise on embeddings", "neftune_noise_alpha"),
     *lost("bfloat16 is used here", "fp16", unless=(None, False)),
     Rule("router_aux_loss_coef", "trainer.moe.aux_loss_coef", "", given),
-    *lost("another revision of the weights: name the directory that has it in model.path", "model_revision", unless=(None, "main")),
     *idle("models have no dropout here", "disable_dropout"),
     *idle("the numbers of the last layer are float32 here, too", "cast_lm_head_to_fp32"),
     Rule("seed", "seed"),

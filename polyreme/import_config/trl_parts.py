@@ -64,7 +64,7 @@ def datasets(value: Any, values: Values) -> Any:
     if not names or not all(isinstance(name, str) for name in names):
         return Lost("data sets without a path; name their files in data.train")
     parts = [each for each in value if isinstance(each, dict) and set(each) - {"path", "id", "name"}]
-    checked = "CHECK: files or directories on this machine" + (
+    checked = "CHECK: local paths or names of the hub" + (
         "; their splits, columns and fractions are yours to prepare" if parts else ""
     )
     return Noted(names[0] if len(names) == 1 else names, checked)

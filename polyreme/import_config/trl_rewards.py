@@ -32,7 +32,7 @@ def rewards(values: Values, longest: int) -> tuple[list[dict[str, Any]], str]:
     for name, weight in _named(values):
         if name == "(model)":
             model = values["reward_model_name_or_path"]
-            spec, check = {"model": path(model, values)}, "a reward model is a directory on this machine"
+            spec, check = {"model": path(model, values)}, "a reward model is a local path or a name of the hub"
         elif overlong(name, values, longest):
             checks.append(f"{name}: the penalty algorithm.shaping.overlong, in tokens")
             continue

@@ -21,7 +21,8 @@ import yaml
 from redis.asyncio import Redis
 
 from polyreme.config.base import BaseConfig
-from polyreme.config.load import load_any
+from polyreme.config.load import load_any, parse
+from polyreme.config.named_input import NamedInput
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.config.yaml_text import load_yaml
@@ -318,6 +319,11 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"valid YAML in {path}", str(error), "Restore the file.") from None
 
 
+def read_names(run_dir: Path) -> list[NamedInput]:
+    """The repositories behind the names of the directory's configuration; empty without any."""
+    return [parse(each, str(run_dir / "config.yaml"), NamedInput) for each in read_settings(run_dir).get("names", [])]
+
+
 def _read_config(run_dir: Path, kind: type[Config]) -> Config:
     config = load_any(run_dir / "config.yaml")
     if not isinstance(config, kind):
@@ -328,7 +334,7 @@ def _read_config(run_dir: Path, kind: type[Config]) -> Config:
 
 def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
     """The dotted keys whose values differ, sorted."""
-    old, new = flat_settings(before.model_dump(mode="json")), flat_settings(after.model_dump(mode="json"))
+    old, new = (flat_settings(each.by_name(each.model_dump(mode="json"))) for each in (before, after))
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 

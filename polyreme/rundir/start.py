@@ -15,6 +15,7 @@ from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import RunState
+from polyreme.hub.resolve import resolve_names
 from polyreme.rundir.checks import check_run
 from polyreme.rundir.fork import copy_start, plan_fork
 from polyreme.rundir.run_directory import (
@@ -24,6 +25,7 @@ from polyreme.rundir.run_directory import (
     claim,
     owned,
     read_config,
+    read_names,
     read_run_file,
     read_stage_config,
 )
@@ -72,12 +74,13 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: s
     config = load_config(path, overrides)
     if resume and (only is None or any(each.startswith("name=") for each in overrides)):
         check_resumable(config)
+    own_run_dir = load_config(path, [each for each in overrides if not each.startswith("name=")]).run_dir
+    config = resolve_names(config, [*read_names(config.run_dir), *read_names(own_run_dir)] if resume or fork else ())
     notices = check_run(config, only)
     if not fork:
         with claimed(config, resume, notices) as start:
             yield start
         return
-    own_run_dir = load_config(path, [each for each in overrides if not each.startswith("name=")]).run_dir
     parent, config = plan_fork(config, own_run_dir)
     forked = read_run_file(parent)
     config = dated(config, first_day(parent, forked.run_id if forked else None))

@@ -95,6 +95,20 @@ def disk_verdict(path: str, free: int) -> Verdict:
     )
 
 
+def hub_verdict(endpoint: str, cache: str, failure: str | None) -> Verdict:
+    """Reports whether models and data can be named.
+
+    Args:
+        endpoint: the hub's address.
+        cache: the directory of what was downloaded before.
+        failure: why the hub does not answer; None: it does.
+    """
+    if failure is None:
+        return Verdict("ok", "hub", f"{endpoint} answers; cache in {cache}")
+    advice = f"Names of models and data (owner/name) are found only in the cache, {cache}; local paths need no hub."
+    return Verdict("note", "hub", f"{endpoint}: {failure}", advice)
+
+
 def memory_verdict(limit: int) -> Verdict:
     """Reports the memory of this machine or container. limit: bytes."""
     return Verdict("ok", "memory", f"{limit / GIB:,.1f} GiB (`polyreme config check --memory` prints what a run needs)")

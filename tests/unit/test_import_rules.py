@@ -85,7 +85,7 @@ def test_the_core_stays_light_when_all_of_it_is_loaded() -> None:
     assert loaded.strip() == ""
 
 
-HEAVY = ("torch", "vllm", "megatron", "fastapi", "transformers", "pyarrow", *SERVICES)
+HEAVY = ("torch", "vllm", "megatron", "fastapi", "transformers", "pyarrow", "datasets", "huggingface_hub", *SERVICES)
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -175,17 +175,18 @@ def test_nothing_is_pickled() -> None:
 
 CORE_ARROWS = {
     "cli": {
-        *("page", "display", "rundir", "terminal", "gateway", "experience"),
+        *("page", "display", "rundir", "hub", "terminal", "gateway", "experience"),
         *("import_config", "dataset", "net", "config", "weights", "process", "errors"),
     },
     "page": {"display", "rundir", "experience", "net", "config", "process", "errors"},
     "display": {"rundir", "terminal", "experience", "dataset", "config", "errors"},
-    "rundir": {"terminal", "experience", "net", "dataset", "config", "errors"},
+    "rundir": {"hub", "terminal", "experience", "net", "dataset", "config", "errors"},
     "terminal": {"config", "errors"},
     "gateway": {"experience", "net", "config", "process", "errors"},
     "experience": {"net", "config", "process", "errors", "api"},
     "net": {"config", "process", "errors"},
     "weights": {"errors", "api"},
+    "hub": {"config", "errors"},
     "import_config": {"config", "errors"},
     "dataset": {"config", "errors"},
     "isolation": {"process", "errors"},

@@ -12,6 +12,7 @@ from polyreme.config.describe import annotated_yaml, reference
 from polyreme.config.load import load_any
 from polyreme.display.summary import lines_of
 from polyreme.errors import AbsentError
+from polyreme.hub.resolve import resolve_names
 from polyreme.rundir.checks import findings, memory_report, raise_all
 from polyreme.terminal.completion import Overrides
 
@@ -38,8 +39,8 @@ def check(
         ),
     ] = None,
 ) -> None:
-    """Check everything that can be checked before processes start, and print the run's summary."""
-    resolved = load_any(file, overrides or ())
+    """Check everything that can be checked before processes start, and print the run's summary. Downloads what it names."""
+    resolved = resolve_names(load_any(file, overrides or ()))
     found = findings(resolved)
     lines, errors, absent = lines_of(resolved, found.notices), list(found.errors), list[str]()
     if memory or device_gib is not None:

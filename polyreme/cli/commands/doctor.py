@@ -15,12 +15,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Literal
 
+import httpx
 import typer
 
 from polyreme.cli.commands.doctor_report import report_text
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.store import connect
+from polyreme.hub.download import hub_address
 from polyreme.net.ports import check_free, loopback
 from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process.machine import memory_limit
@@ -32,6 +34,7 @@ from polyreme.terminal.verdicts import (
     disk_verdict,
     exit_code,
     files_verdict,
+    hub_verdict,
     installed_version,
     loopback_verdict,
     memory_verdict,
@@ -45,6 +48,7 @@ from polyreme.terminal.verdicts import (
 from polyreme.weights.arena import SHARED_MEMORY
 
 GROUP = "polyreme.doctor"
+_HUB_SECONDS = 3.0
 SERVICES = {
     "polyreme-rollout": "rollout",
     "polyreme-reward": "reward",
@@ -95,6 +99,7 @@ def examine(device: str | None, redis: str | None, ports: list[int], directory: 
     yield shared_memory_verdict(room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize)
     yield disk_verdict(str(directory.resolve()), shutil.disk_usage(directory).free)
     yield temp_verdict(temp_facts())
+    yield hub_verdict(hub_address(), os.environ.get("HF_HOME", "~/.cache/huggingface"), hub_failure(hub_address()))
     yield files_verdict(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield clock_verdict(time.time())
     reached = loopback_or_failure()
@@ -119,6 +124,17 @@ def temp_facts() -> TempFacts:
     return TempFacts(
         wanted and os.path.abspath(wanted), str(root), room.f_bavail * room.f_frsize, bool(room.f_flag & os.ST_NOEXEC)
     )
+
+
+def hub_failure(address: str) -> str | None:
+    """Why no repository can be downloaded; None: the hub answers."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "offline mode (HF_HUB_OFFLINE)"
+    try:
+        httpx.head(address, timeout=_HUB_SECONDS)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return f"no answer ({error!s:.80})"
+    return None
 
 
 def loopback_or_failure() -> tuple[str | None, str]:

@@ -41,7 +41,9 @@ _BESIDE = ("trainer.sft=[]", "trackers=[]", "notices=[]")
 def evaluate(
     config: Annotated[Path, typer.Argument(help="The YAML file of a run with data.eval and reward.")],
     overrides: Overrides = None,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face directory. Default: the configuration's model.path.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory or name. Default: the configuration's model.path.")
+    ] = None,
     redis: Annotated[str | None, redis_option("Redis to use. Default: the evaluation's own.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one JSON object; progress goes to stderr.")
@@ -78,7 +80,7 @@ def results(record: Record) -> dict[str, Any]:
 
 def evaluation_overrides(config: Path, overrides: list[str], model: Path | None) -> list[str]:
     """The overrides of a run that only evaluates, in a separate directory. Raises ConfigError when the configuration is invalid."""
-    chosen = [*overrides, *([] if model is None else [f"model.path={json.dumps(str(model.resolve()))}"])]
+    chosen = [*overrides, *([] if model is None else [f"model.path={json.dumps(str(model))}"])]
     chosen += [*_ONLY_EVALUATE, *_BESIDE]
     base = load_config(config, chosen)
     number = 1

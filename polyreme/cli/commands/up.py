@@ -26,6 +26,7 @@ from polyreme.display.summary import summary_lines
 from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.store import connect
+from polyreme.hub.resolve import resolve_names
 from polyreme.net.redis_url import exposure, redis_option, without_password
 from polyreme.process.machine import other_users
 from polyreme.rundir.checks import check_run
@@ -54,7 +55,7 @@ def up(
     """Train: start every service of a run on this machine and watch it."""
     console = TerminalConsole(sys.stdout)
     if dry_run:
-        resolved = load_config(config, overrides or ())
+        resolved = resolve_names(load_config(config, overrides or ()))
         console.print("\n".join(summary_lines(resolved, check_run(resolved))), soft_wrap=True)
         return
     with prepared(config, overrides or [], resume, fork) as start:

@@ -5,10 +5,12 @@ the preset meant, and a later version of Polyreme cannot change it.
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from polyreme.config.data import DataSource
+from polyreme.config.named_input import TRAINING
 from polyreme.config.python_source import digest_of, find_source
 from polyreme.config.recipes.presets import PRESETS, STANDARD_CORRECTION, resolve
 from polyreme.config.recipes.recipe import Correction, Recipe, TvMask
@@ -56,7 +58,9 @@ class AlgorithmSource(Section):
 class PtxConfig(Section):
     """Supervised rows mixed into every optimizer step of the policy (PPO-ptx)."""
 
-    data: Path = Field(description="Data file with the prompt and a `response` column, as of trainer.sft.")
+    data: Annotated[Path | tuple[Path | DataSource, ...], TRAINING] = Field(
+        description="As data.train: rows with the prompt and a `response` column, as of trainer.sft."
+    )
     coef: float = Field(gt=0, description="Weight of the rows' cross entropy, the mean over their response tokens.")
     batch_size: int = Field(ge=1, description="Rows per optimizer step.")
 

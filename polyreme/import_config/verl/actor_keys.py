@@ -6,7 +6,7 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 import re
 from typing import Any
 
-from polyreme.import_config.convert import adapters, lookup, path, paths, when
+from polyreme.import_config.convert import NAME_OR_PATH, adapters, lookup, path, paths, when
 from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
 from polyreme.import_config.verl.algorithm import (
     ACTOR,
@@ -92,7 +92,7 @@ DATA = (
 )  # fmt: skip
 
 MODELS = (
-    Rule(f"{MODEL}.path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
+    Rule(f"{MODEL}.path", "model.path", NAME_OR_PATH, path),
     Rule(f"{MODEL}.enable_gradient_checkpointing", "trainer.recompute", "true: full", lookup({True: "full"}, False, None)),
     Rule(f"{MODEL}.lora_rank", "trainer.lora", "0: all weights are trained", adapters(f"{MODEL}.lora_alpha", 16)),
     *part_of("trainer.lora", f"{MODEL}.lora_alpha", f"{MODEL}.lora.alpha"),

@@ -5,7 +5,7 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 
 from typing import Any
 
-from polyreme.import_config.convert import given, lookup, name, path, positive, trackers, when
+from polyreme.import_config.convert import NAME_OR_PATH, given, lookup, name, path, positive, trackers, when
 from polyreme.import_config.rules import PART, Lost, Noted, Off, Rule, Values, idle, lost, part_of
 from polyreme.import_config.verl.actor_keys import (
     ACTORS,
@@ -123,7 +123,7 @@ REFERENCES = (
 
 CRITICS = (
     *optimizer_keys("critic", "trainer.critic.optimizer"),
-    Rule("critic.model.path", "trainer.critic.path", "CHECK: a directory on this machine",
+    Rule("critic.model.path", "trainer.critic.path", NAME_OR_PATH,
          lambda value, values: Off(NO_CRITIC) if without_critic(values) else path(value, values)),
     Rule("critic.cliprange_value", "algorithm.advantage.value_clip", "", GAE),
     Rule("critic.ppo_mini_batch_size", "algorithm.minibatches", "", _fitting(f"{ACTOR}.ppo_mini_batch_size")),

@@ -182,7 +182,7 @@ def _rewards(values: Values) -> tuple[Any, str]:
         return [reward], f"{check}custom_reward_function.path: {function}; verl's function is called as verl calls it"
     if values.get("reward_model.enable"):
         return [{"model": path(model or "FILL_IN/reward-model", values)}], (
-            f"CHECK: reward_model.enable, model: {model}; a directory on this machine with a sequence classifier"
+            f"CHECK: reward_model.enable, model: {model}; a local path or a name of the hub, of a sequence classifier"
         )
     return [{"name": "math"}], "CHECK: verl chooses a function by data_source; built-in here are math, numeric, exact, code, ..."
 

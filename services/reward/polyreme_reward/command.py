@@ -16,6 +16,7 @@ import typer
 
 from polyreme.config.load import data_columns, load_reward_config
 from polyreme.errors import ConfigError
+from polyreme.hub.resolve import resolve_section
 from polyreme.net.endpoint import Advertise, Endpoint, Host, HttpPort, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
@@ -57,7 +58,8 @@ def _test(words: list[str], config: Path | None) -> None:
 
     from polyreme_reward.reward_test import test_rewards
 
-    if asyncio.run(test_rewards(load_reward_config(config), Path(words[1]), Console(), data_columns(config))):
+    rewards = resolve_section(load_reward_config(config), "reward")
+    if asyncio.run(test_rewards(rewards, Path(words[1]), Console(), data_columns(config))):
         raise typer.Exit(1)
 
 
@@ -69,7 +71,8 @@ async def _serve(
 
     refuse_inspection()  # memory and environment contain the run's password and token
     if path is not None:
-        async with until_set(stop_event()), serve(load_reward_config(path), endpoint_towards(None)) as addresses:
+        settings = await asyncio.to_thread(resolve_section, load_reward_config(path), "reward")
+        async with until_set(stop_event()), serve(settings, endpoint_towards(None)) as addresses:
             await _stay(addresses.grpc, addresses.url)
         return
     from polyreme.experience.run import Run
@@ -81,8 +84,9 @@ async def _serve(
         stop = stop_event()  # no graceful shutdown is needed before this point
         following = run.set_when_over(stop) if run_id is None else nullcontext()
         async with until_set(stop):
-            settings = (await run.config()).reward
-            if settings is not None:
+            config = await run.config()
+            if config.reward is not None:
+                settings = await asyncio.to_thread(resolve_section, config.reward, "reward", config.names)
                 async with serve(settings, endpoint_towards(redis), run) as addresses, following:
                     await _stay(addresses.grpc, addresses.url)
             elif run_id is not None:

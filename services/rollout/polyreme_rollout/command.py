@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from polyreme.config.named_input import MODEL
 from polyreme.errors import ConfigError
+from polyreme.hub.resolve import resolve_path
 from polyreme.net.endpoint import Advertise, Host, HttpPort, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 
@@ -18,7 +20,7 @@ def rollout(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Serve the weights of this Hugging Face directory over HTTP only, without a run. Its policy version is 0."
+            help="Serve the weights of this Hugging Face directory or name over HTTP only, without a run. Its policy version is 0."
         ),
     ] = None,
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; default: the newest run.")] = None,
@@ -32,7 +34,7 @@ def rollout(
     from polyreme_rollout.replica import serve_model, serve_replica
 
     if model is not None:
-        return serve_model(model, endpoint_of(host, port, http_port, advertise, None))
+        return serve_model(resolve_path(model, MODEL, "--model"), endpoint_of(host, port, http_port, advertise, None))
     if redis is None:
         raise ConfigError("the URL of a run's Redis, or a model directory", "neither", "Pass --redis URL or --model DIR.")
     serve_replica(redis, run, endpoint_of(host, port, http_port, advertise, redis), wait)

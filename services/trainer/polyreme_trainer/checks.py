@@ -62,7 +62,7 @@ def check(config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
 def _run_data(config: RunConfig, template: Template | None) -> Iterator[Iterator[str | PolyremeError]]:
     """The checks of what a run reads besides its model."""
     yield from (_check_data(data, config, template) for data in config.prompt_data)
-    yield from (_check_examples(path, config, template) for path in _supervised(config))
+    yield from (_check_examples(data, config, template) for data in _supervised(config))
     yield _check_teacher(config)
     if config.algorithm.source is not None:
         yield _check_functions(config.algorithm.source)
@@ -94,8 +94,8 @@ def _check_model(config: RunConfig) -> Iterator[str | PolyremeError]:
     yield from results(*checks)
 
 
-def _supervised(config: RunConfig) -> Iterator[Path]:
-    """The files of supervised rows."""
+def _supervised(config: RunConfig) -> Iterator[Sources]:
+    """The data of supervised rows."""
     yield from (phase.data for phase in config.trainer.sft)
     if config.algorithm.ptx is not None:
         yield config.algorithm.ptx.data
@@ -208,11 +208,12 @@ def _check_prompts(
         )
 
 
-def _check_examples(path: Path, config: RunConfig, template: Template | None) -> Iterator[PolyremeError]:
-    if not is_there(DataSource(path=path)):
+def _check_examples(data: Sources, config: RunConfig, template: Template | None) -> Iterator[PolyremeError]:
+    sources = tuple(filter(is_there, as_sources(data)))
+    if not sources:
         return
     try:
-        rows = list(islice(read_examples(path, config.data), _PARSED))
+        rows = list(islice(read_examples(sources, config.data), _PARSED))
         if template is not None:
             encode_examples(rows[:_ENCODED], template, config.rollout.max_model_len)
     except DataError as error:

@@ -24,13 +24,14 @@ from polyreme.config.stage import StageConfig
 from polyreme.display.summary import stage_lines, summary_lines
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import connect
+from polyreme.hub.resolve import resolve_names
 from polyreme.net.ports import check_free
 from polyreme.net.redis_url import exposure, redis_option
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import stop_event
 from polyreme.rundir.checks import check_run
-from polyreme.rundir.run_directory import check_resumable, make_folder, next_attempt, open_run, open_stage
+from polyreme.rundir.run_directory import check_resumable, make_folder, next_attempt, open_run, open_stage, read_names
 from polyreme.rundir.start import Start, claimed, prepared
 from polyreme.terminal.completion import DpoOverrides, Overrides, RewardModelOverrides, SftOverrides
 from polyreme.terminal.terminal import TerminalConsole
@@ -182,6 +183,7 @@ def run_stage(config: StageConfig, resume: bool, dry_run: bool) -> None:
     console = TerminalConsole(sys.stdout)
     if resume:
         check_resumable(config)
+    config = resolve_names(config, read_names(config.run_dir) if resume else ())
     notices = check_run(config)
     if dry_run:
         console.print("\n".join(stage_lines(config, notices)), soft_wrap=True)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from polyreme.config.data import DataConfig, Sources
 from polyreme.config.load import load_any
+from polyreme.config.named_input import TRAINING
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.dataset.columns import TokenIds
@@ -25,6 +26,7 @@ from polyreme.dataset.reading import watched
 from polyreme.dataset.source import bytes_of, files_of, name_of, read_objects
 from polyreme.dataset.text_files import Row
 from polyreme.errors import ConfigError, DataError
+from polyreme.hub.resolve import resolve_names, resolve_path
 from polyreme.rundir.input_files import read_model_files
 from polyreme.terminal.completion import one_of
 from polyreme.terminal.progress_bar import bar
@@ -55,7 +57,8 @@ def check(
 ) -> None:
     """Print rows, lengths, repeated rows, rows shared with each held-out set, and the first row's tokens."""
     file, overrides = file_and_overrides(words or [])
-    resolved = load_any(config, overrides)
+    resolved = resolve_names(load_any(config, overrides))
+    file = None if file is None else resolve_path(file, TRAINING, "FILE")
     template = Template(read_model_files(resolved.model.path), resolved.data)
 
     def report(sources: Any) -> Report:
@@ -107,6 +110,7 @@ def convert(
     ] = None,
 ) -> None:
     """Rewrite data of another system as JSON lines with our columns."""
+    source = resolve_path(source, TRAINING, "SOURCE")
     if target.exists():
         raise ConfigError(f"no file {target} yet", "one is there", "Choose another target, or remove the file.")
     kinds = {each.name: each for each in FORMATS}

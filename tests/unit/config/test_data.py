@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from polyreme.config.data import DataSource, WeightedSource
+from polyreme.config.data import DataConfig, DataSource, WeightedSource
 from polyreme.config.describe import annotated_yaml
 from polyreme.config.load import load_config, parse_config
 from polyreme.config.reward import RewardConfig
@@ -72,3 +72,35 @@ def test_choices_name_rewards_by_a_column() -> None:
 def test_an_added_column_has_what_json_has(value: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="as JSON has them"):
         DataSource(path=tmp_path, add={"a": [value]})
+
+
+NAMED = """
+train: openai/gsm8k
+config: main
+split: dev
+eval: openai/gsm8k@v2
+"""
+
+
+def test_a_text_that_no_file_has_is_a_name(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    config = load(tmp_path, "[openai/gsm8k, other/set@v1.0, sub/none, rows/a.jsonl, a/b/c, ./x/y]")
+    local = [tmp_path / path for path in ("sub/none", "rows/a.jsonl", "a/b/c", "x/y")]
+    assert config.data.train == (Path("openai/gsm8k"), Path("other/set@v1.0"), *local)
+    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    assert load(tmp_path, "openai/gsm8k").data.train == tmp_path / "openai" / "gsm8k"
+
+
+def test_keys_beside_a_name_go_to_its_source() -> None:
+    found = DataConfig.model_validate(yaml.safe_load(NAMED))
+    assert found.train == (WeightedSource(path=Path("openai/gsm8k"), config="main", split="dev"),)
+    assert found.eval == (DataSource(path=Path("openai/gsm8k@v2"), config="main"),)
+    assert (found.config, found.split) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["{train: /rows.jsonl, split: dev}", "{train: [a/b], config: main}", "{train: [{path: /x, split: dev}]}"]
+)
+def test_a_configuration_or_split_without_a_name_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="belong to a name like owner/name"):
+        DataConfig.model_validate(yaml.safe_load(text))

@@ -38,7 +38,12 @@ def load(recipe: str, folder: Path, *overrides: str) -> RunConfig:
     folder.mkdir(exist_ok=True)
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"model.path": published_model(MODELS[recipe], folder / "model"), "data.train": data, "data.eval": data}
+    given = {
+        "model.path": published_model(MODELS[recipe], folder / "model"),
+        "data.config": "null",
+        "data.train": data,
+        "data.eval": data,
+    }
     return load_config(RECIPES / recipe, [*(f"{key}={value}" for key, value in given.items()), *overrides])
 
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from polyreme.config.run import RunConfig
+from polyreme.dataset.source import as_sources
 from polyreme.errors import ConfigError
 from polyreme.import_config.application import Imported
 from polyreme.import_config.systems import import_file
@@ -250,8 +251,8 @@ def test_the_gradient_of_the_kl(options: dict[str, Any], estimator: str) -> None
         ({"sync_ref_model": True, "beta": 0.1}, ["sync_ref_model"]),
         ({"sync_ref_model": True, "beta": 0.0}, []),
         ({"chat_template": "{{ x }}"}, ["chat_template"]),
-        ({"model_revision": "v00.02-step-3660"}, ["model_revision"]),
-        ({"dataset_config": "all"}, ["dataset_config"]),
+        ({"dataset_name": "rows.jsonl", "dataset_config": "all"}, ["dataset_config"]),
+        ({"dataset_name": "a/b", "dataset_train_split": "train[:5%]"}, ["dataset_train_split"]),
         ({"use_peft": True, "lora_modules_to_save": ["lm_head"]}, ["lora_dropout", "lora_modules_to_save"]),
         ({"use_peft": True, "lora_dropout": 0.0, "use_dora": True}, ["use_dora"]),
         ({"lora_modules_to_save": ["lm_head"]}, []),
@@ -369,3 +370,19 @@ def test_a_launcher_counts_processes_beside_nested_options() -> None:
     )
     run = import_text(command, "trl", rows=1600, suffix=".sh")[1]
     assert (run.groups_per_iteration, run.trainer.parallel.layout) == (8, "tensor 1 x data 8")
+
+
+def test_names_keep_their_configuration_split_and_revision() -> None:
+    found, run = imported(
+        {
+            "model_name_or_path": "a/b",
+            "model_revision": "v2",
+            "dataset_name": "c/d",
+            "dataset_config": "main",
+            "dataset_train_split": "dev",
+        }
+    )
+    assert found.values["model.path"] == "a/b@v2"
+    [source] = as_sources(run.data.train)
+    assert (str(source.path), source.config, source.split) == ("c/d", "main", "dev")
+    assert not lost_keys(found)

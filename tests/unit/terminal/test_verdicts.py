@@ -13,6 +13,7 @@ from polyreme.terminal.verdicts import (
     disk_verdict,
     exit_code,
     files_verdict,
+    hub_verdict,
     installed_version,
     loopback_verdict,
     memory_verdict,
@@ -114,3 +115,10 @@ def test_only_what_is_missing_fails_the_command() -> None:
 def test_a_package_that_is_not_installed_has_no_version() -> None:
     assert installed_version("no-such-package-anywhere") is None
     assert installed_version("polyreme")
+
+
+def test_without_a_hub_names_come_from_the_cache() -> None:
+    assert hub_verdict("https://hub", "/cache", None).line == "ok       hub            https://hub answers; cache in /cache"
+    verdict = hub_verdict("https://hub", "/cache", "offline mode (HF_HUB_OFFLINE)")
+    assert (verdict.level, verdict.found) == ("note", "https://hub: offline mode (HF_HUB_OFFLINE)")
+    assert "/cache" in verdict.do and "local paths need no hub" in verdict.do

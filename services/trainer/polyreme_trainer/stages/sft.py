@@ -7,12 +7,12 @@ if it was saved between two steps and continued. This module imports no torch: t
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from polyreme.config.data import Sources
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
 from polyreme_trainer.data.stage_rows import StageRows
@@ -135,10 +135,10 @@ def run_phase(engine: TrainEngine, phase: SftPhase, rows: StageRows, seed: Seque
     return phase.steps
 
 
-def read_examples(path: Path, config: RunConfig, files: Mapping[str, bytes]) -> StageRows:
-    """The tokenised rows of a file. Raises DataError."""
+def read_examples(data: Sources, config: RunConfig, files: Mapping[str, bytes]) -> StageRows:
+    """The tokenised rows of the warm start's data. Raises DataError."""
     store = TokenStore()
-    for example in load_examples(path, config.data, Template(files, config.data), config.rollout.max_model_len):
+    for example in load_examples(data, config.data, Template(files, config.data), config.rollout.max_model_len):
         store.append(example.ids, example.loss_mask)
     return StageRows(*store.close())
 

@@ -193,6 +193,7 @@ def test_the_tiny_model_first_learns_to_write_the_answers_of_own_data(tmp_path: 
     write_new_run(tmp_path / "new", answers)
     config = load_config(tmp_path / "new" / "run.yaml")
     [phase] = config.trainer.sft
+    assert isinstance(phase.data, Path)
     written = [json.loads(line) for line in phase.data.read_text().splitlines()]
     held_out = {row.fields["q.text"] for row in read_objects(config.prompt_data[1])}
     assert {(row["q.text"], row["response"]) for row in written} == {
