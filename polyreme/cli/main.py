@@ -74,6 +74,11 @@ def commands() -> tuple[Command, ...]:
             lambda: _attribute("polyreme.cli.commands.import_config", "import_config"),
         ),
         Command(
+            "upgrade-config",
+            "Write the configuration of an older version in today's keys, and say what changed.",
+            lambda: _attribute("polyreme.cli.commands.upgrade_config", "upgrade_config"),
+        ),
+        Command(
             "report",
             "Write one offline HTML file that compares runs.",
             lambda: _attribute("polyreme.page.report", "report"),

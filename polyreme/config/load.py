@@ -19,6 +19,7 @@ from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, holds_path, known_keys, required_keys, subsections
 from polyreme.config.stage import STAGES, StageConfig
+from polyreme.config.upgrade import OLD_KEYS, REWRITE
 from polyreme.config.yaml_text import load_yaml
 from polyreme.errors import ConfigError
 
@@ -61,6 +62,11 @@ def load_any(path: Path, overrides: Iterable[str] = ()) -> RunConfig | StageConf
     for override in overrides:
         resolve_paths(tree := _override(tree, override), schema, Path.cwd())
     return parse(tree, str(path), schema)
+
+
+def parse_any(tree: dict[str, Any], path: Path) -> RunConfig | StageConfig:
+    """Validates the tree of a run, or of the stage that its key `stage` names, without resolving paths. `path` names it in errors."""
+    return parse(tree, str(path), _schema(tree, path))
 
 
 def _schema(tree: dict[str, Any], path: Path) -> type[RunConfig] | type[StageConfig]:
@@ -193,6 +199,8 @@ def _resolved_or_name(path: str, base: Path) -> str:
 def _explain(error: Any, schema: type[Section]) -> str:
     dotted = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
+        if dotted in OLD_KEYS:
+            return f"old key {dotted} ({REWRITE})"
         near = _nearest(".".join(str(part) for part in error["loc"] if not isinstance(part, int)), schema)
         return f"unknown key {dotted}" + (f" (did you mean {near}?)" if near else "")
     if error["type"] == "missing":

@@ -33,6 +33,7 @@ from polyreme.config.recipes.recipe import (
     TvMask,
     Zero,
 )
+from polyreme.config.upgrade import OLD_KEYS, REWRITE
 from polyreme.errors import ConfigError
 
 PAPER_NORM = GroupNorm(std_floor=1e-6)
@@ -123,6 +124,8 @@ def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 def _explain(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden" and (old := f"algorithm.{problem['loc'][0]}.{problem['loc'][-1]}") in OLD_KEYS:
+        return f"old key {old} ({REWRITE})"
     if problem["type"] == "extra_forbidden":
         return f"{where}, which no primitive reads"
     return f"{where}: {problem['msg']}, found {problem['input']!r:.80}"
