@@ -7,12 +7,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from polyreme.cli.main import commands
 from polyreme.rundir.progress import SPLIT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +18,6 @@ COMPOSE = (ROOT / "docker-compose.yml").read_text()
 SERVICES = yaml.safe_load(COMPOSE)["services"]
 OURS = ["reward", "rollout", "trainer"]
 DOCKERFILES = {name: (ROOT / "deploy" / "docker" / f"{name}.Dockerfile").read_text() for name in OURS}
-KUBERNETES = ROOT / "deploy" / "kubernetes"
 SECRETS = {"POLYREME_REDIS_PASSWORD", "POLYREME_TOKEN", "POLYREME_GRAFANA_PASSWORD"}
 
 
@@ -188,152 +185,6 @@ def test_certificates_are_what_the_services_take(tmp_path: Path, monkeypatch: py
     authority = files["ca"].read_bytes()
     subprocess.run([ROOT / "deploy" / "certs.sh", folder], check=True, timeout=300, capture_output=True)
     assert files["ca"].read_bytes() == authority, "a CA is kept"
-
-
-def documents(folder: Path) -> list[dict[str, Any]]:
-    names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
-    return [
-        document for name in names if (folder / name).is_file() for document in yaml.safe_load_all((folder / name).read_text())
-    ]
-
-
-def test_kubernetes_objects_fit_their_published_schemas() -> None:
-    import kubernetes_validate  # type: ignore[import-untyped]
-
-    for document in (
-        *documents(KUBERNETES / "base"),
-        *documents(KUBERNETES / "components" / "multi-node"),
-        *documents(KUBERNETES / "components" / "gateway"),
-        *documents(KUBERNETES / "components" / "environment"),
-    ):
-        kubernetes_validate.validate(document, "1.33", strict=True)
-    kinds = [document["kind"] for document in documents(KUBERNETES / "base")]
-    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
-        **{"Service": 1, "StatefulSet": 1, "Deployment": 2, "Job": 1, "PersistentVolumeClaim": 2},
-        **{"PodDisruptionBudget": 4, "HorizontalPodAutoscaler": 2, "NetworkPolicy": 1},
-    }
-
-
-def test_no_pod_gets_variables_of_other_services() -> None:
-    """Kubernetes would set VLLM_PORT=tcp://... beside a service called vllm, and our own names must not look like such variables."""
-    pods = [
-        document["spec"]["template"]["spec"]
-        for folder in ("base", "components/multi-node", "components/gateway", "components/environment")
-        for document in documents(KUBERNETES / folder)
-        if "template" in document.get("spec", {})
-    ]
-    assert len(pods) == 7
-    assert all(pod["enableServiceLinks"] is False for pod in pods)
-    sources = [path for folder in ("polyreme", "services") for path in (ROOT / folder).rglob("*.py")]
-    ours = {name for path in sources for name in re.findall(r"POLYREME_[A-Z_]+", path.read_text())}
-    assert "POLYREME_REDIS" in ours
-    assert not [name for name in ours if re.search(r"_(PORT|SERVICE_HOST|SERVICE_PORT)(_|$)", name)]
-
-
-def test_only_the_learner_s_pods_reach_its_store_and_its_collectives() -> None:
-    policy = next(each for each in documents(KUBERNETES / "components" / "multi-node") if each["kind"] == "NetworkPolicy")["spec"]
-    assert policy["podSelector"] == {"matchLabels": {"polyreme/learner": "true"}}
-    learner, *others = policy["ingress"]
-    assert learner == {"from": [{"podSelector": policy["podSelector"]}]}
-    for rule in others:
-        assert not [each for each in rule["ports"] if each["port"] <= 29500 <= each.get("endPort", each["port"])]
-    patch = (KUBERNETES / "components" / "multi-node" / "kustomization.yaml").read_text()
-    assert "kind: NetworkPolicy, name: polyreme" in patch and "DoesNotExist" in patch
-
-
-@pytest.mark.parametrize("name", ["gateway", "environment"])
-def test_a_service_is_an_option_of_both(name: str) -> None:
-    assert SERVICES[name]["profiles"] == [name] and name not in (KUBERNETES / "base" / "kustomization.yaml").read_text()
-    objects = {document["kind"]: document["spec"] for document in documents(KUBERNETES / "components" / name)}
-    template = objects["Deployment"]["template"]
-    if "Service" in objects:
-        assert objects["Service"]["selector"] == template["metadata"]["labels"]
-    [container] = template["spec"]["containers"]
-    from_compose = [*SERVICES[name]["command"].split()]
-    assert container["args"] == from_compose and container["image"] == SERVICES[name]["image"].partition(":")[0]
-    assert from_compose[0] in {command.name for command in commands()}
-
-
-def test_the_base_trains_the_demo() -> None:
-    assert (KUBERNETES / "base" / "run.yaml").read_text() == (ROOT / "examples" / "running_total" / "run.yaml").read_text()
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed: overlays are built with its kustomize")
-@pytest.mark.parametrize(("overlay", "card"), [("cpu", None), ("cuda", "nvidia.com/gpu"), ("npu", "huawei.com/Ascend910")])
-def test_overlays_build_to_valid_objects(overlay: str, card: str | None) -> None:
-    import kubernetes_validate
-
-    built = subprocess.run(
-        ["kubectl", "kustomize", KUBERNETES / "overlays" / overlay], capture_output=True, text=True, check=True, timeout=300
-    ).stdout
-    pods = {}
-    for document in yaml.safe_load_all(built):
-        kubernetes_validate.validate(document, "1.33", strict=True)
-        if document["kind"] in ("Deployment", "Job", "StatefulSet"):
-            pods[document["metadata"]["name"]] = document["spec"]["template"]["spec"]
-    for name in ("rollout", "trainer"):
-        (container,) = pods[name]["containers"]
-        assert container["image"] == f"polyreme/{name}:{overlay}"
-        assert container["resources"]["limits"].get(card) == (card and "1")
-    arguments = pods["trainer"]["containers"][0]["args"]
-    assert (f"device={overlay}" in arguments) == (overlay != "cpu")
-    assert all(pod["securityContext"]["runAsNonRoot"] for pod in pods.values())
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed: overlays are built with its kustomize")
-@pytest.mark.parametrize(("overlay", "card"), [("cpu", None), ("cuda", "nvidia.com/gpu"), ("npu", "huawei.com/Ascend910")])
-def test_the_learner_spreads_over_pods_that_meet_by_name(overlay: str, card: str | None, tmp_path: Path) -> None:
-    import kubernetes_validate
-
-    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
-    path = tmp_path / "kubernetes" / "overlays" / overlay / "kustomization.yaml"
-    path.write_text(path.read_text() + "components: [../../components/multi-node]\n")
-    built = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True, check=True, timeout=300).stdout
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for document in yaml.safe_load_all(built):
-        kubernetes_validate.validate(document, "1.33", strict=True)
-        found[document["kind"], document["metadata"]["name"]] = document.get("spec", {})
-    service, trainer = found["Service", "learner"], found["Job", "trainer"]["template"]
-    learner = found["StatefulSet", "learner"]
-    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
-    assert learner["serviceName"] == trainer["spec"]["subdomain"] == "learner"
-    for template in (trainer, learner["template"]):
-        assert service["selector"].items() <= template["metadata"]["labels"].items()
-    arguments = trainer["spec"]["containers"][0]["args"]
-    assert f"--advertise={trainer['spec']['hostname']}.{trainer['spec']['subdomain']}" in arguments
-    assert f"--learner-port={service['ports'][0]['port']}" in arguments
-    assert f"trainer.parallel.nodes={learner['replicas'] + learner['ordinals']['start']}" in arguments
-    ours, theirs = (template["spec"]["containers"][0] for template in (learner["template"], trainer))
-    assert ours["args"] == ["learner"] and ours["image"] == theirs["image"]
-    assert ours["resources"]["limits"].get(card) == (card and "1")
-    assert {"POLYREME_REDIS_PASSWORD", "POLYREME_TOKEN"} <= {variable["name"] for variable in ours["env"]}
-    mounts, trainers = ({mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]} for one in (ours, theirs))
-    assert mounts.items() <= trainers.items() and {"data", "runs"} <= mounts.keys()
-    for claim in ("data", "runs"):
-        assert found["PersistentVolumeClaim", claim]["accessModes"] == ["ReadWriteMany"]
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed: overlays are built with its kustomize")
-@pytest.mark.parametrize("overlay", ["cpu", "cuda", "npu"])
-def test_learner_and_replica_share_a_pod(overlay: str, tmp_path: Path) -> None:
-    import kubernetes_validate
-
-    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
-    path = tmp_path / "kubernetes" / "overlays" / overlay / "kustomization.yaml"
-    path.write_text(path.read_text() + "components: [../../components/colocated]\n")
-    built = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True, check=True, timeout=300).stdout
-    found = {(document["kind"], document["metadata"]["name"]): document for document in yaml.safe_load_all(built)}
-    for document in found.values():
-        kubernetes_validate.validate(document, "1.33", strict=True)
-    assert not [kind for kind, name in found if name == "rollout"]
-    pod = found["Job", "trainer"]["spec"]["template"]["spec"]
-    _, replica = pod["initContainers"]
-    (trainer,) = pod["containers"]
-    assert replica["restartPolicy"] == "Always" and replica["image"] == f"polyreme/rollout:{overlay}"
-    assert "placement=colocated" in trainer["args"] and "startupProbe" not in replica  # the replica waits for the trainer's run
-    ports = [port["containerPort"] for container in (trainer, replica) for port in container["ports"]]
-    assert len(set(ports)) == len(ports) and f"--http-port={ports[-1]}" in replica["args"]
-    assert {mount["name"] for mount in replica["volumeMounts"]} <= {mount["name"] for mount in trainer["volumeMounts"]}
 
 
 def test_a_variable_puts_the_replica_on_the_trainers_card() -> None:

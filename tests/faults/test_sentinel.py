@@ -1,0 +1,125 @@
+"""The chart's three Redis nodes and their Sentinels, as real processes on addresses of loopback."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from polyreme.experience.embedded_redis import redis_binary
+from polyreme.experience.store import connect
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS = [f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{number}" for number in (1, 2, 3)]
+PASSWORD = "correct-horse"
+
+
+class Node:
+    """A pod of the stateful set: a server and a Sentinel, started by the chart's script."""
+
+    def __init__(self, host: str, folder: Path) -> None:
+        self.host, self._folder, self._processes = host, folder, list[subprocess.Popen[bytes]]()
+
+    def start(self) -> None:
+        state = self._folder / self.host
+        state.mkdir(exist_ok=True)
+        environment = {
+            "PATH": f"{self._folder}:/usr/bin:/bin",
+            "POLYREME_REDIS_PASSWORD": PASSWORD,
+            **{"NODE": self.host, "BIND": self.host, "FIRST": HOSTS[0], "STATE": str(state)},
+        }
+        script = ROOT / "deploy" / "helm" / "polyreme" / "files" / "redis.sh"
+        for part in ("server", "sentinel"):
+            with (state / f"{part}.log").open("ab") as log:
+                self._processes.append(subprocess.Popen(["sh", script, part], env=environment, stdout=log, stderr=log))
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        self._processes.clear()
+
+    def ready(self) -> bool:
+        """What the pod's readiness probe finds."""
+        probe = [sys.executable, ROOT / "deploy" / "docker" / "healthy.py", f"primary://{self.host}:6379"]
+        done = subprocess.run(probe, env={"POLYREME_REDIS_PASSWORD": PASSWORD}, capture_output=True, timeout=60, check=False)
+        return done.returncode == 0
+
+    def client(self) -> Redis:
+        return Redis(host=self.host, port=6379, password=PASSWORD, socket_timeout=5)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    (tmp_path / "redis-server").symlink_to(redis_binary())
+    found = [Node(host, tmp_path) for host in HOSTS]
+    try:
+        for node in found:
+            node.start()
+        yield found
+    finally:
+        for node in found:
+            node.kill()
+
+
+async def until_ready(nodes: list[Node], count: int = 1) -> Node:
+    """The node to which the service leads, once there are `count` replicas of it."""
+    async with asyncio.timeout(120):
+        while True:
+            for node in [each for each in nodes if each.ready()]:
+                async with node.client() as client:
+                    if (await client.info("replication"))["connected_slaves"] >= count:
+                        return node
+            await asyncio.sleep(0.2)
+
+
+async def until_sentinels_agree(nodes: list[Node]) -> None:
+    """Waits until each Sentinel knows the others, of whom two must agree on a failover."""
+    async with asyncio.timeout(60):
+        for node in nodes:
+            async with Redis(host=node.host, port=26379, password=PASSWORD) as sentinel:
+                while True:
+                    if (await sentinel.sentinel_master("polyreme"))["num-other-sentinels"] == len(nodes) - 1:
+                        break
+                    await asyncio.sleep(0.2)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(400)
+async def test_a_failover_keeps_writes_and_never_has_two_primaries(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await until_ready(nodes, 2)
+    assert first.host == HOSTS[0]
+    monkeypatch.setenv("POLYREME_REDIS_PASSWORD", PASSWORD)
+    client = await connect(f"redis://{first.host}:6379/0")  # checks the settings that a run needs
+    for number in range(100):
+        await client.set(f"key:{number}", number)
+    assert await client.execute_command("WAIT", 2, 10_000) == 2
+    await client.aclose()
+    await until_sentinels_agree(nodes)
+
+    first.kill()
+    second = await until_ready(nodes)
+    assert second is not first
+    async with second.client() as client:
+        assert [int(await client.get(f"key:{number}")) for number in range(100)] == [*range(100)]
+        await client.set("after", "failover")
+
+    # Its own Sentinel has not seen the failover, so it starts as a primary. It must not take a write.
+    first.start()
+    async with asyncio.timeout(120), first.client() as client:
+        while True:
+            with suppress(RedisError, OSError):
+                assert not first.ready()
+                with pytest.raises(RedisError):
+                    await client.set("split", "brain")
+                if (await client.info("replication"))["role"] == "slave" and await client.get("after") == b"failover":
+                    break
+            await asyncio.sleep(0.2)
+    assert (await until_ready(nodes, 2)) is second
