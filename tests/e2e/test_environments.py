@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from polyreme.net.ports import free_port
+from support.own_venv import own_venv
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
@@ -44,6 +47,24 @@ def test_calls_of_tools_stand_in_the_samples(tmp_path: Path) -> None:
         )
         called += len(calls)
     assert called == round(first["episode/tool_calls"] * len(samples))
+
+
+def test_the_game_is_played_over_openenv(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    port, commands = free_port(), own_venv("openenv", tmp_path_factory.mktemp("openenv"))
+    server = subprocess.Popen([commands / "python", EXAMPLES / "guess_number" / "openenv_server.py", str(port)])
+    try:
+        over = f"environment={{openenv: 'http://127.0.0.1:{port}', options: {{answer: $answer}}, max_turns: 4}}"
+        run_dir, records = trained(tmp_path, "guess_number", over, "iterations=2", "groups_per_iteration=8")
+    finally:
+        server.terminate()
+        server.wait(30)
+    assert all(1 < record["episode/turns/mean"] <= 4 and record["mismatch_kl"] < 1e-4 for record in records)
+    samples = [json.loads(line) for line in (run_dir / "samples" / "iteration_0001.jsonl").read_text().splitlines()]
+    for sample in samples:
+        hints = [message["content"] for message in sample["messages"][2::2]]
+        assert set(hints) <= {"higher", "lower", "number"} and sample["score"] in (0.0, 1.0)
+        assert sample["score"] == sum(turn["reward"] for turn in sample["turns"])
+    assert {sample["score"] for sample in samples} == {0.0, 1.0}
 
 
 @pytest.mark.slow
