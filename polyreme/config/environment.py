@@ -34,9 +34,15 @@ class EnvironmentConfig(Section):
         None,
         description="`openenv`: the field of the observation that the policy sees, such as `hint` or `metadata.question`. Default: all of them.",
     )
+    verifiers: str | None = Field(
+        None,
+        min_length=1,
+        description="Id of an environment of verifiers in place of `file`: a package that is installed in `venv`.",
+    )
+    venv: Path | None = Field(None, description="`verifiers`: folder of the virtual environment that has it.")
     options: dict[str, Any] = Field(
         {},
-        description="Arguments of the class, or further ones of the function. `openenv`: fields of `reset`, where `$NAME` is that column of the row.",
+        description="Arguments of the class, or further ones of the function. `openenv`: fields of `reset`, where `$NAME` is that column of the row. `verifiers`: the environment's configuration.",
     )
     tool_parser: Literal["hermes", "llama3_json"] = Field(
         "hermes",
@@ -88,11 +94,13 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> "EnvironmentConfig":
-        if sum(map(bool, (self.file, self.url, self.openenv))) != 1:
-            raise ValueError("an environment is a `file`, an agent's `url` or `openenv`; set one of them")
+        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers))) != 1:
+            raise ValueError("an environment is a `file`, an agent's `url`, `openenv` or `verifiers`; set one of them")
+        if (self.verifiers is None) != (self.venv is None):
+            raise ValueError("`verifiers` and `venv` belong together; set both or none")
         if not self.openenv and (given := [key for key in ("action", "observation") if getattr(self, key) is not None]):
             raise ValueError(f"`{given[0]}` belongs to `openenv`; remove it")
-        if self.openenv and (given := [key for key in ("name", "function") if getattr(self, key)]):
+        if self.file is None and self.url is None and (given := [key for key in ("name", "function") if getattr(self, key)]):
             raise ValueError(f"`{given[0]}` belongs to a `file`; remove it")
         if self.name is not None and self.function is not None:
             raise ValueError("`name` is for a class and `function` for an agent; set one of the two")
@@ -103,4 +111,4 @@ class EnvironmentConfig(Section):
     @property
     def is_agent(self) -> bool:
         """Whether the episodes are those of an agent, which asks for turns over HTTP and gives its reward at the end."""
-        return self.function is not None or self.url is not None
+        return any(each is not None for each in (self.function, self.url, self.verifiers))

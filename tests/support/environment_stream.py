@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,8 @@ class Stream:
 
     async def send(self, **body: Any) -> Any:
         """Sends a message. Returns what `read` does."""
-        await self.call.write(pb.RunRequest(**body))
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the call has ended, as the read says
+            await self.call.write(pb.RunRequest(**body))
         return await self.read()
 
     async def read(self) -> Any:

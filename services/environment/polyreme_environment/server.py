@@ -25,10 +25,12 @@ from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme_environment.agents.address import is_session_path, session_routes
 from polyreme_environment.agents.agent_pool import AgentPool
+from polyreme_environment.agents.runners import FunctionRunner, UrlRunner
 from polyreme_environment.grpc_service import NAME, EnvironmentServicer
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.openenv.pool import OpenEnvPool
 from polyreme_environment.pool import EpisodePool, Pool
+from polyreme_environment.verifiers.runner import VerifiersRunner
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,13 @@ def make_pool(config: EnvironmentConfig, metrics: EnvironmentMetrics) -> Pool:
     """What plays the episodes of a configuration."""
     if config.openenv:
         return OpenEnvPool(config, metrics)
-    return AgentPool(config, metrics) if config.is_agent else EpisodePool(config, metrics)
+    if config.verifiers is not None:
+        return AgentPool(config, metrics, VerifiersRunner(config, metrics))
+    if config.url is not None:
+        return AgentPool(config, metrics, UrlRunner(config.url))
+    if config.function is not None:
+        return AgentPool(config, metrics, FunctionRunner(config, metrics))
+    return EpisodePool(config, metrics)
 
 
 def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics, routes: Sequence[Route] = ()) -> FastAPI:
