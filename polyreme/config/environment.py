@@ -4,9 +4,9 @@ Invariant: every episode is bounded in turns, tokens and seconds.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from polyreme.config.section import Operational, Section
 from polyreme.config.security import SecurityConfig
@@ -23,7 +23,27 @@ class EnvironmentConfig(Section):
     url: str | None = Field(
         None, pattern=r"^https?://[^\s]+$", description="URL of an agent in place of `file`. It gets the same by POST, as JSON."
     )
-    options: dict[str, Any] = Field({}, description="Arguments of the class, or further ones of the function.")
+    openenv: list[Annotated[str, Field(pattern=r"^https?://[^\s]+$")]] = Field(
+        [], description="URL of an OpenEnv server in place of `file`, or a list of several with the same environment."
+    )
+    action: dict[str, Any] | None = Field(
+        None,
+        description="`openenv`: the action of an answer without a tool call, such as `{guess: $text}`, where `$text` is the answer. Default: the only field.",
+    )
+    observation: str | None = Field(
+        None,
+        description="`openenv`: the field of the observation that the policy sees, such as `hint` or `metadata.question`. Default: all of them.",
+    )
+    verifiers: str | None = Field(
+        None,
+        min_length=1,
+        description="Id of an environment of verifiers in place of `file`: a package that is installed in `venv`.",
+    )
+    venv: Path | None = Field(None, description="`verifiers`: folder of the virtual environment that has it.")
+    options: dict[str, Any] = Field(
+        {},
+        description="Arguments of the class, or further ones of the function. `openenv`: fields of `reset`, where `$NAME` is that column of the row. `verifiers`: the environment's configuration.",
+    )
     tool_parser: Literal["hermes", "llama3_json"] = Field(
         "hermes",
         description="How the model writes a call of a tool, by vLLM's name: `hermes` for the JSON in `<tool_call>` tags of Qwen2.5, Qwen3 and Hermes.",
@@ -67,10 +87,21 @@ class EnvironmentConfig(Section):
         None, description="TLS and tokens of both ports. null: plain connections, for loopback only."
     )
 
+    @field_validator("openenv", mode="before")
+    @classmethod
+    def _as_list(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else given
+
     @model_validator(mode="after")
     def _is_one_thing(self) -> "EnvironmentConfig":
-        if (self.file is None) == (self.url is None):
-            raise ValueError("an environment is a `file` or an agent's `url`; set one of the two")
+        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers))) != 1:
+            raise ValueError("an environment is a `file`, an agent's `url`, `openenv` or `verifiers`; set one of them")
+        if (self.verifiers is None) != (self.venv is None):
+            raise ValueError("`verifiers` and `venv` belong together; set both or none")
+        if not self.openenv and (given := [key for key in ("action", "observation") if getattr(self, key) is not None]):
+            raise ValueError(f"`{given[0]}` belongs to `openenv`; remove it")
+        if self.file is None and self.url is None and (given := [key for key in ("name", "function") if getattr(self, key)]):
+            raise ValueError(f"`{given[0]}` belongs to a `file`; remove it")
         if self.name is not None and self.function is not None:
             raise ValueError("`name` is for a class and `function` for an agent; set one of the two")
         if self.url is not None and (given := [key for key in ("name", "function", "options") if getattr(self, key)]):
@@ -80,4 +111,4 @@ class EnvironmentConfig(Section):
     @property
     def is_agent(self) -> bool:
         """Whether the episodes are those of an agent, which asks for turns over HTTP and gives its reward at the end."""
-        return self.function is not None or self.url is not None
+        return any(each is not None for each in (self.function, self.url, self.verifiers))

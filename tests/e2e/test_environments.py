@@ -10,16 +10,26 @@ from typing import Any
 
 import pytest
 
+from polyreme.net.ports import free_port
+from support.own_venv import own_venv
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 
 
-def trained(folder: Path, example: str, *overrides: str) -> tuple[Path, list[dict[str, Any]]]:
-    """Runs an example in a copy. Returns its run directory and the records of its iterations."""
+def prepared(folder: Path, example: str) -> Path:
+    """A copy of an example with its data. Returns its run.yaml."""
     shutil.copytree(EXAMPLES / example, folder / example, ignore=shutil.ignore_patterns("data", "__pycache__"))
     shutil.copy(EXAMPLES / "tiny_chat.py", folder)
     subprocess.run([sys.executable, str(folder / example / "prepare.py")], check=True, timeout=600)
+    return folder / example / "run.yaml"
+
+
+def trained(folder: Path, example: str, *overrides: str) -> tuple[Path, list[dict[str, Any]]]:
+    """Runs an example in a copy. Returns its run directory and the records of its iterations."""
+    if not (folder / example).exists():
+        prepared(folder, example)
     command = [sys.executable, "-m", "polyreme", "up", str(folder / example / "run.yaml"), f"output_dir={folder}", *overrides]
     subprocess.run(command, check=True, timeout=1800, env={**os.environ, "COLUMNS": "120"})
     (run_dir,) = folder.glob("*/run.json")
@@ -44,6 +54,43 @@ def test_calls_of_tools_stand_in_the_samples(tmp_path: Path) -> None:
         )
         called += len(calls)
     assert called == round(first["episode/tool_calls"] * len(samples))
+
+
+def test_the_game_is_played_over_openenv(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    port, commands = free_port(), own_venv("openenv", tmp_path_factory.mktemp("openenv"))
+    server = subprocess.Popen([commands / "python", EXAMPLES / "guess_number" / "openenv_server.py", str(port)])
+    try:
+        over = f"environment={{openenv: 'http://127.0.0.1:{port}', options: {{answer: $answer}}, max_turns: 4}}"
+        run_dir, records = trained(tmp_path, "guess_number", over, "iterations=2", "groups_per_iteration=8")
+    finally:
+        server.terminate()
+        server.wait(30)
+    check_games(run_dir, records)
+
+
+def test_the_game_is_played_by_verifiers(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv = own_venv("verifiers", tmp_path_factory.mktemp("verifiers")).parent
+    run = prepared(tmp_path, "guess_number")
+    monkeypatch.setenv("PYTHONPATH", str(run.parent))
+    options = "options: {player: {runtime: {type: subprocess}}}, max_turns: 4"
+    over = (f"data.train={tmp_path / 'games.jsonl'}", f"environment={{verifiers: guess_verifiers, venv: {venv}, {options}}}")
+    subprocess.run([sys.executable, "-m", "polyreme", "environment", "tasks", run, *over], check=True, timeout=300)
+    run_dir, records = trained(tmp_path, "guess_number", *over, "iterations=2", "groups_per_iteration=8")
+    check_games(run_dir, records)
+    assert all(1 <= record["reward/environment/guesses"] <= 4 for record in records)
+
+
+def check_games(run_dir: Path, records: list[dict[str, Any]]) -> None:
+    """Checks the games of a run: exact tokens, hints as messages, and a reward at the right number."""
+    assert all(1 < record["episode/turns/mean"] <= 4 and record["mismatch_kl"] < 1e-4 for record in records)
+    samples = [json.loads(line) for line in (run_dir / "samples" / "iteration_0001.jsonl").read_text().splitlines()]
+    for sample in samples:
+        hints = [message["content"] for message in sample["messages"][2::2]]
+        assert set(hints) <= {"higher", "lower", "number"} and sample["score"] in (0.0, 1.0)
+        assert sample["score"] == sum(turn["reward"] for turn in sample["turns"])
+    assert {sample["score"] for sample in samples} == {0.0, 1.0}
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
-from functools import partial
 
 import grpc
 import httpx
@@ -23,6 +22,7 @@ from polyreme_trainer.orchestrator.environment.environment_client import Environ
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.main import orchestrate
 from support import guide
+from support.environment_stream import Stream, serving, started
 from support.episode_world import WIDE, episode_world
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
@@ -93,51 +93,6 @@ def config(tmp_path):
     path = tmp_path / "environment.py"
     path.write_text(ENVIRONMENT)
     return EnvironmentConfig(file=path, step_timeout=2.0, start_timeout=60.0, worker_memory_mib=512)
-
-
-class Stream:
-    """One episode, driven by hand."""
-
-    def __init__(self, stub):
-        self.call = stub.Run()
-
-    async def start(self, **row):
-        return await self.send(start=pb.Start(row_json=json.dumps(row), seed=7))
-
-    async def answer(self, text):
-        return await self.send(answer=pb.Answer(text=text))
-
-    async def send(self, **body):
-        await self.call.write(pb.RunRequest(**body))
-        return await self.read()
-
-    async def read(self):
-        try:
-            response = await self.call.read()
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-        if response is grpc.aio.EOF:
-            return await self.call.code()
-        return getattr(response, response.WhichOneof("body"))
-
-
-async def started(stream):
-    """The first message of an episode, once the server has room for it."""
-    for _ in range(500):
-        if (found := await stream().start()) is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return found
-        await asyncio.sleep(0.02)
-    raise AssertionError("the server stayed full")
-
-
-@asynccontextmanager
-async def serving(config, **options):
-    async with serve(config, **options) as lease:
-        channel = rpc.connect(lease.address, config.security)
-        try:
-            yield lease, partial(Stream, environment_pb2_grpc.EnvironmentServiceStub(channel))
-        finally:
-            await channel.close()
 
 
 async def test_http_answers_to_the_name_that_it_is_advertised_by_and_to_no_other(config):

@@ -31,7 +31,11 @@ logger = logging.getLogger(__name__)
 
 def environment(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[test run.yaml]", help="Play one episode, print it, and exit.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[test run.yaml | tasks run.yaml [KEY=VALUE]...]",
+            help="`test`: play one episode, print it, and exit. `tasks`: write the tasks of an environment of verifiers to data.train.",
+        ),
     ] = None,
     redis: Annotated[str | None, redis_option("URL of the run's Redis.")] = None,
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id. Default: the newest run.")] = None,
@@ -40,6 +44,7 @@ def environment(
     http_port: HttpPort = 0,
     advertise: Advertise = None,
     wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Maximum seconds to wait for the run.")] = 60.0,
+    count: Annotated[int, typer.Option(min=1, help="tasks: maximum number of tasks.")] = 10_000,
     row: Annotated[int, typer.Option(min=1, help="test: number of the row of data.train, from 1.")] = 1,
     url: Annotated[
         str | None,
@@ -50,6 +55,9 @@ def environment(
     ] = None,
 ) -> None:
     """Play the episodes of a run's environment over gRPC."""
+    if words and words[0] == "tasks" and len(words) > 1:
+        _tasks(Path(words[1]), words[2:], count)
+        return
     if words:
         asyncio.run(_test(words, row, url, model))
         return
@@ -57,6 +65,16 @@ def environment(
     if redis is None:
         raise ConfigError("--redis URL", "none", "Pass the run's Redis, or `test run.yaml` to play an episode without a run.")
     run_service(_serve(redis, run, partial(endpoint_of, host, port, http_port, advertise), wait))
+
+
+def _tasks(file: Path, overrides: list[str], count: int) -> None:
+    from polyreme_environment.verifiers.tasks import write_tasks
+
+    config = load_config(file, overrides)
+    if config.environment is None or not isinstance(config.data.train, Path):
+        raise ConfigError(f"a section `environment` and one file as data.train in {file}", "another form", "Fix them.")
+    number = write_tasks(config.environment, config.data.train, count)
+    print(f"wrote {number} tasks to {config.data.train}")
 
 
 async def _test(words: list[str], row: int, url: str | None, model: str | None) -> None:

@@ -13,10 +13,10 @@ import grpc
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import ToolCall
-from polyreme_environment.agents.agent_pool import AgentEpisode, AgentMoved, AgentPool
+from polyreme_environment.agents.agent_pool import AgentMoved
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.pool import Episode, EpisodeLostError, EpisodePool, FullError, PlayError
+from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool
 
 NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 
@@ -24,7 +24,7 @@ NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     """Serves Run for one pool."""
 
-    def __init__(self, pool: EpisodePool | AgentPool, metrics: EnvironmentMetrics) -> None:
+    def __init__(self, pool: Pool, metrics: EnvironmentMetrics) -> None:
         self._pool, self._metrics = pool, metrics
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -53,7 +53,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 self._metrics.ended.labels(how).inc()
 
     async def _play(
-        self, episode: Episode | AgentEpisode, requests: AsyncIterator[pb.RunRequest], context: Any
+        self, episode: HostedEpisode, requests: AsyncIterator[pb.RunRequest], context: Any
     ) -> AsyncIterator[pb.RunResponse]:
         parts: dict[str, float] = {}
         began = time.monotonic()
@@ -84,7 +84,7 @@ class _BadRequestError(Exception):
     """A message that the protocol does not allow."""
 
 
-async def _reply(episode: Episode | AgentEpisode, request: pb.RunRequest) -> Moved:
+async def _reply(episode: HostedEpisode, request: pb.RunRequest) -> Moved:
     if request.HasField("answer"):
         return await episode.step(request.answer)
     try:

@@ -8,8 +8,8 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
@@ -31,6 +31,47 @@ class EpisodeLostError(Exception):
 
 class PlayError(Exception):
     """The environment failed in this episode."""
+
+
+class HostedEpisode(Protocol):
+    """One episode on a server. Its calls raise PlayError, EpisodeLostError or FullError."""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+        """Begins."""
+        ...
+
+    async def step(self, answer: pb.Answer) -> Moved:
+        """Takes the policy's answer."""
+        ...
+
+
+class Pool(Protocol):
+    """What plays the episodes of a server.
+
+    Attributes:
+        draining: that no further episode may begin.
+    """
+
+    draining: bool
+
+    @property
+    def about(self) -> tuple[str, str]:
+        """Version and description of the environment."""
+        ...
+
+    @property
+    def available(self) -> bool:
+        """Whether an episode could be played."""
+        ...
+
+    async def start(self) -> None:
+        """Raises ConfigError or UnavailableError when there is no environment."""
+
+    async def close(self) -> None: ...
+
+    def episode(self) -> AbstractAsyncContextManager[HostedEpisode]:
+        """An episode, until the end of the block. Raises FullError."""
+        ...
 
 
 class _Slot:

@@ -25,9 +25,12 @@ from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme_environment.agents.address import is_session_path, session_routes
 from polyreme_environment.agents.agent_pool import AgentPool
+from polyreme_environment.agents.runners import FunctionRunner, UrlRunner
 from polyreme_environment.grpc_service import NAME, EnvironmentServicer
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.pool import EpisodePool
+from polyreme_environment.openenv.pool import OpenEnvPool
+from polyreme_environment.pool import EpisodePool, Pool
+from polyreme_environment.verifiers.runner import VerifiersRunner
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,7 @@ async def serve(
     assert endpoint.http_port is not None, "the environment service needs an HTTP port"
     metrics = EnvironmentMetrics()
     async with AsyncExitStack() as stack:
-        pool = AgentPool(config, metrics) if config.is_agent else EpisodePool(config, metrics)
+        pool = make_pool(config, metrics)
         stack.push_async_callback(pool.close)
         await pool.start()
         version, about = pool.about
@@ -90,6 +93,19 @@ async def serve(
             await server.set_ready(False)
 
 
+def make_pool(config: EnvironmentConfig, metrics: EnvironmentMetrics) -> Pool:
+    """What plays the episodes of a configuration."""
+    if config.openenv:
+        return OpenEnvPool(config, metrics)
+    if config.verifiers is not None:
+        return AgentPool(config, metrics, VerifiersRunner(config, metrics))
+    if config.url is not None:
+        return AgentPool(config, metrics, UrlRunner(config.url))
+    if config.function is not None:
+        return AgentPool(config, metrics, FunctionRunner(config, metrics))
+    return EpisodePool(config, metrics)
+
+
 def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics, routes: Sequence[Route] = ()) -> FastAPI:
     """The HTTP application: /health, /ready, /metrics, and `routes`."""
     app = FastAPI(title="Polyreme environments", routes=[*routes])
@@ -110,7 +126,7 @@ def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics, routes: Seq
     return app
 
 
-async def _follow(pool: EpisodePool | AgentPool, server: rpc.Server) -> None:
+async def _follow(pool: Pool, server: rpc.Server) -> None:
     """Updates readiness from the availability of the workers."""
     ready = True
     while True:

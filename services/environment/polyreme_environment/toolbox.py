@@ -55,7 +55,7 @@ class Toolbox:
             raise
         except Exception as raised:  # noqa: BLE001 a tool may raise anything
             error = _reason(raised)
-        return name, call.text, _cut(result or f"error: {error}" * bool(error), limit), time.monotonic() - began, error
+        return name, call.text, cut(result or f"error: {error}" * bool(error), limit), time.monotonic() - began, error
 
     def _bound(self, episode: Any, call: ParsedCall) -> Callable[[], Any]:
         if call.name not in self._names:
@@ -66,7 +66,8 @@ class Toolbox:
         return lambda: tool(*bound.args, **bound.kwargs)
 
 
-def _cut(text: str, limit: int) -> str:
+def cut(text: str, limit: int) -> str:
+    """A text of at most `limit` characters, which says so where it was longer."""
     if len(text) <= limit:
         return text
     left_out = f" ... (cut at {limit} characters)"

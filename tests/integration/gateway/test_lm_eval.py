@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import uuid
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,17 @@ from tokenizers import Tokenizer
 from support import guide
 from support.gateways import gateway
 from support.models import tiny_model
+from support.own_venv import own_venv
 from support.replicas import Learner, hf_weights, model_files, replica, rollout_config
 from support.tiny_tokenizer import SPECIAL
 
-ROOT = Path(__file__).resolve().parents[3]
-LOCK = ROOT / "requirements" / "lm-eval.txt"
 TOKENS = 8
 
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with lm_eval's commands, in a separate environment, since its lock differs from ours. POLYREME_LM_EVAL names an existing
-    one."""
-    if given := os.environ.get("POLYREME_LM_EVAL"):
-        return Path(given)
-    home = tmp_path_factory.mktemp("lm-eval")
-    venv.create(home, with_pip=True)
-    subprocess.run([home / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", "-r", LOCK], check=True, timeout=1800)
-    return home / "bin"
+    """The folder with lm_eval's commands, in a separate environment, since its lock differs from ours."""
+    return own_venv("lm-eval", tmp_path_factory.mktemp("lm-eval"))
 
 
 def questions(model: Path, tokenizer: Tokenizer, chat: bool) -> list[dict[str, Any]]:

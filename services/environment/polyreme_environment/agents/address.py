@@ -62,9 +62,9 @@ def session_routes(sessions: SessionTable) -> list[Route]:
 
 
 def _key(request: Request) -> str:
-    """The key of a request: of `Authorization: Bearer` as OpenAI's clients send it, or `x-api-key`."""
+    """The key of a request: `x-api-key`, or that of `Authorization: Bearer` as OpenAI's clients send it."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return request.headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
 
 
 async def _chat(session: AgentSession, body: bytes) -> Response:

@@ -16,7 +16,7 @@ from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.address import base_url
 from polyreme_environment.agents.result import Result
-from polyreme_environment.agents.runners import FunctionRunner, Runner, UrlRunner
+from polyreme_environment.agents.runners import Runner
 from polyreme_environment.agents.session import AgentSession, Asked, SessionTable
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
@@ -100,6 +100,8 @@ class AgentEpisode:
         if (error := run.exception()) is None:
             return self._ending(run.result(), "it returned none")
         if self._session.over and isinstance(error, PlayError):
+            if self._runner.ends_at_bounds:
+                return Moved(reward=self._session.take_reward(), done=True)
             return self._ending(Result(), str(error))
         raise error
 
@@ -119,9 +121,8 @@ class AgentPool:
         server: http(s)://host:port of the session address.
     """
 
-    def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
-        self._config, self._metrics = config, metrics
-        self._runner: Runner = FunctionRunner(config, metrics) if config.url is None else UrlRunner(config.url)
+    def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics, runner: Runner) -> None:
+        self._config, self._metrics, self._runner = config, metrics, runner
         self.sessions, self.server, self.draining = SessionTable(), "", False
 
     @property

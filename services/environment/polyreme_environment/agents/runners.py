@@ -29,7 +29,14 @@ _TEXT = 200
 
 
 class Runner(Protocol):
-    """Runs an agent."""
+    """Runs an agent.
+
+    Attributes:
+        ends_at_bounds: whether an episode that has reached a bound ends with its rewards so far, since the agent can give none after that.
+    """
+
+    @property
+    def ends_at_bounds(self) -> bool: ...
 
     @property
     def about(self) -> tuple[str, str]:
@@ -65,6 +72,7 @@ class UrlRunner:
 
     about = ("agent", "an agent behind a URL")
     available = True
+    ends_at_bounds = False
 
     async def start(self) -> None:
         """Does nothing: the agent may start later."""
@@ -104,6 +112,8 @@ class _Place:
 
 class FunctionRunner:
     """A Python function in worker processes."""
+
+    ends_at_bounds = False
 
     def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
         assert config.file is not None

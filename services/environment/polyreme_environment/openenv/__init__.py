@@ -1,0 +1,1 @@
+"""Environments behind OpenEnv servers: each episode is one connection to a server's WebSocket."""

@@ -1,0 +1,169 @@
+"""What a policy's answer is to an OpenEnv server, and what the server's observation is to the policy.
+
+Invariant: a mapping that is declared fits the schema of the server's actions, or the run does not start. Pure.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyreme.errors import ConfigError
+from polyreme_environment.contract import ContractError, Moved, finite, moved
+
+TEXT = "$text"
+"""Stands for the policy's answer in `environment.action`."""
+_TOOL_FIELDS = {"tool_name", "arguments"}
+
+
+@dataclass(frozen=True)
+class ActionForm:
+    """How answers become actions.
+
+    Attributes:
+        template: the action, with TEXT where the answer belongs; None: an answer without a tool call ends the episode.
+        structured: the fields whose values are JSON objects or lists.
+        has_tools: whether the environment has tools.
+    """
+
+    template: dict[str, Any] | None
+    structured: frozenset[str]
+    has_tools: bool
+
+    def action(self, text: str) -> dict[str, Any] | None:
+        """The action of an answer without a tool call."""
+        if self.template is None:
+            return None
+        return {key: _parsed(text) if value == TEXT and key in self.structured else filled(value, {TEXT: text})
+                for key, value in self.template.items()}  # fmt: skip
+
+
+def action_form(declared: Mapping[str, Any] | None, schema: Mapping[str, Any]) -> ActionForm:
+    """The form for a server's schema of actions. Raises ConfigError unless `declared` fits it, or there is only one way.
+
+    Args:
+        declared: environment.action.
+    """
+    properties = dict(schema.get("properties", {}))
+    own = [name for name in properties if name != "metadata"]
+    required = list(schema.get("required", ()))
+    has_tools = not own or set(own) >= _TOOL_FIELDS
+    structured = frozenset(name for name, each in properties.items() if each.get("type") in ("object", "array"))
+    if declared is None:
+        if has_tools:
+            return ActionForm(None, structured, has_tools)
+        single = own if len(own) == 1 else required
+        if len(single) != 1:
+            raise ConfigError(f"environment.action with the fields {own} of the server's actions", "none",
+                              f'Write it, such as {{{own[0]}: "{TEXT}"}}.')  # fmt: skip
+        return ActionForm({single[0]: TEXT}, structured, has_tools)
+    if unknown := declared.keys() - properties.keys():
+        raise ConfigError(f"the fields {own} of the server's actions", f"{sorted(unknown)}", "Fix environment.action.")
+    if missing := set(required) - declared.keys():
+        raise ConfigError(f"all required fields of the server's actions, {required}", f"none for {sorted(missing)}",
+                          "Add them to environment.action.")  # fmt: skip
+    return ActionForm(dict(declared), structured, has_tools)
+
+
+def filled(template: Any, values: Mapping[str, Any]) -> Any:
+    """A JSON value with each string that is a key of `values` replaced by its value."""
+    if isinstance(template, str):
+        return values.get(template, template)
+    if isinstance(template, Mapping):
+        return {key: filled(value, values) for key, value in template.items()}
+    if isinstance(template, list):
+        return [filled(value, values) for value in template]
+    return template
+
+
+def begun(reply: Mapping[str, Any], path: str | None) -> str | Sequence[Any] | None:
+    """What a reply to `reset` says to the policy; None: nothing, so the row's own prompt stands. Raises ContractError."""
+    if reply.get("done"):
+        raise ContractError("expected an episode that goes on after reset; found done: true")
+    return _said(reply, path) or None
+
+
+def observed(reply: Mapping[str, Any], path: str | None, limit: int) -> Moved:
+    """What a reply to `step` says. Raises ContractError."""
+    reward, done, parts = scored(reply)
+    said = "" if done else _said(reply, path)
+    if said is None:
+        found = sorted(_observation(reply))
+        raise ContractError(f"expected environment.observation = {path} in the observation; found {found}")
+    return moved((said or None, reward, done, parts), limit)
+
+
+def scored(reply: Mapping[str, Any]) -> tuple[float, bool, dict[str, float]]:
+    """The reward of a reply to `step` (null is 0), whether it ends the episode, and the numbers among its metadata. Raises ContractError."""
+    metadata = reply.get("metadata") or _observation(reply).get("metadata")
+    numbers = metadata.items() if isinstance(metadata, Mapping) else ()
+    parts = {str(name): finite(value, f"{name} of step") for name, value in numbers if isinstance(value, bool | int | float)}
+    reward = reply.get("reward")
+    return 0.0 if reward is None else finite(reward, "reward of step"), bool(reply.get("done")), parts
+
+
+def tool_schemas(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools of a reply to tools/list, as chat templates take them. Raises ContractError."""
+    tools = (listed.get("result") or {}).get("tools")
+    if not isinstance(tools, list) or not tools:
+        raise ContractError(f"expected the tools of the environment; found {listed!r:.300}")
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                "description": tool.get("description") or "",
+                "parameters": tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    ]
+
+
+def tool_result(reply: Mapping[str, Any]) -> tuple[str, str]:
+    """The text that a tool returned, and why it failed ("": it did not)."""
+    observation = _observation(reply)
+    if error := observation.get("error"):
+        return "", str(error.get("message") if isinstance(error, Mapping) else error)
+    result = observation.get("result")
+    if not isinstance(result, Mapping):
+        return _text(result), ""
+    content = result.get("content")
+    texts = (
+        [each.get("text", "") for each in content if isinstance(each, Mapping)] if isinstance(content, list) else [_text(result)]
+    )
+    text = "\n".join(map(str, texts))
+    return ("", text) if result.get("is_error") or result.get("isError") else (text, "")
+
+
+def _said(reply: Mapping[str, Any], path: str | None) -> Any:
+    """The part of an observation that the policy sees; None: there is none."""
+    value: Any = _observation(reply)
+    if path is not None:
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+    else:
+        own = {key: each for key, each in value.items() if key != "metadata"}
+        value = next(iter(own.values())) if len(own) == 1 else own or None
+    is_chat = isinstance(value, list) and all(isinstance(each, Mapping) and each.keys() == {"role", "content"} for each in value)
+    return value if value is None or is_chat else _text(value)
+
+
+def _observation(reply: Mapping[str, Any]) -> dict[str, Any]:
+    found = reply.get("observation")
+    if not isinstance(found, Mapping):
+        raise ContractError(f"expected an observation; found {found!r:.100}")
+    return dict(found)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _parsed(text: str) -> Any:
+    """The object or list that a text is, or the text: the server says what is wrong with it."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict | list) else text

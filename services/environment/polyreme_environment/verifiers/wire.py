@@ -1,0 +1,111 @@
+"""The client of an env server: ZMQ, msgpack.
+
+A request is three frames: id, method, payload. Its answer is any number of `[id, "delta", payload]` and then one `[id, "reply", payload]`.
+
+Invariant: every request ends with its reply or an error. A run whose caller leaves is cancelled at the server.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import zmq
+import zmq.asyncio
+
+from polyreme.isolation.processes import INVALID_MESSAGE
+
+logger = logging.getLogger(__name__)
+
+
+class EnvServerLostError(Exception):
+    """The server has ended before its reply."""
+
+
+@dataclass
+class _Request:
+    on_delta: Callable[[dict[str, Any]], None] | None
+    reply: "asyncio.Future[dict[str, Any]]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class EnvServerClient:
+    """A connection to the server at a ZMQ address."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._socket.connect(address)
+        self._requests: dict[bytes, _Request] = {}
+        self._receiving = asyncio.create_task(self._receive())
+
+    async def is_healthy(self, seconds: float) -> bool:
+        """Whether the server answers in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                return bool((await self._call("health", {})).get("success"))
+        except TimeoutError:
+            return False
+
+    async def run(self, body: dict[str, Any], on_delta: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """The reply to a run; `on_delta` gets what comes before it.
+
+        Raises:
+            EnvServerLostError: see `lose`. And what `on_delta` raises, for which the run is cancelled too.
+        """
+        return await self._call("run", body, on_delta)
+
+    def lose(self, why: str) -> None:
+        """Ends all requests: the server has ended."""
+        for request in self._requests.values():
+            if not request.reply.done():
+                request.reply.set_exception(EnvServerLostError(why))
+
+    async def close(self) -> None:
+        """Ends the connection and all requests."""
+        self.lose("the client ends")
+        self._receiving.cancel()
+        await asyncio.gather(self._receiving, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+
+    async def _call(
+        self, method: str, body: dict[str, Any], on_delta: Callable[[dict[str, Any]], None] | None = None
+    ) -> dict[str, Any]:
+        name = uuid.uuid4().hex.encode()
+        request = self._requests[name] = _Request(on_delta)
+        try:
+            await self._send(name, method, body)
+            return await request.reply
+        finally:
+            del self._requests[name]
+            if method == "run" and (not request.reply.done() or request.reply.cancelled() or request.reply.exception()):
+                with suppress(zmq.ZMQError):  # its socket is closed, and the server ends
+                    await self._send(uuid.uuid4().hex.encode(), "cancel", {"request_id": name.decode()})
+
+    async def _send(self, name: bytes, method: str, body: dict[str, Any]) -> None:
+        await self._socket.send_multipart([name, method.encode(), msgpack.packb(body)])
+
+    async def _receive(self) -> None:
+        """Gives each message to its request. One that is not understood ends its request, if it names one."""
+        while True:
+            name, *rest = await self._socket.recv_multipart()
+            request = self._requests.get(name)
+            if request is None or request.reply.done():
+                continue  # of a run that was cancelled
+            try:
+                kind, payload = rest
+                message = msgpack.unpackb(payload, raw=False, strict_map_key=False)
+                if not isinstance(message, dict):
+                    raise ValueError(f"expected a map; found a {type(message).__name__}")
+                if kind == b"reply":
+                    request.reply.set_result(message)
+                elif request.on_delta is not None:
+                    request.on_delta(message)
+            except INVALID_MESSAGE as error:
+                request.reply.set_exception(error)
