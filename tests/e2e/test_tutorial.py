@@ -51,7 +51,7 @@ def test_a_mistake_on_the_way_is_found_before_the_run(folder: Path) -> None:
 
 @pytest.mark.real
 def test_the_run_and_the_agent_learn_and_leave_models(folder: Path) -> None:
-    _, ask = guide.commands(PAGE, info="")
+    [ask] = guide.commands(PAGE, info="")[1:]
     assert [ask] == guide.commands("v1.md", info="")
     assert UP.split() == ["polyreme", "up", "run.yaml"]
     up = Up(folder / "run.yaml", "name=letters")
