@@ -30,7 +30,7 @@ EXECUTED = {
     "docs/tutorial.md": "tests/e2e/test_tutorial.py",
     "docs/gsm8k.md": "tests/integration/test_gsm8k_page.py",
     "docs/import.md": "tests/unit/import_config/test_systems.py",
-    "docs/lm-eval.md": "tests/integration/gateway/test_lm_eval.py",
+    "docs/evaluation.md": "tests/integration/gateway/test_lm_eval.py",
     "docs/notebook.md": "tests/unit/docs/test_notebook.py",
     "docs/rewards.md": "tests/integration/test_reward_docs.py",
     "docs/stages.md": "tests/e2e/test_stages.py",
