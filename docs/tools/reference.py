@@ -115,16 +115,17 @@ def import_page() -> str:
         f"""# Keys of other systems
 
 {NOTE}
-[`polyreme import-config`](../import.md) applies these tables. A key that ends with `*` stands for all keys with this beginning that no other
-row names. Keys that are "not carried over" change training and have no counterpart: an import lists them first, unless their value changes nothing.
+[`polyreme import-config`](../import.md) applies these tables. A row has all keys with the same fate; one that ends with `*` stands for all with
+this beginning that no other row names. Keys that are "not carried over" change training and have no counterpart: an import lists them first, unless their value changes nothing.
 """
     ]
     for system in SYSTEMS.values():
         parts.append(f"\n## {system.title}\n\n| {system.title} | fate | Polyreme | |\n|---|---|---|---|\n")
-        parts += [
-            f"| `{rule.key}` | {rule.fate} | {f'`{rule.target}`' if rule.target else ''} | {_note(rule, system)} |\n"
-            for rule in system.rules
-        ]
+        rows: dict[tuple[str, str, str], list[str]] = {}
+        for rule in system.rules:
+            target = f"`{rule.target}`" if rule.target else ""
+            rows.setdefault((str(rule.fate), target, _note(rule, system)), []).append(f"`{rule.key}`")
+        parts += [f"| {', '.join(keys)} | {' | '.join(fate)} |\n" for fate, keys in rows.items()]
     return "".join(parts)
 
 
