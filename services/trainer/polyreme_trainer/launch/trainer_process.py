@@ -31,6 +31,7 @@ from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
 from polyreme_trainer.observe.best_export import BestExport
 from polyreme_trainer.observe.records import Recorder, import_tensorboard
+from polyreme_trainer.observe.resource_use import ResourceUse, keep_measuring
 from polyreme_trainer.observe.vocabulary import write_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Trainer:
         self._notifier = Notifier(config, run.run_id, run.emit)
         self._config, self._run, self._orphaned = config, run, False
         self._stopped = False
+        self._use = ResourceUse()
         self._end: tuple[RunState, str] | None = None
         self._supervisor = Supervisor(process_sets, config.trainer.max_restarts, on_restart=run.report_restart)
 
@@ -75,6 +77,7 @@ class Trainer:
         ended = asyncio.Event()
         records = asyncio.create_task(self._write_records(ended))
         replicas = asyncio.create_task(self._report_replicas())
+        measuring = asyncio.create_task(keep_measuring(self._use, self._run, self._config.security))
         self._trackers.start()
         self._notifier.start()
         try:
@@ -94,6 +97,7 @@ class Trainer:
         finally:
             ended.set()
             replicas.cancel()
+            measuring.cancel()
             if self._orphaned:
                 records.cancel()
             try:
@@ -204,7 +208,7 @@ class Trainer:
         best = BestExport(self._config.run_dir / "hf")
         while True:
             last = ended.is_set()
-            batch = await self._run.records(recorder.cursor, block_ms=0)
+            batch = self._use.added(await self._run.records(recorder.cursor, block_ms=0))
             before = recorder.evaluation
             await recorder.take(batch, await self._run.state())
             if before and recorder.evaluation and not comparable(before, recorder.evaluation):

@@ -283,6 +283,34 @@ CHECKPOINT = (
         "`saved` records",
     ),
 )
+_MEASURED = "once in ten seconds"
+RESOURCES = (
+    *(
+        metric
+        for role, of in (
+            ("trainer", "the trainer on its machine: orchestrator and learner"),
+            ("rollout", "the replicas"),
+            ("reward", "the reward servers"),
+            ("environment", "the environment servers"),
+        )
+        for metric in (
+            Metric(f"resources/{role}/cores", "cores", f"Mean number of processor cores in use by {of}.", _MEASURED),
+            Metric(f"resources/{role}/memory_bytes", "B", f"Largest resident memory of {of}.", _MEASURED),
+        )
+    ),
+    Metric(
+        "resources/device_busy_fraction",
+        "1",
+        "Mean share of time in which kernels ran on the devices of these machines.",
+        f"{_MEASURED}, with NVIDIA devices",
+    ),
+    Metric(
+        "resources/device_memory_bytes",
+        "B",
+        "Largest memory in use on all devices of these machines.",
+        f"{_MEASURED}, with NVIDIA devices",
+    ),
+)
 
 BESIDE = (
     Metric(
@@ -374,6 +402,7 @@ SECTIONS = {
     "Offload": OFFLOAD,
     "Parts of an iteration": TIMING,
     "Throughput": THROUGHPUT,
+    "Resources": RESOURCES,
     "Beside the iteration": BESIDE,
 }
 """Titles of the reference page, and the metrics under each."""
