@@ -5,9 +5,11 @@ Invariant: the check reads a user's file but never runs it.
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 from polyreme.config.python_source import parse
 from polyreme.config.run import RunConfig
+from polyreme.dataset.source import read_objects
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.net import tls
 from polyreme_environment.contract import METHODS
@@ -22,6 +24,8 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             tls.check_files(section.security)
         except ConfigError as error:
             yield error
+    if section.venv is not None:
+        yield from _check_package(config, section.venv)
     if section.file is None:
         return  # another program, which may start later
     try:
@@ -49,6 +53,18 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             f"the classes {found}",
             "Set environment.name." if found else "Write one.",
         )
+
+
+def _check_package(config: RunConfig, venv: Path) -> Iterator[PolyremeError]:
+    """Yields errors about an environment whose package is in a virtual environment."""
+    if not (venv / "bin" / "python").is_file():
+        yield ConfigError(f"a virtual environment at {venv}", "none", "Fix environment.venv.")
+    train = config.data.train
+    if isinstance(train, Path) and train.is_file():
+        row = next((fields for _, fields in read_objects(train)), {})
+        if not isinstance(row.get("task"), dict):
+            do = "Write data.train by `polyreme environment tasks run.yaml`."
+            yield ConfigError(f"rows with a column `task` in {train}", f"the columns {sorted(row)}", do)
 
 
 def _methods(node: ast.ClassDef) -> set[str]:

@@ -28,6 +28,8 @@ from polyreme_environment.agents.agent_pool import AgentPool
 from polyreme_environment.agents.runners import FunctionRunner, UrlRunner
 from polyreme_environment.grpc_service import NAME, EnvironmentServicer
 from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.nemo_gym.address import PREFIX, gym_routes
+from polyreme_environment.nemo_gym.runner import NeMoGymRunner
 from polyreme_environment.openenv.pool import OpenEnvPool
 from polyreme_environment.pool import EpisodePool, Pool
 from polyreme_environment.verifiers.runner import VerifiersRunner
@@ -62,22 +64,24 @@ async def serve(
     async with AsyncExitStack() as stack:
         pool = make_pool(config, metrics)
         stack.push_async_callback(pool.close)
-        await pool.start()
-        version, about = pool.about
-        logger.info("the environment %s: %s", version, about)
-        routes = session_routes(pool.sessions) if isinstance(pool, AgentPool) else []
-        app = make_app(lambda: pool.available and not pool.draining, metrics, routes)
-        is_open = is_session_path if routes else lambda path: False
+        routes = [*session_routes(pool.sessions), *gym_routes(pool.sessions)] if isinstance(pool, AgentPool) else []
+        started = asyncio.Event()
+        app = make_app(lambda: started.is_set() and pool.available and not pool.draining, metrics, routes)
+        is_open = (lambda path: is_session_path(path) or path.startswith(PREFIX)) if routes else lambda path: False
         http = await stack.enter_async_context(
             serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security, is_open, names=endpoint.names)
         )
         if isinstance(pool, AgentPool):
             scheme = "https" if config.security is not None and config.security.certificate else "http"
             pool.server = f"{scheme}://{endpoint.http_address(http)}"
+        await pool.start()
+        version, about = pool.about
+        logger.info("the environment %s: %s", version, about)
         servicer = EnvironmentServicer(pool, metrics)
         server = await stack.enter_async_context(
             rpc.serve(endpoint.host, endpoint.port, servicer.add_to, [NAME], grace, config.security)
         )
+        started.set()
         await server.set_ready(True)
         name = f"environment-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         facts = {"episodes": config.episodes, "version": version}
@@ -99,6 +103,8 @@ def make_pool(config: EnvironmentConfig, metrics: EnvironmentMetrics) -> Pool:
         return OpenEnvPool(config, metrics)
     if config.verifiers is not None:
         return AgentPool(config, metrics, VerifiersRunner(config, metrics))
+    if config.nemo_gym is not None:
+        return AgentPool(config, metrics, NeMoGymRunner(config, metrics))
     if config.url is not None:
         return AgentPool(config, metrics, UrlRunner(config.url))
     if config.function is not None:

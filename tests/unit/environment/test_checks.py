@@ -81,3 +81,23 @@ def test_the_runs_security_is_the_environments(tmp_path: Path) -> None:
     tree |= {"reward": None, "environment": {"file": "environment.py"}, "security": {"token_env": "TOKEN"}}
     config = RunConfig.model_validate(tree)
     assert config.environment is not None and config.environment.security == config.security
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ('{"prompt": "x", "task": {"a": 1}}', []),
+        ('{"prompt": "x"}', ["expected rows with a column `task` in"]),
+        (None, ["expected a virtual environment at"]),
+    ],
+)
+def test_an_environment_of_another_package(tmp_path: Path, row: str | None, messages: list[str]) -> None:
+    if row is not None:
+        (tmp_path / "data.jsonl").write_text(row)
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "python").touch()
+    config = run_config(tmp_path, reward=None, environment=EnvironmentConfig(verifiers="guess", venv=tmp_path))
+    data = config.data.model_copy(update={"train": tmp_path / "data.jsonl"})
+    found = [str(error) for error in check(config.model_copy(update={"data": data}))]
+    assert len(found) == len(messages)
+    assert all(error.startswith(message) for error, message in zip(found, messages, strict=True))

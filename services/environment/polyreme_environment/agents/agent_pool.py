@@ -141,7 +141,7 @@ class AgentPool:
 
     async def start(self) -> None:
         """Raises ConfigError or UnavailableError when there is no agent."""
-        await self._runner.start()
+        await self._runner.start(self.server)
 
     async def close(self) -> None:
         """Ends all agents."""

@@ -46,8 +46,8 @@ class Runner(Protocol):
     @property
     def available(self) -> bool: ...
 
-    async def start(self) -> None:
-        """Raises ConfigError or UnavailableError when there is no agent."""
+    async def start(self, server: str) -> None:
+        """Raises ConfigError or UnavailableError when there is no agent. `server`: http(s)://host:port of the session address."""
 
     async def close(self) -> None: ...
 
@@ -59,6 +59,17 @@ class Runner(Protocol):
             EpisodeLostError: through no fault of its own it did not come to an end.
         """
         ...
+
+
+async def posted(client: httpx.AsyncClient, url: str, body: Any, limit: int) -> tuple[httpx.Response, bytes]:
+    """The reply to a POST and its body. Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes."""
+    async with client.stream("POST", url, json=body) as reply:
+        text = b""
+        async for part in reply.aiter_bytes():
+            text += part
+            if len(text) > limit:
+                raise PlayError(f"expected at most {limit} bytes from the agent; found more")
+    return reply, text
 
 
 class UrlRunner:
@@ -74,7 +85,7 @@ class UrlRunner:
     available = True
     ends_at_bounds = False
 
-    async def start(self) -> None:
+    async def start(self, server: str) -> None:
         """Does nothing: the agent may start later."""
 
     async def close(self) -> None:
@@ -84,12 +95,7 @@ class UrlRunner:
         """See `Runner`."""
         body = {"task": task, "base_url": base_url, "api_key": api_key}
         try:
-            async with self._client.stream("POST", self._url, json=body) as reply:
-                text = b""
-                async for part in reply.aiter_bytes():
-                    text += part
-                    if len(text) > _REPLY_BYTES:
-                        raise PlayError(f"expected at most {_REPLY_BYTES} bytes from the agent; found more")
+            reply, text = await posted(self._client, self._url, body, _REPLY_BYTES)
         except httpx.ConnectError as error:
             raise EpisodeLostError(f"the agent at {self._url} cannot be reached: {error}") from None
         except httpx.TransportError as error:
@@ -138,7 +144,7 @@ class FunctionRunner:
     def available(self) -> bool:
         return any(place.worker is not None for place in self._places)
 
-    async def start(self) -> None:
+    async def start(self, server: str) -> None:
         """See `Runner`."""
         try:
             first = await self._processes.spawn_all(self._config.workers)
