@@ -12,7 +12,6 @@ from polyreme.config.data import DataConfig, Sources
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig
-from polyreme.config.notices import ReceiverConfig
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.recipes.recipe import Recipe, Zero
 from polyreme.config.recipes.recipe_checks import check
@@ -21,7 +20,6 @@ from polyreme.config.rollout import RolloutConfig
 from polyreme.config.section import Operational
 from polyreme.config.security import SecurityConfig
 from polyreme.config.teacher import TeacherConfig
-from polyreme.config.trackers import TrackerConfig
 from polyreme.config.trainer import CriticConfig, TrainerConfig
 from polyreme.config.weights import WeightsConfig
 
@@ -87,12 +85,6 @@ class RunConfig(BaseConfig):
     trainer: TrainerConfig
     weights: WeightsConfig = WeightsConfig()
     algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig.model_validate({}))
-    trackers: Operational[list[TrackerConfig]] = Field(
-        [], description="Trackers that get the metrics in addition to metrics.jsonl and TensorBoard, at most one of each kind."
-    )
-    notices: Operational[list[ReceiverConfig]] = Field(
-        [], description="Webhooks and commands that are notified when the run ends, raises an alarm or has a new best evaluation."
-    )
     security: Operational[SecurityConfig | None] = Field(
         None,
         description="TLS and tokens of all services. `reward.security` and `environment.security` replace it for their service.",
@@ -126,9 +118,6 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 f"algorithm.minibatches = {self.algorithm.minibatches} exceeds groups_per_iteration = {self.groups_per_iteration}: a mini-batch consists of whole groups"
             )
-        kinds = [tracker.kind for tracker in self.trackers]
-        if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
-            raise ValueError(f"trackers has {', '.join(sorted(twice))} twice; a run has one tracker of each kind")
         self._check_asynchrony()
         for key, optimizer in (("trainer.optimizer", self.trainer.optimizer), ("trainer.critic.optimizer", critic.optimizer)):
             if optimizer is not None and optimizer.min_lr > optimizer.lr:

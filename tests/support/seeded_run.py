@@ -202,7 +202,9 @@ def record_run(
         return by_iteration.pop(iteration)
 
     async def record() -> None:
-        with closing(Recorder(config, f"{run_dir.name}-{seed}", groups_of)) as recorder:
+        with closing(
+            Recorder.open(config.run_dir, f"{run_dir.name}-{seed}", config.samples_per_iteration, groups_of)
+        ) as recorder:
             started, lines = time.time() - SECONDS * iterations - 10, list[tuple[str, dict[str, Any]]]()
             for number, (line, made, trained) in enumerate(made_run(iterations, seed, started, groups)):
                 if line["kind"] == "iteration":
