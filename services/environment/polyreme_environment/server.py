@@ -41,7 +41,12 @@ NEARBY = Endpoint()
 
 @asynccontextmanager
 async def serve(
-    config: EnvironmentConfig, endpoint: Endpoint = NEARBY, run: Run | None = None, grace: float = GRACE_SECONDS
+    config: EnvironmentConfig,
+    endpoint: Endpoint = NEARBY,
+    run: Run | None = None,
+    grace: float = GRACE_SECONDS,
+    *,
+    rewarded: bool = False,
 ) -> AsyncIterator[Lease]:
     """Loads the environment, serves it until the block ends, then drains. Yields its lease.
 
@@ -49,6 +54,7 @@ async def serve(
         endpoint: addresses to listen on. Beyond loopback, without config.security, every host that reaches the machine can call.
         run: the run to register with, or None.
         grace: seconds in which running episodes may end.
+        rewarded: whether the run's rewards score the episodes, so that an agent need not.
 
     Raises:
         ConfigError: the environment cannot be loaded, a port is in use, or `security` is invalid.
@@ -57,7 +63,7 @@ async def serve(
     assert endpoint.http_port is not None, "the environment service needs an HTTP port"
     metrics = EnvironmentMetrics()
     async with AsyncExitStack() as stack:
-        pool = AgentPool(config, metrics) if config.is_agent else EpisodePool(config, metrics)
+        pool = AgentPool(config, metrics, rewarded=rewarded) if config.is_agent else EpisodePool(config, metrics)
         stack.push_async_callback(pool.close)
         await pool.start()
         version, about = pool.about
