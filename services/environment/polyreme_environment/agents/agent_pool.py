@@ -88,11 +88,15 @@ class AgentEpisode:
     def _asked(self, asked: Asked) -> AgentMoved:
         request = asked.request
         agent = pb.AgentRequest(
-            messages_json=json.dumps(asked.messages),
+            messages_json=json.dumps(asked.messages) if asked.messages else "",
             tools_json=json.dumps(request.tools) if request.tools else "",
             after=asked.after,
             max_tokens=request.max_tokens or 0,
             temperature=request.temperature,
+            prompt=asked.text,
+            context_ids=request.prompt if isinstance(request.prompt, tuple) else (),
+            stop=request.stop,
+            wants_tokens=request.wants_tokens,
         )
         return AgentMoved(reward=self._session.take_reward(), calls=asked.calls, agent=agent)
 
