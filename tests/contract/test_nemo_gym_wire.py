@@ -13,10 +13,10 @@ from starlette.routing import Route
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.net.http_server import serve_http
+from polyreme_environment.agents.apis import responses
 from polyreme_environment.agents.message import spoken
 from polyreme_environment.agents.reply import AgentTurn
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.nemo_gym.responses import response
 from polyreme_environment.nemo_gym.runner import NeMoGymRunner
 from polyreme_environment.nemo_gym.tasks import read_rows
 from polyreme_environment.pool import PlayError
@@ -57,13 +57,13 @@ async def recorded_now(config, name):
     found, left = {"row": row["task"], "requests": [], "replies": []}, list(answers)
 
     async def model(request):
-        assert request.path_params["rollout"] == "ab12.key"
+        assert request.path_params["rollout"] == "ab12"
         if not left:
             return JSONResponse({"error": {"message": "over"}}, 400)
         body, text = await request.json(), left.pop(0)
         turn = AgentTurn(f"t{len(found['requests'])}", 0, spoken(text, text, "hermes"), False, 5, 2)
         found["requests"].append(body)
-        found["replies"].append(response(turn, body))
+        found["replies"].append(responses.reply(body, turn))
         return JSONResponse(found["replies"][-1])
 
     routes = [Route("/ng-rollout/{rollout}/v1/responses", model, methods=["POST"])]
@@ -71,9 +71,9 @@ async def recorded_now(config, name):
         runner = NeMoGymRunner(config, EnvironmentMetrics())
         await runner.start(f"http://127.0.0.1:{port}")
         try:
-            answer = json.loads(await runner.answer(row["task"], "ab12.key"))
+            answer = json.loads(await runner.answer(row["task"], "ab12"))
             with pytest.raises(PlayError, match=r"answered 500: .*over"):
-                await runner.run(row, "http://any/s/ab12/v1", "key")
+                await runner.run(row, "http://any/s/1/v1", "ab12")
         finally:
             await runner.close()
     found["run"] = {key: value for key, value in answer.items() if not key.startswith(("_ng_", "ng_"))}

@@ -28,7 +28,6 @@ from polyreme_environment.agents.agent_pool import AgentPool
 from polyreme_environment.agents.runners import FunctionRunner, UrlRunner
 from polyreme_environment.grpc_service import NAME, EnvironmentServicer
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.nemo_gym.address import PREFIX, gym_routes
 from polyreme_environment.nemo_gym.runner import NeMoGymRunner
 from polyreme_environment.openenv.pool import OpenEnvPool
 from polyreme_environment.pool import EpisodePool, Pool
@@ -70,10 +69,10 @@ async def serve(
     async with AsyncExitStack() as stack:
         pool = make_pool(config, metrics, rewarded)
         stack.push_async_callback(pool.close)
-        routes = [*session_routes(pool.sessions), *gym_routes(pool.sessions)] if isinstance(pool, AgentPool) else []
+        routes = session_routes(pool.sessions) if isinstance(pool, AgentPool) else []
         started = asyncio.Event()
         app = make_app(lambda: started.is_set() and pool.available and not pool.draining, metrics, routes)
-        is_open = (lambda path: is_session_path(path) or path.startswith(PREFIX)) if routes else lambda path: False
+        is_open = is_session_path if routes else lambda path: False
         http = await stack.enter_async_context(
             serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security, is_open, names=endpoint.names)
         )

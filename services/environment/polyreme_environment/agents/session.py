@@ -48,7 +48,7 @@ class AgentSession:
 
     def __init__(self, limit: int, tool_parser: str) -> None:
         """Args: limit: characters that a request may add. tool_parser: see `find_calls`."""
-        self.id, self.key, self.over = secrets.token_hex(8), secrets.token_urlsafe(24), ""
+        self.id, self.key, self.over = secrets.token_hex(8), secrets.token_hex(24), ""
         self._limit, self._tool_parser = limit, tool_parser
         self._conversation = AgentConversation()
         self._answers: dict[bytes, asyncio.Future[AgentTurn]] = {}

@@ -25,7 +25,6 @@ from polyreme_environment.agents.runners import posted
 from polyreme_environment.contract import ContractError, finite
 from polyreme_environment.foreign_process import ForeignProcess, KeptProcesses, run_foreign, until_answers
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.nemo_gym.address import rollout_id
 from polyreme_environment.nemo_gym.servers import GymPlan, plan, program, read_file, site_packages
 from polyreme_environment.pool import EpisodeLostError, PlayError
 
@@ -90,7 +89,7 @@ class NeMoGymRunner:
         if not isinstance(row := task.get("task"), dict):
             do = "Write data.train by `polyreme environment tasks run.yaml`"
             raise PlayError(f"expected a column `task` with a row of NeMo Gym's data; found {row!r:.100}. {do}")
-        text = await self.answer(row, rollout_id(base_url, api_key))
+        text = await self.answer(row, api_key)  # the package knows a session by its key alone
         try:
             return scored(json.loads(text), row)
         except (ContractError, *INVALID_MESSAGE) as error:
