@@ -44,12 +44,14 @@ class ForeignProcess:
         self._told = ""
         self._reading = asyncio.create_task(self._read())
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     async def wait(self) -> str:
         """Waits until it has ended. Returns how, with its last output."""
         status = await self._process.wait()
-        with suppress(TimeoutError):  # a process that it started may hold its output open
-            async with asyncio.timeout(_STOP_SECONDS):
-                await asyncio.shield(self._reading)
+        await asyncio.wait({self._reading}, timeout=_STOP_SECONDS)  # a process that it started may hold its output open
         return f"exited with status {status}: {self._told.strip() or 'no output'}"
 
     async def close(self) -> None:

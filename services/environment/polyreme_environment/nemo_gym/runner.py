@@ -159,7 +159,8 @@ def scored(reply: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
         ContractError: the environment has failed. And one of INVALID_MESSAGE.
     """
     if reply.get("failure_kind") or reply.get("mask_sample"):
-        raise ContractError(f"failed: {reply.get('failure_kind') or 'mask_sample'}: {reply.get('failure_reason')}"[:_SHOWN])
+        why = f"failed: {reply.get('failure_kind') or 'mask_sample'}: {reply.get('failure_reason')}"[:_SHOWN]
+        raise ContractError(why.encode(errors="replace").decode())
     numbers = {
         name: finite(value, f"number {name}")
         for name, value in reply.items()
