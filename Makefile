@@ -23,7 +23,7 @@ SEED ?= 1
 PYTEST = $(BIN)/pytest --randomly-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help secrets certs wheels images manifests dist demo test test-light .test-light-unit .test-light-rest test-real test-slow bench lint types proto docs reference env
+.PHONY: help secrets certs wheels images manifests dist demo test test-light .test-light-unit .test-light-rest test-real test-slow bench lint types proto docs reference pictures env
 
 ## help: this list
 help:
@@ -91,6 +91,10 @@ reference: $(VENV)/.run
 	$(BIN)/python docs/tools/reference.py commands > docs/reference/commands.md
 	$(BIN)/python docs/tools/reference.py metrics > docs/reference/metrics.md
 	$(BIN)/python docs/tools/reference.py import > docs/reference/import.md
+
+## pictures: take the pictures of the run page in docs/images/ with its tests
+pictures: $(VENV)/.dev
+	POLYREME_SCREENSHOTS=docs/images $(BIN)/pytest -q -m real tests/e2e/ui -k "view or episode"
 
 ## docs: build the guides as a site in site/
 docs: $(VENV)/.docs
