@@ -13,12 +13,11 @@ from typing import Any, Protocol
 import httpx
 
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.errors import ConfigError
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.pool import EpisodeLostError, PlayError
+from polyreme_environment.pool import EpisodeLostError, PlayError, start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -116,19 +115,16 @@ class FunctionRunner:
     ends_at_bounds = False
 
     def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
-        assert config.file is not None
         self._config, self._metrics = config, metrics
-        try:
-            code = config.file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"a Python file {config.file}", str(error), "Fix environment.file.") from None
-        setup: dict[str, Any] = {"path": str(config.file), "code": code, "function": config.function}
-        setup |= {"options": config.options, "memory_mib": config.worker_memory_mib}
-        module = "polyreme_environment.agents.worker"
-        self._processes = Workers(module, "environment", setup, (), config.start_timeout, config.worker_environment)
+        self._workers: Workers | None = None
         self._places: list[_Place] = []
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def _processes(self) -> Workers:
+        assert self._workers is not None, "`start` comes first"
+        return self._workers
 
     @property
     def about(self) -> tuple[str, str]:
@@ -140,11 +136,8 @@ class FunctionRunner:
 
     async def start(self) -> None:
         """See `Runner`."""
-        try:
-            first = await self._processes.spawn_all(self._config.workers)
-        except BaseException:
-            await self.close()
-            raise
+        setup = {"function": self._config.function}
+        self._workers, first = await start_workers("polyreme_environment.agents.worker", self._config, setup)
         for worker in first:
             self._places.append(place := _Place(worker))
             self._keep(self._read(place))
@@ -154,7 +147,8 @@ class FunctionRunner:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._processes.close()
+        if self._workers is not None:
+            self._workers.close()
 
     async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
         """See `Runner`."""
