@@ -1,6 +1,6 @@
 """Episodes over simulated replicas with real gRPC: a run, its pool, and groups that an environment plays."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,18 @@ WIDE = Bounds(turns=8, tokens=128, seconds=3600.0)
 class EpisodeWorld:
     """A run at version 0 with its replicas, and the prompts of its rows."""
 
-    def __init__(self, run: Run, config: RunConfig, replicas: list[Replica], learner: IdleLearner, pool: ReplicaPool) -> None:
-        self.run, self.config, self.replicas, self.learner, self.pool = run, config, replicas, learner, pool
-        self.template = Template(model_files(), config.data)
+    def __init__(
+        self,
+        run: Run,
+        config: RunConfig,
+        replicas: list[Replica],
+        learner: IdleLearner | None,
+        pool: ReplicaPool,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.run, self.config, self.replicas, self.pool = run, config, replicas, pool
+        self.learner = learner
+        self.template = Template(files or model_files(), config.data)
         self.sampler = Sampler(run.run_id, config, self.template, pool)
         self.log = ExperienceLog(run)
         self.prompts = load_prompts(config.data.train, config.data, self.template).prompts

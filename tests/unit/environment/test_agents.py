@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.apis import chat
 from polyreme_environment.agents.conversation import AgentConversation
-from polyreme_environment.agents.message import Spoken, spoken
+from polyreme_environment.agents.message import Spoken, before_stop, spoken
 from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
@@ -141,6 +141,22 @@ def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
     assert conversation.place([HELLO, again, result])[0] == 0, "without tools the prompt is another one"
     other = {**answer, "tool_calls": [{**call, "id": "call_2"}]}
     assert conversation.place([HELLO, other, result], [TOOL])[0] == 0
+
+
+def test_a_text_continues_the_longest_turn_that_it_repeats() -> None:
+    conversation = AgentConversation()
+    assert conversation.place_text("1+1=") == (0, "1+1=")
+    assert [conversation.add_text(text) for text in ("1+1=2", None, "1+1=2\n2+2=4")] == [1, 2, 3]
+    assert conversation.place_text("1+1=2\n2+2=4") == (3, "")
+    assert conversation.place_text("1+1=2\n2+2=5") == (1, "\n2+2=5")
+    assert conversation.history(3) is None, "there are no messages"
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"), [((), ("a b c", None)), (("x",), ("a b c", None)), (("c", " b"), ("a", " b")), (("a",), ("", "a"))]
+)
+def test_a_text_ends_before_the_first_stop(stop: tuple[str, ...], expected: tuple[str, str | None]) -> None:
+    assert before_stop("a b c", stop) == expected
 
 
 @pytest.mark.parametrize(
