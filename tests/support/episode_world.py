@@ -21,7 +21,9 @@ from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.environment.session import Bounds
 from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
+from polyreme_trainer.orchestrator.scoring.scoring import Scoring
 from support.simulated import ROWS, IdleLearner, Replica, config_tree, idle_learner, make_run, simulated_replica
 from support.tiny_tokenizer import model_files
 
@@ -51,10 +53,12 @@ class EpisodeWorld:
         bounds: Bounds = WIDE,
         partial_log: PartialRolloutLog | None = None,
         tries: int = 2,
+        budget: TokenBudget | None = None,
     ) -> GroupRecord:
         """The group of a task, as a reader of the log gets it."""
         task = task or await self.admit()
-        episodes = Episodes(self.sampler, Tail(self.template), host, partial_log or PartialRolloutLog(self.log), bounds, tries)
+        saving, unscored = partial_log or PartialRolloutLog(self.log), Scoring(None, None)
+        episodes = Episodes(self.sampler, Tail(self.template), host, saving, bounds, tries, unscored, budget)
         played = await episodes.play(task)
         admission = task.admission
         group = GroupRecord(admission.index, admission.attempt, task.prompt.ids, played.samples, episodes=played.episodes)

@@ -110,9 +110,10 @@ async def _serve(redis: str, run_id: str | None, endpoint_towards: Callable[[str
         stop = stop_event()  # no graceful shutdown is needed before this point
         following = run.set_when_over(stop) if run_id is None else nullcontext()
         async with until_set(stop):
-            settings = (await run.config()).environment
+            config = await run.config()
+            settings = config.environment
             if settings is not None:
-                async with serve(settings, endpoint_towards(redis), run) as lease, following:
+                async with serve(settings, endpoint_towards(redis), run, rewarded=config.reward is not None) as lease, following:
                     gc.freeze()  # excludes loaded modules from garbage collections
                     logger.info("ready: gRPC at %s, HTTP at %s", lease.address, lease.http_address)
                     try:

@@ -44,7 +44,12 @@ NEARBY = Endpoint()
 
 @asynccontextmanager
 async def serve(
-    config: EnvironmentConfig, endpoint: Endpoint = NEARBY, run: Run | None = None, grace: float = GRACE_SECONDS
+    config: EnvironmentConfig,
+    endpoint: Endpoint = NEARBY,
+    run: Run | None = None,
+    grace: float = GRACE_SECONDS,
+    *,
+    rewarded: bool = False,
 ) -> AsyncIterator[Lease]:
     """Loads the environment, serves it until the block ends, then drains. Yields its lease.
 
@@ -52,6 +57,7 @@ async def serve(
         endpoint: addresses to listen on. Beyond loopback, without config.security, every host that reaches the machine can call.
         run: the run to register with, or None.
         grace: seconds in which running episodes may end.
+        rewarded: whether the run's rewards score the episodes, so that an agent need not.
 
     Raises:
         ConfigError: the environment cannot be loaded, a port is in use, or `security` is invalid.
@@ -60,7 +66,7 @@ async def serve(
     assert endpoint.http_port is not None, "the environment service needs an HTTP port"
     metrics = EnvironmentMetrics()
     async with AsyncExitStack() as stack:
-        pool = make_pool(config, metrics)
+        pool = make_pool(config, metrics, rewarded)
         stack.push_async_callback(pool.close)
         await pool.start()
         version, about = pool.about
@@ -93,16 +99,16 @@ async def serve(
             await server.set_ready(False)
 
 
-def make_pool(config: EnvironmentConfig, metrics: EnvironmentMetrics) -> Pool:
-    """What plays the episodes of a configuration."""
+def make_pool(config: EnvironmentConfig, metrics: EnvironmentMetrics, rewarded: bool = False) -> Pool:
+    """What plays the episodes of a configuration. `rewarded`: as of `serve`."""
     if config.openenv:
         return OpenEnvPool(config, metrics)
     if config.verifiers is not None:
-        return AgentPool(config, metrics, VerifiersRunner(config, metrics))
+        return AgentPool(config, metrics, VerifiersRunner(config, metrics), rewarded)
     if config.url is not None:
-        return AgentPool(config, metrics, UrlRunner(config.url))
+        return AgentPool(config, metrics, UrlRunner(config.url), rewarded)
     if config.function is not None:
-        return AgentPool(config, metrics, FunctionRunner(config, metrics))
+        return AgentPool(config, metrics, FunctionRunner(config, metrics), rewarded)
     return EpisodePool(config, metrics)
 
 

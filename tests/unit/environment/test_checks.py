@@ -56,15 +56,19 @@ def test_an_environment_that_cannot(tmp_path: Path, code: str | None, section: d
         list(check(played(tmp_path, code, **section)))
 
 
+BUDGET: dict[str, Any] = {"rollout": {"tokens_per_iteration": 4}, "max_staleness": 10_000}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward": {"rewards": [{"name": "exact"}]}}, "`reward` does not go with `environment`"),
         ({"trainer": {"moe": {"replay_routes": True}}}, "replay_routes does not go"),
         ({"data": {"template": "none"}}, "needs data.template: chat"),
         ({"data": {"eval": "eval.jsonl"}, "eval_answers": 2, "eval_best": "pass@2"}, "needs environment.correctness"),
         ({"algorithm": {"advantage": {"kind": "per_part"}}}, "an advantage per reward"),
-        ({"rollout": {"tokens_per_iteration": 4}, "max_staleness": 8}, "its episodes do not pause"),
+        ({"rollout": {"tokens_per_iteration": 4}, "max_staleness": 8}, "the longest episode .* needs max_staleness"),
+        (BUDGET | {"placement": "colocated"}, "needs placement: separate"),
+        (BUDGET | {"environment": {"function": "run"}}, "does not go with an agent"),
     ],
 )
 def test_what_does_not_go_with_an_environment_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -1,6 +1,6 @@
 """The episodes of a server whose environment is an agent.
 
-Invariant: an episode ends with a reward that its agent gave, or with an error. After a bound the agent still has `step_timeout` seconds to give
+Invariant: an episode ends with a reward that its agent gave, unless the run's rewards score it, or with an error. After a bound the agent still has `step_timeout` seconds to give
 its reward, so an episode ends at the latest that long after `max_seconds`.
 """
 
@@ -38,8 +38,11 @@ class AgentMoved(Moved):
 class AgentEpisode:
     """One run of an agent in a session. Its calls raise PlayError or EpisodeLostError."""
 
-    def __init__(self, config: EnvironmentConfig, runner: Runner, session: AgentSession, url: str) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, runner: Runner, session: AgentSession, url: str, rewarded: bool = False
+    ) -> None:
         self._config, self._runner, self._session, self._url = config, runner, session, url
+        self._rewarded = rewarded
         self._run: asyncio.Task[Result] | None = None
         self._deadline = 0.0
 
@@ -107,7 +110,7 @@ class AgentEpisode:
 
     def _ending(self, result: Result, how: str) -> Moved:
         """`how`: how the agent ended, for the error where it has given no reward."""
-        if result.reward is None and not self._session.is_rewarded:
+        if result.reward is None and not self._session.is_rewarded and not self._rewarded:
             raise PlayError(f"{_NO_REWARD}: {how}")
         reward = (result.reward or 0.0) + self._session.take_reward()
         return Moved(reward=reward, done=True, parts=result.metrics)
@@ -116,13 +119,16 @@ class AgentEpisode:
 class AgentPool:
     """Agents and their sessions, in place of an `EpisodePool`.
 
+    Args:
+        rewarded: whether the run's rewards score the episodes.
+
     Attributes:
         sessions: those that are open.
         server: http(s)://host:port of the session address.
     """
 
-    def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics, runner: Runner) -> None:
-        self._config, self._metrics, self._runner = config, metrics, runner
+    def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics, runner: Runner, rewarded: bool = False) -> None:
+        self._config, self._metrics, self._runner, self._rewarded = config, metrics, runner, rewarded
         self.sessions, self.server, self.draining = SessionTable(), "", False
 
     @property
@@ -151,7 +157,7 @@ class AgentPool:
             raise FullError(f"{len(self.sessions)} of environment.episodes = {self._config.episodes} agents")
         limits = self._config.max_message_chars, self._config.tool_parser
         with self.sessions.opened(*limits) as session, self._metrics.playing.track_inprogress():
-            episode = AgentEpisode(self._config, self._runner, session, base_url(self.server, session))
+            episode = AgentEpisode(self._config, self._runner, session, base_url(self.server, session), self._rewarded)
             try:
                 yield episode
             finally:

@@ -9,20 +9,22 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from polyreme.experience.records import EpisodeRecord, RewardPart, ToolCall
-from polyreme_trainer.data.tail import Message, Tail
+from polyreme_trainer.data.tail import Tail
 from polyreme_trainer.orchestrator.environment.finished import Finished, FinishedEpisodes
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Played, Task
+from polyreme_trainer.orchestrator.environment.scored import EpisodeName, scored
 from polyreme_trainer.orchestrator.environment.session import Bounds, EpisodeSession
 from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
+from polyreme_trainer.orchestrator.scoring.scoring import Scoring
 from polyreme_trainer.orchestrator.tasks import together
 
 PART = "environment"
 """The name of the environment's reward among the parts of a score."""
-_SHOWN_CHARS = 1 << 14
 
 
 class HostLostError(EpisodeError):
@@ -72,22 +74,34 @@ class Episodes:
 
     Args:
         tries: how often an episode may begin.
+        scoring: the run's rewards, which replace those of the environment, and its teacher.
+        budget: the run's token budget, for episodes that are trained on.
     """
 
     def __init__(
-        self, sampler: Sampler, tail: Tail, host: Host, partial_log: PartialRolloutLog, bounds: Bounds, tries: int
+        self,
+        sampler: Sampler,
+        tail: Tail,
+        host: Host,
+        partial_log: PartialRolloutLog,
+        bounds: Bounds,
+        tries: int,
+        scoring: Scoring,
+        budget: TokenBudget | None = None,
     ) -> None:
         self._sampler, self._tail, self._host, self._partial_log = sampler, tail, host, partial_log
-        self._bounds, self._tries = bounds, tries
+        self._bounds, self._tries, self._scoring, self._budget = bounds, tries, scoring, budget
 
     async def wait_ready(self) -> None:
         await self._host.wait_ready()
 
     async def refresh(self) -> None:
         await self._host.refresh()
+        await self._scoring.refresh()
 
     async def close(self) -> None:
         await self._host.close()
+        await self._scoring.close()
 
     async def play(self, task: Task) -> Played:
         """See `Environment`."""
@@ -99,19 +113,27 @@ class Episodes:
                 finished.add(number, await self.play_one(task, number, temperature=0.0 if number == config.group_size else None))
 
             await together([play(number) for number in finished.missing()])
-            episodes = finished.ordered()
+            played, admission = time.monotonic(), task.admission
+            names = [
+                (self._sampler.run_id, admission.index, admission.attempt, number) for number in range(config.group_size + greedy)
+            ]
+            episodes = await self.scored(task, finished.ordered(), names)
         samples, records = [sample for each, _ in episodes for sample in each], [record for _, record in episodes]
-        return Played(samples, records, generate_seconds=time.monotonic() - began)
+        return Played(samples, records, generate_seconds=played - began, score_seconds=time.monotonic() - played)
+
+    async def scored(self, task: Task, episodes: Sequence[Finished], names: Sequence[EpisodeName]) -> list[Finished]:
+        """See `scored`."""
+        return await scored(self._scoring, self._sampler.template, task, episodes, names)
 
     async def play_one(self, task: Task, number: int, *, temperature: float | None = None) -> Finished:
-        """Episode `number` of a task. Raises as `play`.
+        """Episode `number` of a task, as its environment ends it: `scored` follows. Raises as `play`.
 
         Args:
             temperature: of an episode that is not trained on; None: the run's.
         """
         tries = 0
         while True:
-            session = EpisodeSession(self._sampler, self._tail, task, number, self._bounds, temperature)
+            session = EpisodeSession(self._sampler, self._tail, task, number, self._bounds, temperature, self._budget)
             try:
                 return _finished(session, await self._host.play(task, session))
             except HostLostError:
@@ -129,11 +151,4 @@ def _finished(session: EpisodeSession, ending: Ending) -> Finished:
     session.reward(ending.reward, ending.calls)
     score = session.score
     parts = [RewardPart(PART, score, score), *(RewardPart(f"{PART}/{name}", each, each) for name, each in ending.parts.items())]
-    messages = json.dumps([_shown(message) for message in session.messages])
-    return session.trajectories(parts), EpisodeRecord(ending.outcome, messages, ending.seconds)
-
-
-def _shown(message: Message) -> dict[str, Any]:
-    content = message.get("content")
-    is_long = isinstance(content, str) and len(content) > _SHOWN_CHARS
-    return {**message, "content": content[:_SHOWN_CHARS] + " ..."} if is_long and isinstance(content, str) else message
+    return session.trajectories(parts), EpisodeRecord(ending.outcome, json.dumps(session.messages), ending.seconds)

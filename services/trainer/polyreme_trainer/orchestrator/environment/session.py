@@ -3,7 +3,7 @@
 Invariant: the tokens that the learner trains on are those that were sampled, in the context in which they were sampled, each in one
 trajectory. A turn's context is that of the turn that it follows, its answer, and what the chat template writes behind an answer for the new
 messages; nothing is encoded twice. A turn that follows none, or another one than the last of its trajectory, begins a trajectory. A turn
-counts only when it is complete, so a session that ends in mid-turn has the turns before.
+counts only when it is complete, so a session that ends in mid-turn has the turns before. Its clock stands while it waits for its token budget.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.experience.records import RewardPart, SampleRecord, ToolCall, Turn
 from polyreme_trainer.data.tail import Message, Tail, Tools
 from polyreme_trainer.orchestrator.environment.protocol import Task
-from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, Span, merged
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts, Span, merged
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.token_budget import NextPart, TokenBudget
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 
 
@@ -70,6 +71,7 @@ class EpisodeSession:
     Args:
         number: the number of the episode within its group, which determines its seeds.
         temperature: of an episode that is not trained on, 0 for a greedy one; None: the run's.
+        budget: that of the run, for an episode that is trained on.
 
     Attributes:
         messages: the conversation so far, for display.
@@ -78,10 +80,17 @@ class EpisodeSession:
     """
 
     def __init__(
-        self, sampler: Sampler, tail: Tail, task: Task, number: int, bounds: Bounds, temperature: float | None = None
+        self,
+        sampler: Sampler,
+        tail: Tail,
+        task: Task,
+        number: int,
+        bounds: Bounds,
+        temperature: float | None = None,
+        budget: TokenBudget | None = None,
     ) -> None:
         self._sampler, self._tail, self._task, self._bounds = sampler, tail, task, bounds
-        self.number, self._temperature = number, temperature
+        self.number, self._temperature, self._budget = number, temperature, None if temperature is not None else budget
         self._trajectories: list[_Trajectory] = []
         self._turns: list[tuple[_Trajectory, int]] = []  # in the order of sampling: the trajectory, and the place among its turns
         self._over: int = pb.OUTCOME_UNSPECIFIED
@@ -141,7 +150,7 @@ class EpisodeSession:
         began = time.monotonic()
         try:
             async with asyncio.timeout_at(self.deadline) as limit:
-                sample = await self._sample(trajectory, context, min(room, max_tokens or room))
+                sample = await self._sample(trajectory, context, min(room, max_tokens or room), limit)
         except TimeoutError:
             if limit.expired():
                 raise self._end(pb.OUTCOME_TIME) from None
@@ -207,7 +216,7 @@ class EpisodeSession:
             return trajectory, context
         return _Trajectory(len(self._trajectories), context, context), context  # the turns before are those of the other one
 
-    async def _sample(self, trajectory: _Trajectory, context: np.ndarray, room: int) -> PartialRollout:
+    async def _sample(self, trajectory: _Trajectory, context: np.ndarray, room: int, limit: asyncio.Timeout) -> PartialRollout:
         before = (trajectory.number << 32) + len(context) - len(trajectory.prompt)
         group = self._sampler.of_group(self._task.admission, context)
         admission = self._task.admission
@@ -220,8 +229,20 @@ class EpisodeSession:
             seed=partial(_seed, self._sampler.config.seed, admission.index, admission.attempt, self.number, before),
         )
         last = self._last_sample()
-        (sample,) = await self._sampler.sample(wanted, prefer=last.replicas[-1] if last and last.replicas else None)
+        next_part = None if self._budget is None else partial(self._next_part, self._budget, limit)
+        prefer = last.replicas[-1] if last and last.replicas else None
+        (sample,) = await self._sampler.sample(wanted, next_part=next_part, prefer=prefer)
         return sample
+
+    async def _next_part(self, budget: TokenBudget, limit: asyncio.Timeout, rollouts: PartialRollouts) -> NextPart:
+        """See `TokenBudget`. The wait for it costs the episode no time."""
+        now = asyncio.get_running_loop().time
+        began, earlier = now(), [span for each in self._trajectories for sample in each.sampled for span in sample.spans]
+        limit.reschedule(None)
+        part = await budget.next_part(self._task.admission.index, rollouts, earlier)
+        self.deadline += now() - began
+        limit.reschedule(self.deadline)
+        return part
 
     def _add(
         self, messages: Sequence[Message], trajectory: _Trajectory, context: np.ndarray, sample: PartialRollout, seconds: float
