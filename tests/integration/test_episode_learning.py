@@ -186,13 +186,13 @@ async def test_stale_tokens_count_from_the_oldest_turn(redis, run_id, tmp_path):
     sections = {"max_staleness": 2, "iterations": 6}
     async with run_of(redis, run_id, tmp_path, engine={"lengths": Lengths(8), "step_seconds": 0.004}, **sections) as w:
         await trained(w, range(1, 7))
-        mixed = 0
+        found = set()
         for iteration, groups in w.learner.trained.items():
             for group in groups:
                 versions = {version for sample in group.samples for version, _, _ in sample.spans}
                 assert group.oldest_version == min(versions) and 0 <= iteration - 1 - min(versions) <= 2
-                mixed += len(versions) > 1
-        assert mixed, "no group was played over a swap"
+                found.add(iteration - 1 - min(versions))
+        assert max(found) > 0, "groups of three iterations are admitted at once"
 
 
 async def test_groups_of_equal_episodes_are_dropped_and_replaced(redis, run_id, tmp_path):
