@@ -225,7 +225,7 @@ class SftPhase(Section):
     """One phase of supervised training before the first iteration, on the learner's ranks."""
 
     data: Annotated[Path | tuple[Path | DataSource, ...], TRAINING] = Field(
-        description="As data.train: rows with the prompt column and a `response` column."
+        description="As data.train: rows with the prompt column and a `response` column, or `messages` with a whole conversation."
     )
     steps: int = Field(ge=1, description="Number of optimizer steps.")
     batch_size: int = Field(ge=1, description="Rows per step.")

@@ -61,19 +61,19 @@ class ServerStatus:
             if time.monotonic() - asked > MAX_AGE:
                 found = []
                 with suppress(PolyremeError, OSError, TimeoutError):
-                    async with asyncio.timeout(2 * _TIMEOUT):
-                        found = await self._ask(reader)
+                    found = await self._ask(reader)
                 self._answers[reader.run_id] = time.monotonic(), found
             return found
 
     async def _ask(self, reader: RunReader) -> list[dict[str, Any]]:
         if reader.summary().get("state") not in ("starting", "running", "draining"):
             return []
-        async with self._run(reader) as run:
+        async with asyncio.timeout(2 * _TIMEOUT), self._run(reader) as run:
             registry = Registry(run)
             leases = [lease for kind in KINDS for lease in await registry.leases(kind)]
         security = read_config(reader.run_dir).security
-        return list(await asyncio.gather(*(asyncio.to_thread(describe, lease, security) for lease in leases)))
+        async with asyncio.timeout(2 * _TIMEOUT):
+            return list(await asyncio.gather(*(asyncio.to_thread(describe, lease, security) for lease in leases)))
 
     @asynccontextmanager
     async def _run(self, reader: RunReader) -> AsyncIterator[Run]:

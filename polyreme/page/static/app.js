@@ -96,8 +96,10 @@ function Login() {
 }
 
 function Help({close}) {
+  const button = useRef(null);
+  useEffect(() => button.current.focus(), []);
   return html`<dialog open class="help" aria-label="Keys"><h2>Keys</h2><dl>${KEYS.map(([key, what]) => html`<div><dt><kbd>${key}</kbd></dt><dd>${what}</dd></div>`)}</dl>
-    <button onClick=${close}>Close</button></dialog>`;
+    <button ref=${button} onClick=${close}>Close</button></dialog>`;
 }
 
 function App() {

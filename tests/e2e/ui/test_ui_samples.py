@@ -68,6 +68,8 @@ def test_the_keyboard_walks_through_samples(address: str, open_page: Any, runs: 
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.keyboard.press("?")
     expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Enter")  # its button has the focus
+    expect(page.get_by_role("dialog")).to_have_count(0)
 
 
 def test_the_life_of_a_sample_is_what_the_run_recorded(address: str, open_page: Any, runs: Path) -> None:
