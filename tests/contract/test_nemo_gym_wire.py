@@ -24,7 +24,7 @@ from support.environment_stream import serving
 from support.own_venv import own_venv
 from support.recorded_gym import FILE
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]  # installs the package
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "guess_number"
 WEATHER = "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml"

@@ -12,7 +12,7 @@ from support.environment_stream import serving
 from support.own_venv import own_venv
 from support.recorded_openenv import record, recorded
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]  # installs the package
 
 GAME = Path(__file__).resolve().parents[2] / "examples" / "guess_number" / "openenv_server.py"
 SHIPS = '''

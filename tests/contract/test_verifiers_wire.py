@@ -16,13 +16,13 @@ from polyreme.errors import ConfigError
 from polyreme.net.http_server import serve_http
 from polyreme_environment.foreign_process import run_foreign
 from polyreme_environment.verifiers.programs import SERVE, configuration
-from polyreme_environment.verifiers.tasks import write_tasks
+from polyreme_environment.verifiers.tasks import read_tasks
 from polyreme_environment.verifiers.wire import EnvServerClient
 from support.environment_stream import serving
 from support.own_venv import own_venv
 from support.recorded_env_server import FILE
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]  # installs the package
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "guess_number"
 GUESSES = ("2", "9", "4")
@@ -65,8 +65,7 @@ async def model(answers, conversation):
 
 async def recorded_now(config, folder):
     """What the real env server says of a game that is won, one whose second turn is refused, and a task that is none."""
-    write_tasks(config, folder / "tasks.jsonl", 9)
-    task = json.loads((folder / "tasks.jsonl").read_text().splitlines()[3])["task"]
+    task = read_tasks(config, 9)[3]["task"]
     address = f"ipc://{folder}/server"
     process = await run_foreign("verifiers", config.venv, SERVE, [configuration(config), address, "1"], ())
     client = EnvServerClient(address)
@@ -116,8 +115,7 @@ async def test_the_recording_is_what_the_package_says(config, tmp_path):
 
 
 async def test_episodes_of_a_real_env_server(config, tmp_path):
-    write_tasks(config, tmp_path / "tasks.jsonl", 9)
-    row = json.loads((tmp_path / "tasks.jsonl").read_text().splitlines()[3])
+    row = read_tasks(config, 9)[3]
     async with serving(config) as (_, stream):
 
         async def play():

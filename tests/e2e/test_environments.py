@@ -56,6 +56,7 @@ def test_calls_of_tools_stand_in_the_samples(tmp_path: Path) -> None:
     assert called == round(first["episode/tool_calls"] * len(samples))
 
 
+@pytest.mark.slow  # installs the package
 def test_the_game_is_played_over_openenv(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     port, commands = free_port(), own_venv("openenv", tmp_path_factory.mktemp("openenv"))
     server = subprocess.Popen([commands / "python", EXAMPLES / "guess_number" / "openenv_server.py", str(port)])
@@ -68,6 +69,7 @@ def test_the_game_is_played_over_openenv(tmp_path: Path, tmp_path_factory: pytes
     check_games(run_dir, records)
 
 
+@pytest.mark.slow  # installs the package
 def test_the_game_is_played_by_verifiers(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +84,7 @@ def test_the_game_is_played_by_verifiers(
     assert all(1 <= record["reward/environment/guesses"] <= 4 for record in records)
 
 
+@pytest.mark.slow  # installs the package
 def test_the_game_is_played_by_nemo_gym(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     venv = own_venv("nemo-gym", tmp_path_factory.mktemp("nemo-gym"), "python3.13").parent
     run = prepared(tmp_path, "guess_number")

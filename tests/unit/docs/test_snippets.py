@@ -24,6 +24,7 @@ from support.guide import ROOT, Block, blocks
 EXECUTED = {
     "docs/agents.md": "tests/integration/test_agents.py",
     "docs/data.md": "tests/unit/docs/test_data_guide.py",
+    "docs/design.md": "tests/integration/test_rl_loop.py",
     "docs/environment-packages.md": "tests/integration/test_openenv.py",
     "docs/environments.md": "tests/integration/test_environment_server.py",
     **dict.fromkeys((f"docs/from-{name}.md" for name in SYSTEMS), "tests/unit/docs/test_coming_from.py"),

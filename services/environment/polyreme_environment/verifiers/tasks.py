@@ -28,7 +28,12 @@ def read_tasks(config: EnvironmentConfig, count: int) -> list[dict[str, Any]]:
         command = [str(config.venv / "bin" / "python"), "-c", TASKS, configuration(config), str(found), str(count)]
         environment = scrubbed(os.environ, config.worker_environment)
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=config.start_timeout
+            )
+        except subprocess.TimeoutExpired:
+            found_none = f"none of them within environment.start_timeout = {config.start_timeout:g} s"
+            raise ConfigError(f"tasks of {config.verifiers}", found_none, "Raise it if they are downloaded first.") from None
         except OSError as error:
             raise ConfigError(f"a virtual environment at {config.venv}", str(error), "Fix environment.venv.") from None
         if done.returncode:
