@@ -24,8 +24,8 @@ HOUSES = ("polyreme", "polyreme_rollout", "polyreme_trainer.megatron", "polyreme
 BOUNDS = {
     "circles": 0,
     "services_import_cli": 0,
-    "files_of_largest_folder": 24,
-    "arrows": {"polyreme": 60, "polyreme_rollout": 32, "polyreme_trainer.megatron": 76, "polyreme_trainer.orchestrator": 27},
+    "files_of_largest_folder": 23,
+    "arrows": {"polyreme": 59, "polyreme_rollout": 32, "polyreme_trainer.megatron": 73, "polyreme_trainer.orchestrator": 27},
 }
 """Upper bounds. They are lowered when the figures fall, and not raised."""
 

@@ -3,8 +3,8 @@
     python examples/running_total/prepare.py      # the demo's model (0.8M random weights) and its data
     python examples/rl_loop.py
 
-It needs no service, no Redis and no GPU, and prints the held-out accuracy of greedy answers after the warm start and after the iterations.
-`make demo` trains the same model on the same data over services, from about 0.31 to above 0.99; `polyreme up` does it over many machines.
+It needs no service, no Redis and no GPU. Result, in about 160 seconds of one core: the held-out accuracy of greedy answers rises from 0.31
+after the warm start to 1.00 after 32 iterations. `polyreme up` runs the same algorithm over processes and machines.
 """
 
 import argparse
