@@ -39,6 +39,10 @@ class EnvironmentConfig(Section):
         min_length=1,
         description="Id of an environment of verifiers in place of `file`: a package that is installed in `venv`.",
     )
+    tools: list[Literal["calculator"] | Path] = Field(
+        [],
+        description="Tools for the run's data, in place of an environment: `calculator`, and Python files whose public functions are tools. The section `reward` scores the last answer.",
+    )
     venv: Path | None = Field(None, description="`verifiers`: folder of the virtual environment that has it.")
     options: dict[str, Any] = Field(
         {},
@@ -94,8 +98,8 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> "EnvironmentConfig":
-        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers))) != 1:
-            raise ValueError("an environment is a `file`, an agent's `url`, `openenv` or `verifiers`; set one of them")
+        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers, self.tools))) != 1:
+            raise ValueError("an environment is a `file`, an agent's `url`, `openenv`, `verifiers` or `tools`; set one of them")
         if (self.verifiers is None) != (self.venv is None):
             raise ValueError("`verifiers` and `venv` belong together; set both or none")
         if not self.openenv and (given := [key for key in ("action", "observation") if getattr(self, key) is not None]):
@@ -104,6 +108,8 @@ class EnvironmentConfig(Section):
             raise ValueError(f"`{given[0]}` belongs to a `file`; remove it")
         if self.name is not None and self.function is not None:
             raise ValueError("`name` is for a class and `function` for an agent; set one of the two")
+        if self.tools and (given := [key for key in ("options", "correctness") if getattr(self, key)]):
+            raise ValueError(f"`{given[0]}` does not go with `tools`; remove it")
         if self.url is not None and (given := [key for key in ("name", "function", "options") if getattr(self, key)]):
             raise ValueError(f"`{given[0]}` belongs to a `file`; remove it, since `url` names another program")
         return self

@@ -203,8 +203,12 @@ class RunConfig(BaseConfig):
         """Raises ValueError for what a run with an environment cannot have."""
         if self.environment is None:
             return
-        if both := [name for name in ("reward", "teacher") if getattr(self, name) is not None]:
-            raise ValueError(f"the section `{both[0]}` does not go with `environment`, which gives the rewards of its episodes")
+        if self.teacher is not None:
+            raise ValueError("the section `teacher` does not go with `environment`")
+        if self.environment.tools and self.reward is None:
+            raise ValueError("environment.tools needs the section `reward`, which scores the last answer of an episode")
+        if self.reward is not None and not self.environment.tools:
+            raise ValueError("the section `reward` does not go with `environment`, which gives the rewards of its episodes")
         if self.rollout.tokens_per_iteration is not None:
             raise ValueError("rollout.tokens_per_iteration does not go with `environment`: its episodes do not pause; use null")
         if self.trainer.moe.replay_routes:
@@ -214,7 +218,7 @@ class RunConfig(BaseConfig):
         if self.data.template != "chat":
             raise ValueError("`environment` needs data.template: chat, since an episode is a conversation")
         if self.recipe.advantage.needs_parts:
-            raise ValueError("an advantage per reward (gdpo) does not go with `environment`, whose episodes have one reward")
+            raise ValueError("an advantage per reward (gdpo) does not go with `environment`")
 
     def _check_evaluation(self) -> None:
         """Raises ValueError unless the held-out sets are consistent and exist when a setting needs them."""
@@ -228,7 +232,12 @@ class RunConfig(BaseConfig):
             raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set needs a different name")
         if self.evaluation_sets or self.eval_best:
             _, metric = best_metric(self.evaluation_sets, self.eval_best, self.part_names)
-            if self.environment is not None and metric.startswith("pass@") and not self.environment.correctness:
+            if (
+                self.environment is not None
+                and self.reward is None
+                and metric.startswith("pass@")
+                and not self.environment.correctness
+            ):
                 raise ValueError(f"eval_best = {self.eval_best} needs environment.correctness: true, rewards of 1 or 0")
 
     @property
@@ -259,7 +268,7 @@ class RunConfig(BaseConfig):
     @property
     def part_names(self) -> tuple[str, ...]:
         """The names of the parts of a score: those of the rewards, or `environment`."""
-        return ("environment",) if self.environment else self.reward_names
+        return self.reward_names or (("environment",) if self.environment else ())
 
     @property
     def longest_sequence(self) -> int:

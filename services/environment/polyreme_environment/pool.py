@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from polyreme.api.v1 import environment_pb2 as pb
@@ -17,6 +18,7 @@ from polyreme.errors import ConfigError
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_environment.contract import ContractError, Moved, understood
 from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.tools.tool_class import sources_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,19 +105,24 @@ class Episode:
         await self._pool.call(self._slot, self._worker, {"episode": self._number, "close": True})
 
 
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"a Python file {file}", str(error), "Fix environment.file. The service reads it on its own machine."
+        ) from None
+
+
 class EpisodePool:
     """Worker processes that have loaded an environment. `metrics` counts calls and replaced workers."""
 
     def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
-        assert config.file is not None
         self._config, self._metrics = config, metrics
-        try:
-            code = config.file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"a Python file {config.file}", str(error), "Fix environment.file. The service reads it on its own machine."
-            ) from None
-        setup: dict[str, Any] = {"path": str(config.file), "code": code, "name": config.name, "options": config.options}
+        code = "" if config.file is None else _text_of(config.file)
+        where = "environment.tools" if config.file is None else str(config.file)
+        setup: dict[str, Any] = {"path": where, "code": code, "name": config.name, "options": config.options}
+        setup["tools"] = sources_of(config)
         setup |= {
             "memory_mib": config.worker_memory_mib,
             "max_chars": config.max_message_chars,

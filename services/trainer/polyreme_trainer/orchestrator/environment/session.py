@@ -84,6 +84,7 @@ class EpisodeSession:
         self.number, self._temperature = number, temperature
         self._trajectories: list[_Trajectory] = []
         self._turns: list[tuple[_Trajectory, int]] = []  # in the order of sampling: the trajectory, and the place among its turns
+        self._last: SampledTurn | None = None
         self._over: int = pb.OUTCOME_UNSPECIFIED
         self.messages: list[Message] = []
         self.tools: Tools = None
@@ -102,6 +103,12 @@ class EpisodeSession:
     def turns(self) -> int:
         """The number of complete turns."""
         return len(self._turns)
+
+    @property
+    def last_turn(self) -> SampledTurn:
+        """The last complete turn. There is one."""
+        assert self._last is not None, "the episode has a turn"
+        return self._last
 
     @property
     def score(self) -> float:
@@ -241,7 +248,8 @@ class EpisodeSession:
             *asked,
             {"role": "assistant", "content": text, "trajectory": trajectory.number, "turn": len(trajectory.turns) - 1},
         ]
-        return SampledTurn(text, raw, _is_cut(sample), len(context), sample.length)
+        self._last = SampledTurn(text, raw, _is_cut(sample), len(context), sample.length)
+        return self._last
 
 
 def _behind_answers(messages: Sequence[Message]) -> list[Message]:

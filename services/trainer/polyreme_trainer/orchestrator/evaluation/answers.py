@@ -135,7 +135,7 @@ class HeldOutAnswers(Protocol):
 def make_answers(run: Run, sampler: Sampler, rewards: RewardClient | None, environment: Environment) -> HeldOutAnswers | None:
     """The answers of a run; None when nothing scores them."""
     if isinstance(environment, Episodes):
-        return EpisodeAnswers(run, sampler, environment)
+        return EpisodeAnswers(run, sampler, environment, rewards)
     return None if rewards is None else SingleAnswers(run, sampler, rewards)
 
 
@@ -206,13 +206,15 @@ class SingleAnswers:
 
 
 class EpisodeAnswers:
-    """Episodes of each prompt's task, which the environment scores. One that fails there is played again, as in training."""
+    """Episodes of each prompt's task, which the environment or the rewards score. One that fails is played again, as in training."""
 
-    def __init__(self, run: Run, sampler: Sampler, episodes: Episodes) -> None:
-        self._run, self._sampler, self._episodes = run, sampler, episodes
+    def __init__(self, run: Run, sampler: Sampler, episodes: Episodes, rewards: RewardClient | None) -> None:
+        self._run, self._sampler, self._episodes, self._rewards = run, sampler, episodes, rewards
 
     @property
     def measure_correctness(self) -> bool:
+        if self._rewards is not None:
+            return self._rewards.measure_correctness
         settings = self._sampler.config.environment
         return settings is not None and settings.correctness
 
