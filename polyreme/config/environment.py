@@ -12,6 +12,19 @@ from polyreme.config.section import Operational, Section
 from polyreme.config.security import SecurityConfig
 
 
+class McpServer(Section):
+    """A server of tools that speaks the Model Context Protocol. It is a `command`, or it has a `url`."""
+
+    command: list[str] = Field([], description="Program and arguments of a server that speaks on its standard input and output.")
+    url: str | None = Field(None, pattern=r"^https?://[^\s]+$", description="URL of a server that speaks HTTP.")
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> "McpServer":
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("an MCP server is a `command` or a `url`; set one of them")
+        return self
+
+
 class EnvironmentConfig(Section):
     file: Path | None = Field(
         None, description="Python file with a class that has `reset`, and `step` or tools, or with an agent's function."
@@ -39,9 +52,9 @@ class EnvironmentConfig(Section):
         min_length=1,
         description="Id of an environment of verifiers in place of `file`: a package that is installed in `venv`.",
     )
-    tools: list[Literal["calculator"] | Path] = Field(
+    tools: list[Literal["calculator"] | McpServer | Path] = Field(
         [],
-        description="Tools for the run's data, in place of an environment: `calculator`, and Python files whose public functions are tools. The section `reward` scores the last answer.",
+        description="Tools for the run's data, in place of an environment: `calculator`, Python files whose public functions are tools, and MCP servers as `{command: [...]}` or `{url: ...}`. The section `reward` scores the last answer.",
     )
     venv: Path | None = Field(None, description="`verifiers`: folder of the virtual environment that has it.")
     options: dict[str, Any] = Field(

@@ -2,12 +2,16 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+import sys
+from contextlib import AsyncExitStack, suppress
 
+import grpc
+import httpx
 import pytest
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
+from polyreme.net.ports import free_port
 from polyreme_environment.server import serve
 from polyreme_reward.server import serve as serve_rewards
 from polyreme_rollout.testing.simulated_engine import Lengths
@@ -103,3 +107,77 @@ async def test_rewards_score_the_last_answer_of_an_episode(redis, run_id, tmp_pa
                 assert [call.status for call in sample.calls] == ["ok"]
         evaluated = [record for _, record in await w.run.records("0", 0) if record["kind"] == "eval"]
         assert evaluated and all(record["score"] > 0 and record["parts"].keys() == {"length"} for record in evaluated)
+
+
+SERVER = '''
+import os, sys
+from mcp.server import MCPServer
+
+server = MCPServer("desk")
+kept = []
+
+@server.tool()
+def keep(note: str) -> str:
+    """Keeps a note."""
+    kept.append(note)
+    return f"{len(kept)} notes"
+
+@server.tool()
+def fail(why: str) -> str:
+    """Fails."""
+    raise RuntimeError(why)
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
+
+if len(sys.argv) == 1:
+    server.run("stdio")
+else:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+'''
+
+
+async def test_tools_of_an_mcp_server_and_its_death(tmp_path):
+    (tmp_path / "desk.py").write_text(SERVER)
+    tools = ["calculator", {"command": [sys.executable, str(tmp_path / "desk.py")]}]
+    async with serving(EnvironmentConfig.model_validate({"tools": tools})) as (_, stream):
+        episode = stream()
+        declared = [tool["function"] for tool in json.loads((await episode.start(prompt="Keep!", answer="")).tools_json)]
+        assert [tool["name"] for tool in declared] == ["calculator", "keep", "fail", "die"]
+        assert declared[1]["description"] == "Keeps a note." and declared[1]["parameters"]["required"] == ["note"]
+        ask = await episode.answer(called("keep", note="a") + called("fail", why="broken") + called("keep", nota="a"))
+        assert ask.messages[0].content == "1 notes" and [bool(call.error) for call in ask.calls] == [False, True, True]
+        assert "fail" in ask.messages[1].content, "the server's own text"
+        assert await episode.answer(called("die")) is grpc.StatusCode.UNAVAILABLE, "the episode may be played again"
+        again = stream()
+        await again.start(prompt="Keep!", answer="")
+        assert (await again.answer(called("keep", note="a"))).messages[0].content == "1 notes", "a new server"
+
+
+async def test_an_mcp_server_over_http(tmp_path):
+    (tmp_path / "desk.py").write_text(SERVER)
+    port = free_port()
+    server = await asyncio.create_subprocess_exec(sys.executable, str(tmp_path / "desk.py"), str(port))
+    try:
+        async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as http:
+            while True:
+                with suppress(httpx.ConnectError):
+                    await http.get(f"http://127.0.0.1:{port}/")
+                    break
+                await asyncio.sleep(0.1)
+        config = EnvironmentConfig.model_validate({"tools": [{"url": f"http://127.0.0.1:{port}/mcp"}]})
+        async with serving(config) as (_, stream):
+            episode = stream()
+            await episode.start(prompt="Keep!", answer="")
+            assert (await episode.answer(called("keep", note="a"))).messages[0].content == "1 notes"
+    finally:
+        server.kill()
+        await server.wait()
+
+
+async def test_an_mcp_server_that_cannot_start_is_a_config_error():
+    with pytest.raises(ConfigError, match="an MCP server"):
+        async with serve(EnvironmentConfig.model_validate({"tools": [{"command": ["/no/such/program"]}]})):
+            pass

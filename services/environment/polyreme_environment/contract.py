@@ -41,6 +41,10 @@ class ContractError(Exception):
     """User code has returned something else than the contract says."""
 
 
+class LostError(Exception):
+    """What an episode needs was lost through no fault of the episode; it may be played again."""
+
+
 @dataclass(frozen=True)
 class Moved:
     """What follows a turn: new messages, the turn's reward, whether the episode is over, numbers to report, and the turn's tool calls.

@@ -28,7 +28,7 @@ class FullError(Exception):
 
 
 class EpisodeLostError(Exception):
-    """The process of this episode was lost because of another one."""
+    """What this episode needs was lost through no fault of it: its process, because of another one, or a server of tools."""
 
 
 class PlayError(Exception):
@@ -206,7 +206,7 @@ class EpisodePool:
                         reply = await worker.receive()
                     if reply["number"] != number:
                         raise ValueError(f"reply {reply['number']} to call {number}")
-                    answer = None if "error" in reply else understood(reply, self._config.max_message_chars)
+                    answer = None if reply.keys() & {"error", "lost"} else understood(reply, self._config.max_message_chars)
                 except TimeoutError:
                     found, reason = f"within environment.step_timeout = {self._config.step_timeout:g} s; found none", "timeout"
                     error = PlayError(f"expected {method} to return {found}, so its process was killed")
@@ -217,6 +217,8 @@ class EpisodePool:
                 else:
                     if printed := reply.pop("printed", ""):
                         logger.info("%s printed: %s", method, printed)
+                    if "lost" in reply:
+                        raise EpisodeLostError(str(reply["lost"]))
                     if answer is None:
                         raise PlayError(f"{method}: {reply['error']}")
                     return answer

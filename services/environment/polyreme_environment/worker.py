@@ -14,7 +14,7 @@ from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme.isolation.confinement import confine, limit_memory, summary
 from polyreme.isolation.wire import encode, receive
-from polyreme_environment.contract import ContractError, Moved, begun, choose, finite, has_step, moved, own_members
+from polyreme_environment.contract import ContractError, LostError, Moved, begun, choose, finite, has_step, moved, own_members
 from polyreme_environment.tool_calls import Calls, find_calls
 from polyreme_environment.toolbox import Toolbox
 from polyreme_environment.tools.tool_class import make_class
@@ -25,7 +25,7 @@ def main(channel: socket.socket) -> int:
 
     The first message has `path`, `code`, `name` and `options` of a file, or `tools`; `memory_mib`, `max_chars` and `tool_parser`. Then each message is a
     call: `number`, `episode`, and `reset` ([row, seed]), `step` ([text, text with special tokens]) or `close`. Its reply has `number` and either
-    the fields of `Moved`, or `error`.
+    the fields of `Moved`, or `error`, or `lost`.
     """
     setup = receive(channel)
     if setup is None:
@@ -75,6 +75,8 @@ class Player:
         """The reply to one call, without its number."""
         try:
             return vars(self._played(call))
+        except LostError as error:
+            return {"lost": str(error)}
         except ContractError as error:
             return {"error": str(error)}
         except SystemExit as error:

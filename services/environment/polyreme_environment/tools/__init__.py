@@ -1,1 +1,1 @@
-"""Tools for data without an environment: built in, and in Python files."""
+"""Tools for data without an environment: built in, in Python files, and behind MCP servers."""

@@ -7,11 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from polyreme.config.environment import EnvironmentConfig
+from polyreme.config.environment import EnvironmentConfig, McpServer
 from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import own_members
 from polyreme_environment.tools.calculator import calculate
+from polyreme_environment.tools.mcp import McpClient
 
 Sources = Sequence[Mapping[str, Any]]
 
@@ -22,6 +23,8 @@ def sources_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
     for tool in config.tools:
         if isinstance(tool, str):
             found.append({"built_in": tool})
+        elif isinstance(tool, McpServer):
+            found.append({"mcp": tool.model_dump()})
         else:
             try:
                 found.append({"path": str(tool), "code": tool.read_text(encoding="utf-8")})
@@ -66,6 +69,8 @@ def make_class(sources: Sources) -> type[RowTools]:
 def _tools_of(source: Mapping[str, Any]) -> dict[str, Any]:
     if "built_in" in source:
         return {source["built_in"]: BUILT_IN[source["built_in"]]}
+    if "mcp" in source:
+        return dict(McpClient(source["mcp"]).tools())
     path = source["path"]
     functions = {
         name: staticmethod(value)
