@@ -23,7 +23,7 @@ SEED ?= 1
 PYTEST = $(BIN)/pytest --randomly-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help secrets certs wheels manifests dist demo test test-light .test-light-unit .test-light-rest test-real test-slow bench lint types proto docs reference env
+.PHONY: help secrets certs wheels images manifests dist demo test test-light .test-light-unit .test-light-rest test-real test-slow bench lint types proto docs reference pictures env
 
 ## help: this list
 help:
@@ -92,6 +92,10 @@ reference: $(VENV)/.run
 	$(BIN)/python docs/tools/reference.py metrics > docs/reference/metrics.md
 	$(BIN)/python docs/tools/reference.py import > docs/reference/import.md
 
+## pictures: take the pictures of the run page in docs/images/ with its tests
+pictures: $(VENV)/.dev
+	POLYREME_SCREENSHOTS=docs/images $(BIN)/pytest -q -m real tests/e2e/ui -k "view or episode"
+
 ## docs: build the guides as a site in site/
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
@@ -110,6 +114,10 @@ wheels:
 	@torch=$$(grep '^torch==' requirements/cpu.txt); download="$(BIN)/pip download -q --no-deps --only-binary :all: --python-version 3.11 -d deploy/wheels"; \
 	$$download "$$torch" 2>/dev/null || $$download --index-url $(TORCH_INDEX) "$$torch"; \
 	grep -v '^torch==' requirements/cpu.txt | $$download -r /dev/stdin
+
+## images: build the container images of DEVICE=cpu, cuda or npu with labels and SBOMs; with REGISTRY, push them by digest
+images:
+	deploy/images.sh $(or $(DEVICE),cpu)
 
 ## manifests: print the Kubernetes objects of the chart for PRESETS="cuda nodes mine.yaml", without Helm
 manifests: $(VENV)/.dev

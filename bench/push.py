@@ -68,7 +68,7 @@ def child(order: dict[str, Any]) -> None:
     policy = Policy(load_architecture(path), "float32", device, trainable=True)
     policy.load_hf(path)
     ranks = Ranks(dist.get_rank(), BroadcastChannel(device.torch))
-    writer = VersionWriter(policy, ranks, f"bench-push-{os.environ['MASTER_PORT']}", policy.writes)
+    writer = VersionWriter(policy, ranks, f"bench-push-{os.environ['MASTER_PORT']}", policy.writes).open()
     seconds = []
     for version in range(order["versions"] + 1):
         dist.barrier()

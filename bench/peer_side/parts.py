@@ -17,8 +17,9 @@ from typing import Any
 
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
+from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine import vllm as engine_module
-from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, Sampling
+from polyreme_rollout.engine.protocol import EngineRequest, Sampling
 
 RUN_ID = "bench-parts"
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from polyreme.net import rpc
 from polyreme.process.lifecycle import stop_event
-from polyreme_rollout.engine.protocol import ArenaSource, LoadResult
+from polyreme.weights.manifest import ArenaSource
+from polyreme_rollout.engine.protocol import LoadResult
 from support.receiver import SERVICE, Receiver
 
 

@@ -12,7 +12,7 @@ python=${PYTHON:-python3}
 
 pip() {
     if [ -n "$(find /certificates -name '*.crt' -o -name '*.pem')" ]; then
-        find /etc/ssl/certs/ca-certificates.crt /certificates -name '*.crt' -o -name '*.pem' | xargs cat >/tmp/ca.pem
+        find /etc/ssl/certs/ca-certificates.crt /certificates '(' -name '*.crt' -o -name '*.pem' ')' -exec cat {} + >/tmp/ca.pem
         export PIP_CERT=/tmp/ca.pem
     fi
     [ -d /tmp/pip ] || "$python" -m venv /tmp/pip

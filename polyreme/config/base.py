@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from polyreme.config.named_input import NamedInput, in_place_of_paths
+from polyreme.config.notices import ReceiverConfig
 from polyreme.config.section import Operational, Section, without_operational
+from polyreme.config.trackers import TrackerConfig
 
 NAME = r"^[a-z0-9][a-z0-9-]*$"
 """What the name of a run looks like."""
@@ -35,6 +37,20 @@ class BaseConfig(Section):
     names: Operational[list[NamedInput]] = Field(
         [], description="Written by a start: the repositories behind names of models and data, with the commit of each."
     )
+    trackers: Operational[list[TrackerConfig]] = Field(
+        [], description="Trackers that get the metrics in addition to metrics.jsonl and TensorBoard, at most one of each kind."
+    )
+    notices: Operational[list[ReceiverConfig]] = Field(
+        [], description="Webhooks and commands that are notified when the run ends, raises an alarm or has a new best evaluation."
+    )
+
+    @field_validator("trackers")
+    @classmethod
+    def _has_no_tracker_twice(cls, trackers: list[TrackerConfig]) -> list[TrackerConfig]:
+        kinds = [tracker.kind for tracker in trackers]
+        if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
+            raise ValueError(f"trackers has {', '.join(sorted(twice))} twice; a run has one tracker of each kind")
+        return trackers
 
     @property
     def run_dir(self) -> Path:

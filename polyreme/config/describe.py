@@ -58,10 +58,11 @@ def annotated_yaml(config: BaseConfig) -> str:
 
 def reference() -> str:
     """All keys of the schema as Markdown, with one table of type, default and description per section."""
-    parts = [_HEAD, *_tables(RunConfig, ""), _STAGES_HEAD]
+    seen: dict[type[Section], str] = {}
+    parts = [_HEAD, *_tables(RunConfig, "", seen), _STAGES_HEAD]
     for name, schema in STAGES.items():
-        parts += _tables(schema, "", f", stage {name}", without=("model", "trainer", "eval"))
-    parts += _tables(StageTrainer, "trainer", ", all stages", without=("parallel", "optimizer"))
+        parts += _tables(schema, "", seen, f", stage {name}", without=("model", "trainer", "eval"))
+    parts += _tables(StageTrainer, "trainer", seen, ", all stages", without=("parallel", "optimizer"))
     return "".join(parts)
 
 
@@ -97,10 +98,23 @@ def _comment(section: type[Section], name: str, value: Any, indent: str) -> list
 
 
 def _tables(
-    section: type[Section], place: str, suffix: str = "", variant: str = "", without: tuple[str, ...] = ()
+    section: type[Section],
+    place: str,
+    seen: dict[type[Section], str],
+    suffix: str = "",
+    variant: str = "",
+    without: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """The table of a section, then those of its subsections except the ones named in `without`. `suffix` ends every heading."""
-    yield f"\n## {f'`{place}`' if place else 'Top level'}{suffix}{variant}\n\n"
+    """The table of a section, then those of its subsections except the ones named in `without`. `suffix` ends every heading.
+
+    Args:
+        seen: the heading of each section's table so far, to which another place of the section refers.
+    """
+    heading = f"{f'`{place}`' if place else 'Top level'}{suffix}{variant}"
+    yield f"\n## {heading}\n\n"
+    if (first := seen.setdefault(section, heading)) != heading:
+        yield f"The keys of {first}.\n"
+        return
     if about := _doc(section):
         yield f"{about}\n\n"
     yield "| key | type | default | description |\n|---|---|---|---|\n"
@@ -111,7 +125,7 @@ def _tables(
         inner, listed = () if name in without else subsections(field), _lists(field.annotation)
         for kind in inner:
             deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
-            yield from _tables(kind, deeper, suffix, f", {_name(kind)}" if len(inner) > 1 else "", without)
+            yield from _tables(kind, deeper, seen, suffix, f", {_name(kind)}" if len(inner) > 1 else "", without)
 
 
 def _lists(annotation: Any) -> bool:

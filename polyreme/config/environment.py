@@ -56,10 +56,17 @@ class EnvironmentConfig(Section):
         [],
         description="Tools for the run's data, in place of an environment: `calculator`, Python files whose public functions are tools, and MCP servers as `{command: [...]}` or `{url: ...}`. The section `reward` scores the last answer.",
     )
-    venv: Path | None = Field(None, description="`verifiers`: folder of the virtual environment that has it.")
+    nemo_gym: str | None = Field(
+        None,
+        min_length=1,
+        description="Configuration file of an environment of NeMo Gym in place of `file`, with its resources server and agent: a path below the package's folder in `venv`, or an absolute one.",
+    )
+    venv: Path | None = Field(
+        None, description="`verifiers`, `nemo_gym`: folder of the virtual environment that has the package."
+    )
     options: dict[str, Any] = Field(
         {},
-        description="Arguments of the class, or further ones of the function. `openenv`: fields of `reset`, where `$NAME` is that column of the row. `verifiers`: the environment's configuration.",
+        description="Arguments of the class, or further ones of the function. `openenv`: fields of `reset`, where `$NAME` is that column of the row. `verifiers`: the environment's configuration. `nemo_gym`: settings of its agent.",
     )
     tool_parser: Literal["hermes", "llama3_json"] = Field(
         "hermes",
@@ -111,10 +118,12 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> "EnvironmentConfig":
-        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers, self.tools))) != 1:
-            raise ValueError("an environment is a `file`, an agent's `url`, `openenv`, `verifiers` or `tools`; set one of them")
-        if (self.verifiers is None) != (self.venv is None):
-            raise ValueError("`verifiers` and `venv` belong together; set both or none")
+        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers, self.nemo_gym, self.tools))) != 1:
+            raise ValueError(
+                "an environment is a `file`, an agent's `url`, `openenv`, `verifiers`, `nemo_gym` or `tools`; set one of them"
+            )
+        if (self.verifiers is None and self.nemo_gym is None) != (self.venv is None):
+            raise ValueError("`verifiers` and `nemo_gym` need a `venv`, and nothing else has one")
         if not self.openenv and (given := [key for key in ("action", "observation") if getattr(self, key) is not None]):
             raise ValueError(f"`{given[0]}` belongs to `openenv`; remove it")
         if self.file is None and self.url is None and (given := [key for key in ("name", "function") if getattr(self, key)]):
@@ -130,4 +139,4 @@ class EnvironmentConfig(Section):
     @property
     def is_agent(self) -> bool:
         """Whether the episodes are those of an agent, which asks for turns over HTTP and gives its reward at the end."""
-        return any(each is not None for each in (self.function, self.url, self.verifiers))
+        return any(each is not None for each in (self.function, self.url, self.verifiers, self.nemo_gym))

@@ -16,7 +16,7 @@ from polyreme.config.section import Section
 
 RESERVED = frozenset(
     {"actor", "checkpoint", "critic", "device", "episode", "eval", "importance", "moe", "offload", "partial", "prompt_length"}
-    | {"reference", "response_length", "reward", "reward_weighted", "rollout", "sft", "staleness", "stop", "time"}
+    | {"reference", "resources", "response_length", "reward", "reward_weighted", "rollout", "sft", "staleness", "stop", "time"}
     | {"timing", "tokens", "train", "weights"}
 )
 """Prefixes of the metrics of training."""

@@ -12,7 +12,6 @@ from polyreme.config.data import DataConfig, Sources
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig
-from polyreme.config.notices import ReceiverConfig
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.recipes.recipe import Recipe, Zero
 from polyreme.config.recipes.recipe_checks import check
@@ -21,7 +20,6 @@ from polyreme.config.rollout import RolloutConfig
 from polyreme.config.section import Operational
 from polyreme.config.security import SecurityConfig
 from polyreme.config.teacher import TeacherConfig
-from polyreme.config.trackers import TrackerConfig
 from polyreme.config.trainer import CriticConfig, TrainerConfig
 from polyreme.config.weights import WeightsConfig
 
@@ -78,21 +76,16 @@ class RunConfig(BaseConfig):
     rollout: RolloutConfig
     reward: RewardConfig | None = Field(
         None,
-        description="Rewards of a response, and the reward service. A run with an environment, or that only distils a teacher, has none.",
+        description="Rewards of a response, and the reward service. null: the environment gives the rewards, or there is only a teacher.",
     )
     environment: EnvironmentConfig | None = Field(
-        None, description="Environment for episodes of several turns. It gives the rewards. null: a response is one turn."
+        None,
+        description="Environment for episodes of several turns. It gives the rewards, unless there is a section `reward`. null: a response is one turn.",
     )
     teacher: TeacherConfig | None = Field(None, description="The teacher of an on-policy distillation.")
     trainer: TrainerConfig
     weights: WeightsConfig = WeightsConfig()
     algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig.model_validate({}))
-    trackers: Operational[list[TrackerConfig]] = Field(
-        [], description="Trackers that get the metrics in addition to metrics.jsonl and TensorBoard, at most one of each kind."
-    )
-    notices: Operational[list[ReceiverConfig]] = Field(
-        [], description="Webhooks and commands that are notified when the run ends, raises an alarm or has a new best evaluation."
-    )
     security: Operational[SecurityConfig | None] = Field(
         None,
         description="TLS and tokens of all services. `reward.security` and `environment.security` replace it for their service.",
@@ -126,9 +119,6 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 f"algorithm.minibatches = {self.algorithm.minibatches} exceeds groups_per_iteration = {self.groups_per_iteration}: a mini-batch consists of whole groups"
             )
-        kinds = [tracker.kind for tracker in self.trackers]
-        if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
-            raise ValueError(f"trackers has {', '.join(sorted(twice))} twice; a run has one tracker of each kind")
         self._check_asynchrony()
         for key, optimizer in (("trainer.optimizer", self.trainer.optimizer), ("trainer.critic.optimizer", critic.optimizer)):
             if optimizer is not None and optimizer.min_lr > optimizer.lr:
@@ -164,7 +154,13 @@ class RunConfig(BaseConfig):
 
     def _check_asynchrony(self) -> None:
         """Raises ValueError unless staleness, placement and token budget fit together."""
-        budget, parts, longest = self.rollout.tokens_per_iteration, self.max_staleness + 1, self.rollout.max_new_tokens
+        budget, parts = self.rollout.tokens_per_iteration, self.max_staleness + 1
+        longest, key = self.rollout.max_new_tokens, "rollout.max_new_tokens"
+        if self.environment is not None and (played := self.environment.max_turns * longest) > longest:
+            longest, key = (
+                min(played, self.rollout.max_model_len),
+                "the longest episode (max_turns x max_new_tokens, or max_model_len)",
+            )
         if self.placement == "colocated" and self.max_staleness and budget is None:
             raise ValueError(
                 f"max_staleness = {self.max_staleness} needs placement: separate, or rollout.tokens_per_iteration; on shared devices generation never overlaps training, so older samples without partial rollouts gain nothing: use 0"
@@ -175,11 +171,11 @@ class RunConfig(BaseConfig):
             )
         if budget is not None and budget >= longest:
             raise ValueError(
-                f"rollout.tokens_per_iteration = {budget} must be below rollout.max_new_tokens = {longest}, or null: no response would ever pause"
+                f"rollout.tokens_per_iteration = {budget} must be below {key} = {longest}, or null: nothing would ever pause"
             )
         if budget is not None and budget * parts < longest:
             raise ValueError(
-                f"rollout.tokens_per_iteration = {budget} gives a response {budget} x (max_staleness + 1) = {budget * parts} tokens before it is too old; rollout.max_new_tokens = {longest} needs max_staleness = {-(-longest // budget) - 1} or a budget of {-(-longest // parts)}"
+                f"rollout.tokens_per_iteration = {budget} gives a response {budget} x (max_staleness + 1) = {budget * parts} tokens before it is too old; {key} = {longest} needs max_staleness = {-(-longest // budget) - 1} or a budget of {-(-longest // parts)}"
             )
 
     def _check_what_is_learned_from(self) -> None:
@@ -203,22 +199,26 @@ class RunConfig(BaseConfig):
         """Raises ValueError for what a run with an environment cannot have."""
         if self.environment is None:
             return
-        if self.teacher is not None:
-            raise ValueError("the section `teacher` does not go with `environment`")
-        if self.environment.tools and self.reward is None:
-            raise ValueError("environment.tools needs the section `reward`, which scores the last answer of an episode")
-        if self.reward is not None and not self.environment.tools:
-            raise ValueError("the section `reward` does not go with `environment`, which gives the rewards of its episodes")
-        if self.rollout.tokens_per_iteration is not None:
-            raise ValueError("rollout.tokens_per_iteration does not go with `environment`: its episodes do not pause; use null")
+        if self.environment.tools and self.reward is None and self.teacher is None:
+            raise ValueError("environment.tools needs the section `reward`, which scores the episodes")
+        if self.rollout.tokens_per_iteration is not None and self.environment.is_agent:
+            raise ValueError(
+                "rollout.tokens_per_iteration does not go with an agent, whose requests would time out during a pause; use null"
+            )
+        if self.rollout.tokens_per_iteration is not None and self.placement == "colocated":
+            raise ValueError(
+                "rollout.tokens_per_iteration with `environment` needs placement: separate, since the seconds of an episode count while the learner has the devices; use null and max_staleness: 0"
+            )
         if self.trainer.moe.replay_routes:
             raise ValueError(
                 "trainer.moe.replay_routes does not go with `environment`, whose own tokens have no reported routes; use false"
             )
         if self.data.template != "chat":
             raise ValueError("`environment` needs data.template: chat, since an episode is a conversation")
-        if self.recipe.advantage.needs_parts:
-            raise ValueError("an advantage per reward (gdpo) does not go with `environment`")
+        if self.recipe.advantage.needs_parts and self.reward is None:
+            raise ValueError(
+                "an advantage per reward (gdpo) needs the section `reward`: an environment gives an episode only one reward"
+            )
 
     def _check_evaluation(self) -> None:
         """Raises ValueError unless the held-out sets are consistent and exist when a setting needs them."""
@@ -232,12 +232,8 @@ class RunConfig(BaseConfig):
             raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set needs a different name")
         if self.evaluation_sets or self.eval_best:
             _, metric = best_metric(self.evaluation_sets, self.eval_best, self.part_names)
-            if (
-                self.environment is not None
-                and self.reward is None
-                and metric.startswith("pass@")
-                and not self.environment.correctness
-            ):
+            played = self.environment is not None and self.reward is None
+            if played and metric.startswith("pass@") and not (self.environment and self.environment.correctness):
                 raise ValueError(f"eval_best = {self.eval_best} needs environment.correctness: true, rewards of 1 or 0")
 
     @property
@@ -267,8 +263,8 @@ class RunConfig(BaseConfig):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of the parts of a score: those of the rewards, or `environment`."""
-        return self.reward_names or (("environment",) if self.environment else ())
+        """The names of the parts of a score: those of the rewards, then `environment`."""
+        return (*self.reward_names, *(("environment",) if self.environment else ()))
 
     @property
     def longest_sequence(self) -> int:

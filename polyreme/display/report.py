@@ -1,13 +1,16 @@
 """A run as text: one line per record while it runs, and a report at its end."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from shlex import quote
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import RunState
 from polyreme.rundir.learning import learning_lines
-from polyreme.rundir.progress import SPLIT, Progress, Record, evaluation_of
+from polyreme.rundir.progress import SPLIT, Progress, Record, evaluation_of, number_of, stage_metrics
+
+_STEP_METRICS = ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "tokens_per_second")
+"""Metrics of a stage's step that its line shows."""
 
 
 def plain_line(record: Record, progress: Progress, iterations: int) -> str | None:
@@ -26,13 +29,21 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
                 f"  {record['time/iteration']:.2f} s ({shares_of(record, progress)}){staleness_of(record)}  {versions}"
                 + ("  ALARM" if record.get("alarms") else "")  # the alarm's own record has the text
             )
+        case "step":
+            left = (record["steps"] - record["step"]) * record["time/step"]
+            numbers = _numbers(record, _STEP_METRICS)
+            return f"step {record['step']}/{record['steps']}  {numbers}" + (f"  remaining about {duration(left)}" if left else "")
+        case "eval" if "step" in record:
+            return f"held out after step {record['step']}  {_numbers(record, stage_metrics(record))}"
+        case "done":
+            return f"done           {record['hf_path']}"
         case "eval":
             name, value = evaluation_of(record)
             return f"evaluation of version {record['version']}: {name} {value:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"
         case "eval_progress":
             return f"evaluation of version {record['version']}: {evaluation_progress(record)}"
-        case "resumed" if record["iteration"] < progress.newest:
-            return replay(record["iteration"], progress.newest)
+        case "resumed" if number_of(record) < progress.newest:
+            return replay(number_of(record), progress.newest)
         case "loading":
             return loading_progress(record)
         case "engine_start":
@@ -50,7 +61,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
         case "gate":
             return f"gate {record['name']}: {record['value']:.3g} (limit {record['limit']:.3g})"
         case "saved":
-            return f"saved iteration {record['iteration']}: {record['path']}"
+            return f"saved {'iteration' if 'iteration' in record else 'step'} {number_of(record)}: {record['path']}"
         case "replicas":
             return "replicas: " + (
                 ", ".join(f"{name} {url}".strip() for name, url in sorted(record["replicas"].items())) or "none"
@@ -62,6 +73,10 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
         case "notice":
             return f"{record['service']}: {record['text']}"
     return None
+
+
+def _numbers(record: Record, names: Iterable[str]) -> str:
+    return "  ".join(f"{name} {record[name]:.4g}" for name in names if record.get(name) is not None)
 
 
 def replay(done: int, trained: int) -> str:

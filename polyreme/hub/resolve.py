@@ -47,10 +47,12 @@ def resolve_section(section: AnySection, key: str, names: Sequence[NamedInput] =
     return _section(section, f"{key}.", _finder(names, (), {}))
 
 
-def resolve_path(path: Path, mark: Nameable, key: str) -> Path:
-    """The path for what a command line names: an existing path as it is, else the files of the model or data set of that name."""
+def resolve_path(path: Path, mark: Nameable, key: str, config: str | None = None) -> Path:
+    """The path for what a command line names: an existing path as it is, else the files of the model or data set of that name.
+
+    `config`: configuration of the data set. Raises ConfigError, as `resolve_names`."""
     named = split_name(path)
-    return path if named is None or path.exists() else _download(mark, key, *named, named[1], None, mark.splits).path
+    return path if named is None or path.exists() else _download(mark, key, *named, named[1], config, mark.splits).path
 
 
 def _finder(names: Sequence[NamedInput], recorded: Sequence[NamedInput], found: dict[Path, NamedInput]) -> Find:

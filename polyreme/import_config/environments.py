@@ -12,9 +12,8 @@ CLASS = "a class with `reset` and `step`, which gives the rewards (docs/environm
 _BRIEFEST = 3
 """Tokens of the briefest turn, if tokens alone bound an episode: the answer, its end and the next message."""
 _WITHOUT = {
-    "rollout.tokens_per_iteration": "episodes do not pause",
+    "rollout.tokens_per_iteration": "with an environment it counts all turns of an episode",
     "trainer.moe.replay_routes": "an environment's own tokens have no reported routes",
-    "teacher.url": "an environment has no teacher",
 }
 
 

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from polyreme.config.security import EndpointSecurity, SecurityConfig
 from polyreme.errors import ConfigError, PolyremeError
@@ -36,6 +37,7 @@ _SHOWN = {
     "polyreme_reward_workers_replaced_total": "faults",
     "polyreme_cpu_seconds_total": "cpu_seconds",
     "polyreme_memory_bytes": "memory_bytes",
+    "polyreme_device_memory_bytes": "device_memory_bytes",
 }
 
 
@@ -108,7 +110,16 @@ def describe(lease: Lease, security: SecurityConfig | None) -> dict[str, Any]:
 
 
 def read_metrics(address: str, security: SecurityConfig | None) -> dict[str, float]:
-    """The sums of the metrics in _SHOWN at a server's /metrics. Raises OSError or ValueError when it does not answer with metrics."""
+    """The sums of the metrics in _SHOWN at a server's /metrics. Raises as `scrape`."""
+    found: dict[str, float] = {}
+    for sample in scrape(address, security):
+        if name := _SHOWN.get(sample.name):
+            found[name] = found.get(name, 0.0) + sample.value
+    return found
+
+
+def scrape(address: str, security: SecurityConfig | None) -> list[Sample]:
+    """The samples at a server's /metrics. Raises OSError or ValueError when it does not answer with metrics."""
     scheme, context, headers = "http", None, {}
     if security is not None:
         if security.certificate is not None:
@@ -118,12 +129,7 @@ def read_metrics(address: str, security: SecurityConfig | None) -> dict[str, flo
     request = urllib.request.Request(f"{scheme}://{address}/metrics", headers=headers)
     with open_direct(request, _TIMEOUT, context) as answer:
         text = answer.read().decode()
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if name := _SHOWN.get(sample.name):
-                found[name] = found.get(name, 0.0) + sample.value
-    return found
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 def _context(security: SecurityConfig) -> ssl.SSLContext:

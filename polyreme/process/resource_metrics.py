@@ -62,12 +62,14 @@ def _nvml() -> ModuleType | None:
 
 
 def _devices(nvml: ModuleType) -> Iterator[Metric]:
-    busy = GaugeMetricFamily("polyreme_device_busy_ratio", "Share of time that kernels ran.", labels=["device"])
-    used = GaugeMetricFamily("polyreme_device_memory_bytes", "Device memory in use.", labels=["device"])
+    labels = ["device", "uuid"]
+    busy = GaugeMetricFamily("polyreme_device_busy_ratio", "Share of time that kernels ran.", labels=labels)
+    used = GaugeMetricFamily("polyreme_device_memory_bytes", "Device memory in use.", labels=labels)
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         with suppress(nvml.NVMLError):  # not every device supports every query
-            busy.add_metric([str(index)], nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-            used.add_metric([str(index)], nvml.nvmlDeviceGetMemoryInfo(handle).used)
+            names = [str(index), nvml.nvmlDeviceGetUUID(handle)]
+            busy.add_metric(names, nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+            used.add_metric(names, nvml.nvmlDeviceGetMemoryInfo(handle).used)
     yield busy
     yield used

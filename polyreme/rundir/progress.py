@@ -1,8 +1,8 @@
-"""A run's progress, accumulated from its metric records. The live view, the summary and the exporter read it.
+"""The progress of a run or a stage, accumulated from its metric records. The live view, the summary and the exporter read it.
 
 Invariant: a pure function of the records in stream order, without a clock or I/O, in bounded memory: it keeps sums and the newest
-records. An iteration counts once. A resumed learner repeats iterations from the log; only the first record counts, since a repetition
-does not wait for samples and its rates are meaningless.
+records. An iteration counts once, as does a stage's step. A resumed learner repeats iterations from the log; only the first record counts,
+since a repetition does not wait for samples and its rates are meaningless.
 """
 
 from collections import deque
@@ -22,6 +22,11 @@ LOADING_SECONDS = 60.0
 """Seconds for which a load without a further record is shown while iterations are trained: its process may be gone."""
 NOTICE_SECONDS = 300.0
 """Seconds for which a notice or an alarm is shown."""
+
+
+def number_of(record: Record) -> int:
+    """The iteration of a run's record, or the step of a stage's."""
+    return int(record["iteration"] if "iteration" in record else record["step"])
 
 
 def stream_time(stream_id: str) -> float:
@@ -60,13 +65,22 @@ def evaluation_metrics(record: Record) -> dict[str, float]:
     return {key: float(value) for key, value in record.items() if key in ("accuracy", "score") or "@" in key or "/" in key}
 
 
+NO_METRICS = ("run", "time", "kind", "step", "steps", "rows", "seconds")
+"""Fields of a stage's `step` and `eval` records that are not its metrics."""
+
+
+def stage_metrics(record: Record) -> list[str]:
+    """The names of the metrics in a stage's `step` or `eval` record."""
+    return [name for name in record if name not in NO_METRICS]
+
+
 @dataclass
 class Progress:
-    """The state of a run as far as its records show it. Times are Unix seconds, durations are seconds.
+    """The state of a run or a stage as far as its records show it. Times are Unix seconds, durations are seconds.
 
     Attributes:
         recent: the records of the newest iterations, oldest first.
-        first, newest: the first iteration (above 1 for a fork) and the newest one; 0 before the first record.
+        first, newest: the first iteration (above 1 for a fork) and the newest one, of a stage the newest step; 0 before the first record.
         iterations: number of recorded iterations.
         evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version. A result that is not
             `comparable`, since a resume may have other held-out data or another `eval_best`, replaces all of them.
@@ -80,6 +94,10 @@ class Progress:
         starts: number of starts of the run; `started` is the time of the newest one.
         restarts: number of restarts by process since the newest start.
         tracker_failures: number of failures by tracker since the newest start.
+        steps, loss: a stage's number of steps, and the loss of its newest one; 0 and None before the first record.
+        held_out: a stage's first and newest evaluation; empty before the first.
+        hf_path: a stage's trained model, once it is written.
+        complete: whether the newest record is a stage's end.
     """
 
     samples_per_iteration: int
@@ -113,6 +131,11 @@ class Progress:
     saved: Record | None = None
     rollout: Record | None = None
     learning: Learning = field(default_factory=Learning)
+    steps: int = 0
+    loss: float | None = None
+    held_out: list[Record] = field(default_factory=list)
+    hf_path: str | None = None
+    complete: bool = False
     _seconds: float = 0.0
     _split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT, 0.0))
     _waits: dict[int, float] = field(default_factory=dict)
@@ -123,18 +146,33 @@ class Progress:
     _mismatch: float | None = None
 
     def repeats(self, record: Record) -> bool:
-        """Whether the record repeats an iteration that has been counted."""
-        return record.get("kind") == "iteration" and record["iteration"] <= self.newest
+        """Whether the record repeats an iteration, or a stage's step or evaluation, that has been counted."""
+        match record:
+            case {"kind": "iteration", "iteration": number} | {"kind": "step", "step": number}:
+                return bool(number <= self.newest)
+            case {"kind": "eval", "step": number}:
+                return bool(self.held_out) and bool(number <= self.held_out[-1]["step"])
+        return False
 
     def add(self, record: Record) -> None:
-        """Adds the next record, which has a `time`. Ignores unknown kinds; a repeated iteration is only noted as `replayed`."""
+        """Adds the next record, which has a `time`. Ignores unknown kinds; a repeated iteration or step is only noted as `replayed`."""
+        self.complete = record.get("kind") == "done"
         match record.get("kind"):
             case "start":
                 self._start(record)
             case "iteration" if not self.repeats(record):
                 self._iterate(record)
-            case "iteration" | "resumed":
-                self.replayed = record["iteration"] if record["iteration"] < self.newest else None
+            case "step" if not self.repeats(record):
+                self.newest, self.steps, self.loss, self.replayed = record["step"], record["steps"], record["loss"], None
+                self._seconds += record["time/step"]
+            case "iteration" | "step" | "resumed":
+                number = number_of(record)
+                self.replayed = number if number < self.newest else None
+            case "eval" if "step" in record:
+                evaluation = {name: record[name] for name in ("step", "rows", *stage_metrics(record))}
+                self.held_out = [*self.held_out[:1], evaluation]
+            case "done":
+                self.hf_path = record["hf_path"]
             case "rollout":
                 self._wait(record)
             case "eval":
@@ -269,6 +307,20 @@ class Progress:
             "tracker_failures": dict(self.tracker_failures),
             "starts": self.starts,
             "forked_from": self.forked_from,
+        }
+
+    def stage_summary(self) -> Record:
+        """The values of a stage's summary.json."""
+        return {
+            "step": self.newest,
+            "steps": self.steps,
+            "replayed": self.replayed,
+            "loss": self.loss,
+            "step_seconds": self._seconds,
+            "eval_before": self.held_out[0] if self.held_out else None,
+            "eval_after": self.held_out[-1] if self.held_out else None,
+            "hf_path": self.hf_path,
+            "updated": self.time or None,
         }
 
     def _start(self, record: Record) -> None:

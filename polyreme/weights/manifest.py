@@ -138,6 +138,17 @@ class RemotePart:
     address: str
 
 
+@dataclass(frozen=True)
+class ArenaSource:
+    """One part of a version in an arena slot. Each worker of the engine maps it."""
+
+    path: str
+    nonce: bytes
+    slot: int
+    generation: int
+    manifest: Manifest
+
+
 def plan_manifest(
     specs: Iterable[TensorSpec], aliases: Mapping[str, str] | None = None, part: int = 0, parts: int = 1
 ) -> Manifest:

@@ -98,6 +98,16 @@ def test_the_game_is_played_by_verifiers(
     assert all(1 <= record["reward/environment/guesses"] <= 4 for record in records)
 
 
+def test_the_game_is_played_by_nemo_gym(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    venv = own_venv("nemo-gym", tmp_path_factory.mktemp("nemo-gym"), "python3.13").parent
+    run = prepared(tmp_path, "guess_number")
+    section = f"nemo_gym: {run.parent / 'guess_gym.yaml'}, venv: {venv}, max_turns: 4, start_timeout: 240"
+    over = (f"data.train={tmp_path / 'games.jsonl'}", f"environment={{{section}}}")
+    subprocess.run([sys.executable, "-m", "polyreme", "environment", "tasks", run, *over], check=True, timeout=300)
+    run_dir, records = trained(tmp_path, "guess_number", *over, "iterations=2", "groups_per_iteration=8")
+    check_games(run_dir, records)
+
+
 def check_games(run_dir: Path, records: list[dict[str, Any]]) -> None:
     """Checks the games of a run: exact tokens, hints as messages, and a reward at the right number."""
     assert all(1 < record["episode/turns/mean"] <= 4 and record["mismatch_kl"] < 1e-4 for record in records)

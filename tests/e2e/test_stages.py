@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from polyreme_trainer.observe.stage_metrics import STAGE_METRICS
+from polyreme_trainer.observe.registry import STAGE_METRICS
 from support import guide
 from support.stages import write_model
 from support.waiting import wait_until

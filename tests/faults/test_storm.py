@@ -23,6 +23,7 @@ from support.verdicts import records, table, verdict, weights_verdict
 from support.waiting import until
 
 DIRECT = ("redis", "orchestrator", "learner", "rollout", "reward")
+PLAYING = ("redis", "orchestrator", "learner", "rollout", "environment", "worker")
 TRAIN_SECONDS = 0.03
 
 
@@ -33,7 +34,8 @@ def seed_of(default: int) -> int:
 async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervised: bool, pace: float, **kind: Any) -> Storm:
     """Runs with `count` faults, or fewer if the run finishes earlier, and then without faults to the end."""
     iterations = max(8, int((1.2 if kind.get("max_staleness") else 0.55) * count))  # about as many as there are faults
-    victims = (*DIRECT, "supervisor") if supervised else DIRECT
+    direct = PLAYING if "environment" in kind else DIRECT
+    victims = (*direct, "supervisor") if supervised else direct
     faults = schedule(seed, count, 3, victims, pace, drafts="step_seconds" in kind)
     print(f"seed {seed}:", *faults, sep="\n  ")
     fixed = {"iterations": iterations, "supervised": supervised, "train_seconds": TRAIN_SECONDS}
@@ -76,6 +78,18 @@ async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervis
 async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
     own = random.SystemRandom().randrange(1 << 31) if seed is None else seed
     await endure_all(tmp_path, seed_of(own), 10, 10, supervised=False)
+
+
+async def test_faults_in_mid_episode(tmp_path: Path) -> None:
+    await endure_all(tmp_path, seed_of(500), 8, 8, supervised=False, environment={}, max_staleness=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("environment", [{}, {"function": "run"}], ids=["class", "agent"])
+async def test_a_storm_of_faults_in_mid_episode(tmp_path: Path, environment: dict[str, Any]) -> None:
+    """Environment server, its workers and its address (which an agent's requests reach), replicas, orchestrator, learner and Redis."""
+    await endure_all(tmp_path, seed_of(501), 100, 50, supervised=False, environment=environment, max_staleness=1)
 
 
 async def test_a_stopped_replica_delays_no_other_and_comes_back(tmp_path: Path) -> None:

@@ -91,6 +91,41 @@ def do_tools(task, post, chat):
     chat([*messages, {"role": "tool", "tool_call_id": "c", "content": "408"}], tools=tools)
     return 1.0
 
+def do_text(task, post, chat):
+    """Writes the end token of an answer behind it, where `do_text_without` goes on without."""
+    return write(post, "<eos>")
+
+def do_text_without(task, post, chat):
+    return write(post, "")
+
+def write(post, end):
+    prompt, ended = "a", 0
+    for number in range(4):
+        choice = post("/completions", {"prompt": prompt, "max_tokens": 4})["choices"][0]
+        is_over = choice["finish_reason"] == "stop"
+        prompt, ended = prompt + choice["text"] + (end if is_over else "") + "b", ended + (is_over and number < 3)
+    return {"reward": 1, "metrics": {"ended": ended}}
+
+def do_ids(task, post, chat):
+    ids = [8, 9]
+    for number in range(3):
+        choice = post("/completions", {"prompt": ids, "max_tokens": 4, "return_token_ids": True})["choices"][0]
+        assert choice["prompt_token_ids"] == ids
+        before, ids = ids, ids + choice["token_ids"] + [10]
+    post("/completions", {"prompt": before[:-1] + [11]})
+    post("/completions", {"prompt": [12]})
+    return 1.0
+
+def do_stop(task, post, chat):
+    messages, stops = [{"role": "user", "content": "a"}], list("aeiou02468")
+    for number in range(3):
+        messages = [*chat(messages, stop=stops), {"role": "user", "content": "b"}]
+        assert not set(stops) & set(messages[-2]["content"])
+    return 1.0
+
+def do_unknown_token(task, post, chat):
+    post("/completions", {"prompt": [10_000]})
+
 def do_hot(task, post, chat):
     chat([{"role": "user", "content": "a"}], temperature=0.0)
 '''
@@ -151,6 +186,49 @@ async def test_an_agent_that_rewrites_its_history_has_several_trajectories(redis
         assert group.episode_of == [0, 0, 0, 1, 1, 1, 2, 2, 2] and {sample.score for sample in group.samples} == {1.0}
 
 
+@pytest.mark.parametrize(("act", "branches"), [("text", False), ("text_without", True)])
+async def test_a_text_continues_exactly(redis, run_id, tmp_path, config, act, branches):
+    async with hosted(redis, run_id, tmp_path, acting(config, act)) as (w, client):
+        group = await w.play(client)
+        for number in range(3):
+            samples = [sample for sample, of in zip(group.samples, group.episode_of, strict=True) if of == number]
+            (ended,) = [part.raw for part in samples[0].parts if part.name == "environment/ended"]
+            assert len(samples) == 1 + (ended if branches else 0) and sum(len(sample.turns) for sample in samples) == 4
+            for sample in samples:
+                text = w.template.decode([[*sample.prompt_ids, *sample.token_ids]], special=True)[0]
+                assert text.startswith("a") and text.count("<eos>") == sum(
+                    sample.token_ids[turn.end - 1] == w.template.end_id for turn in sample.turns
+                )
+                assert all(
+                    w.template.decode([[sample.token_ids[turn.end]]], special=True) == ["b"] or not branches
+                    for turn in sample.turns[:-1]
+                )
+        assert branches <= (len(group.samples) > 3), "an answer has ended before its bound"
+
+
+async def test_tokens_continue_the_turn_that_they_repeat(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "ids")) as (w, client):
+        group = await w.play(client)
+        assert [len(sample.turns) for sample in group.samples] == [3, 1, 1] * 3
+        first, branch, other = group.samples[:3]
+        assert first.prompt_ids.tolist() == [8, 9] and other.prompt_ids.tolist() == [12]
+        assert branch.prompt_ids.tolist() == [8, 9, *first.token_ids[: first.turns[1].end].tolist(), 11]
+
+
+async def test_a_stop_text_ends_a_turn_with_its_token(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "stop")) as (w, client):
+        group = await w.play(client)
+        assert [len(sample.turns) for sample in group.samples] == [3] * 3
+        stopped = 0
+        for sample in group.samples:
+            for turn in sample.turns:
+                *text, last = w.template.token_texts(sample.token_ids[turn.start : turn.end].tolist())
+                assert not set("aeiou02468") & set(text) and last in {*"aeiou02468", "<eos>"}
+                stopped += last != "<eos>"
+            assert sample.finish_reason == experience_pb2.FINISH_REASON_STOP
+        assert stopped
+
+
 async def test_tools_are_declared_to_the_policy(redis, run_id, tmp_path, config):
     async with hosted(redis, run_id, tmp_path, acting(config, "tools")) as (w, client):
         with pytest.raises(EpisodeError, match="HTTP Error 400"):
@@ -170,6 +248,7 @@ async def test_tools_are_declared_to_the_policy(redis, run_id, tmp_path, config)
         ("raise", "ValueError: no good"),
         ("silence", "expected at least one turn"),
         ("hot", "HTTP Error 400"),
+        ("unknown_token", "HTTP Error 400"),
     ],
 )
 async def test_a_failed_agent_is_no_reward(redis, run_id, tmp_path, config, act, error):

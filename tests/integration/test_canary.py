@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from polyreme.weights.canary import Canary
-from polyreme_rollout.engine.protocol import ArenaSource, LoadResult
+from polyreme.weights.manifest import ArenaSource
+from polyreme_rollout.engine.protocol import LoadResult
 from polyreme_rollout.weights import weight_swap
 from polyreme_rollout.weights.swap_state import SwapState
 from polyreme_rollout.weights.weight_swap import FAILURES_TO_QUARANTINE

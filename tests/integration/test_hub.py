@@ -175,3 +175,13 @@ def test_a_resume_keeps_the_commit_that_its_run_started_with(world: World) -> No
     recorded = load_any(world.config.parent / "runs" / "run" / "config.yaml")
     assert {(each.type, each.name, each.revision) for each in recorded.names} >= {("model", "acme/tiny", before)}
     assert json.dumps(recorded.by_name(recorded.model_dump(mode="json"))).count(f"acme/tiny@{before}") == 1
+
+
+def test_init_writes_names_and_its_run_can_start(world: World, tmp_path: Path) -> None:
+    words = ("--model", "acme/tiny", "--data", "acme/digits", "--data-config", "main", "--reward", "exact", "--device", "cpu")
+    made = world.polyreme("init", str(tmp_path / "new"), "--name", "new", *words)
+    assert made.returncode == 0, made.stderr
+    text = (tmp_path / "new" / "run.yaml").read_text()
+    assert "path: acme/tiny" in text and text.count("{path: acme/digits, config: main, split: [") == 2
+    checked = world.polyreme("config", "check", str(tmp_path / "new" / "run.yaml"))
+    assert checked.returncode == 0, checked.stderr

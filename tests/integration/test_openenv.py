@@ -95,6 +95,15 @@ async def test_an_answer_that_is_no_action_is_told_so():
             assert (ending.reward, ending.error) == (0.0, "")
 
 
+async def test_text_that_is_no_unicode_is_replaced():
+    async with replayed("ships") as server, serving(EnvironmentConfig(openenv=server.url, step_timeout=20.0)) as (_, stream):
+        server.replace = ("[(170,)]", "\\ud800")
+        episode = stream()
+        await episode.start()
+        found = await episode.answer(called("query", sql="select oars from ships where name='a'"))
+        assert found.calls[0].result == "?" and seen(found) == [("tool", "?")]
+
+
 async def test_an_answer_without_a_call_ends_an_episode_of_tools():
     async with replayed("ships") as server, serving(EnvironmentConfig(openenv=server.url)) as (_, stream):
         episode = stream()

@@ -2,103 +2,18 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 
 import grpc
 import httpx
-import openai
 import pytest
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.net import rpc
-from polyreme.net.http_server import serve_http
 from polyreme_environment.server import serve
-
-HELLO = {"role": "user", "content": "hello"}
-
-
-class Agents:
-    """A program behind a URL whose runs the test takes, and ends with a reply."""
-
-    def __init__(self):
-        self.runs, self._ends = asyncio.Queue(), []
-
-    async def run(self, request):
-        ended = asyncio.get_running_loop().create_future()
-        self._ends.append(ended)
-        await self.runs.put((await request.json(), ended))
-        return await ended
-
-    def end(self):
-        for ended in self._ends:
-            if not ended.done():
-                ended.set_result(Response())
-
-
-class Opened:
-    """One episode: its stream, and its session."""
-
-    def __init__(self, stub, agents, client):
-        self.call, self._agents, self.client = stub.Run(), agents, client
-
-    async def start(self):
-        await self.call.write(pb.RunRequest(start=pb.Start(row_json=json.dumps({"prompt": "p"}), seed=7)))
-        asked, self._ended = await asyncio.wait_for(self._agents.runs.get(), 30)
-        assert asked["task"] == {"prompt": "p"}
-        self.url, self.key = asked["base_url"], asked["api_key"]
-        self.client = self.client.with_options(base_url=self.url, api_key=self.key)
-        return self
-
-    def ask(self, *messages, **more):
-        """A request of the agent, which runs in the background."""
-        return asyncio.ensure_future(self.client.chat.completions.create(model="m", messages=messages, **more))
-
-    async def read(self):
-        response = await asyncio.wait_for(self.call.read(), 30)
-        return getattr(response, response.WhichOneof("body"))
-
-    async def answer(self, text, **more):
-        await self.call.write(pb.RunRequest(answer=pb.Answer(text=text, context_tokens=5, tokens=2, **more)))
-
-    async def turn(self, text, *messages, **more):
-        """A request with the answer `text`, its reply, and what the stream asked for."""
-        asking = self.ask(*messages, **more)
-        ask = await self.read()
-        await self.answer(text)
-        return await asking, ask
-
-    async def end(self, result):
-        self._ended.set_result(result if isinstance(result, Response) else JSONResponse(result))
-        return await self.read()
-
-
-@asynccontextmanager
-async def address(security=None, **settings):
-    """Yields a function that opens an episode."""
-    agents = Agents()
-    async with serve_http("127.0.0.1", 0, Starlette(routes=[Route("/run", agents.run, methods=["POST"])])) as port:
-        given = {"url": f"http://127.0.0.1:{port}/run", "step_timeout": 2.0, "security": security, **settings}
-        config = EnvironmentConfig.model_validate(given)
-        async with serve(config, grace=0.0) as lease, rpc.connect(lease.address, config.security) as channel:
-            stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
-            async with openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0) as client:
-                yield lambda: Opened(stub, agents, client).start()
-        agents.end()
-
-
-def asked(ask):
-    return ask.agent.after, [(message["role"], message["content"]) for message in json.loads(ask.agent.messages_json)]
-
-
-async def code_of(request):
-    with pytest.raises(openai.APIStatusError) as caught:
-        await request
-    return caught.value.status_code, caught.value.code
+from support.agent_address import HELLO, address, asked, code_of
 
 
 async def test_turns_of_the_public_client():

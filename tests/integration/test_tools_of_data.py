@@ -38,8 +38,8 @@ def _checked(number):
 REWARD = """
 import json
 
-def score(prompt, response, label, metadata):
-    said = metadata["conversation"]
+def score(prompt, response, label, messages):
+    said = messages
     assert said[0] == {"role": "user", "content": prompt} and said[-1]["content"] == response and said[-1]["role"] == "assistant"
     return float(len(response))
 """
@@ -102,11 +102,13 @@ async def test_rewards_score_the_last_answer_of_an_episode(redis, run_id, tmp_pa
         assert (await w.log.audit()).clean and sorted(w.learner.trained) == [1, 2]
         for group in [group for groups in w.learner.trained.values() for group in groups]:
             for sample in group.samples:
-                assert sample.score == len(sample.text) == sum(turn.reward for turn in sample.turns)
-                assert [(part.name, part.weighted) for part in sample.parts] == [("length", sample.score)]
+                assert sample.score == len(sample.text)
+                assert [(part.name, part.weighted) for part in sample.parts] == [("length", sample.score), ("environment", 0.0)]
                 assert [call.status for call in sample.calls] == ["ok"]
         evaluated = [record for _, record in await w.run.records("0", 0) if record["kind"] == "eval"]
-        assert evaluated and all(record["score"] > 0 and record["parts"].keys() == {"length"} for record in evaluated)
+        assert evaluated and all(
+            record["score"] > 0 and record["parts"].keys() == {"length", "environment"} for record in evaluated
+        )
 
 
 SERVER = '''

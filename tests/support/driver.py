@@ -293,6 +293,12 @@ class Storm:
 
     def pid(self, victim: str) -> int | None:
         """The pid of a running process; None while it is down."""
+        if victim == "worker":  # of the environment server
+            server = self.pid("environment")
+            with suppress(psutil.Error):
+                workers = [child.pid for child in psutil.Process(server).children() if runs(child)] if server else []
+                return self._rng.choice(workers) if workers else None
+            return None
         if victim in self.parts:
             born = self.parts[victim].born
             return born.pid if born is not None and born.status is None else None
@@ -320,7 +326,8 @@ class Storm:
             os.kill(self._server.pid, signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
             self._mend(self._bring_redis_back(fault))
             return
-        pid, part = self.pid(fault.victim), self.parts.get(fault.victim) or self.parts["supervisor"]
+        pid, owner = self.pid(fault.victim), "environment" if fault.victim == "worker" else fault.victim
+        part = self.parts.get(owner) or self.parts["supervisor"]
         if pid is None:
             self._note(f"{fault.victim} has just ended by itself")
             return

@@ -20,17 +20,9 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from polyreme.weights.arena import Arena
-from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
+from polyreme.weights.manifest import ArenaSource, Manifest, TensorSpec, plan_manifest
 from polyreme_rollout.engine.load import load_engine
-from polyreme_rollout.engine.protocol import (
-    CHUNK_TOKENS,
-    ArenaSource,
-    EngineRequest,
-    InferenceEngine,
-    LoadError,
-    NewTokens,
-    Sampling,
-)
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, EngineRequest, InferenceEngine, LoadError, NewTokens, Sampling
 from support.replicas import Learner, hf_weights, rollout_config
 
 PROMPT = (5, 6, 7, 8, 9)

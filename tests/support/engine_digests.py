@@ -11,9 +11,9 @@ from typing import Any
 
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.arena import Arena
-from polyreme.weights.manifest import Manifest
+from polyreme.weights.manifest import ArenaSource, Manifest
 from polyreme_rollout.engine.load import load_engine
-from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, InferenceEngine, Sampling
+from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, Sampling
 from support.replicas import rollout_config
 
 PROMPT = [5, 6, 7, 8, 9]

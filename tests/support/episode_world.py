@@ -1,6 +1,6 @@
 """Episodes over simulated replicas with real gRPC: a run, its pool, and groups that an environment plays."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.environment.session import Bounds
 from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
+from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
+from polyreme_trainer.orchestrator.scoring.scoring import Scoring
 from support.simulated import ROWS, IdleLearner, Replica, config_tree, idle_learner, make_run, simulated_replica
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
@@ -31,9 +33,18 @@ WIDE = Bounds(turns=8, tokens=128, seconds=3600.0)
 class EpisodeWorld:
     """A run at version 0 with its replicas, and the prompts of its rows."""
 
-    def __init__(self, run: Run, config: RunConfig, replicas: list[Replica], learner: IdleLearner, pool: ReplicaPool) -> None:
-        self.run, self.config, self.replicas, self.learner, self.pool = run, config, replicas, learner, pool
-        self.template = Template(model_files(), config.data)
+    def __init__(
+        self,
+        run: Run,
+        config: RunConfig,
+        replicas: list[Replica],
+        learner: IdleLearner | None,
+        pool: ReplicaPool,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.run, self.config, self.replicas, self.pool = run, config, replicas, pool
+        self.learner = learner
+        self.template = Template(files or model_files(), config.data)
         self.sampler = Sampler(run.run_id, config, self.template, pool)
         self.log = ExperienceLog(run)
         self.prompts = load_prompts(config.data.train, config.data, self.template).prompts
@@ -51,10 +62,12 @@ class EpisodeWorld:
         bounds: Bounds = WIDE,
         partial_log: PartialRolloutLog | None = None,
         tries: int = 2,
+        budget: TokenBudget | None = None,
     ) -> GroupRecord:
         """The group of a task, as a reader of the log gets it."""
         task = task or await self.admit()
-        episodes = Episodes(self.sampler, Tail(self.template), host, partial_log or PartialRolloutLog(self.log), bounds, tries)
+        saving, unscored = partial_log or PartialRolloutLog(self.log), Scoring(None, None)
+        episodes = Episodes(self.sampler, Tail(self.template), host, saving, bounds, tries, unscored, budget)
         played = await episodes.play(task)
         admission = task.admission
         group = GroupRecord(admission.index, admission.attempt, task.prompt.ids, played.samples, episodes=played.episodes)

@@ -52,12 +52,14 @@ ACTIONS: Mapping[str, Mapping[str, float]] = {
     "learner": {"kill": 5, "stop": 1, "cut": 1, "usurp": 1},
     "rollout": {"kill": 4, "stop": 2, "cut": 2, "term": 2},
     "reward": {"kill": 2, "stop": 1, "cut": 1, "term": 2},
+    "environment": {"kill": 3, "stop": 1, "cut": 2, "term": 2},
+    "worker": {"kill": 1},
     "supervisor": {"kill": 1},
 }
 """Actions by victim, with their weights. `term` drains a server, which is then replaced."""
 BEYOND_ITS_LEASE = {"rollout": 0.1, "reward": 0.25}
 """Fraction of a victim's stops that outlast its lease."""
-WEIGHTS = {"redis": 3, "orchestrator": 6, "learner": 6, "rollout": 6, "reward": 3, "supervisor": 2}
+WEIGHTS = {"redis": 3, "orchestrator": 6, "learner": 6, "rollout": 6, "reward": 3, "environment": 4, "worker": 3, "supervisor": 2}
 
 
 @dataclass(frozen=True)

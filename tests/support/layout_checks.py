@@ -165,7 +165,7 @@ def push_and_export(model: str, folder: str, layout: str) -> None:
     role, number = make_role(model, "float32", device), torch.distributed.get_rank()
     step(role)
     ranks = Ranks(number, BroadcastChannel(device.torch))
-    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.model.writes)
+    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.model.writes).open()
     try:
         written = writer.write(0, version=1, term=1)
         full = role.model.full_tensors()

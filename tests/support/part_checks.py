@@ -76,7 +76,7 @@ def check_push(model: str, layout: str, redis_url: str, run_id: str) -> None:
     parallel, device = ParallelConfig(**json.loads(layout)), Device("cpu")
     init_parallel(parallel, device)
     role, ranks = make_role(model, "float32", device), Ranks(torch.distributed.get_rank(), BroadcastChannel(device.torch))
-    writer = VersionWriter(role.model, ranks, run_id, role.model.writes, parallel.nodes, anchor_interval=INTERVAL)
+    writer = VersionWriter(role.model, ranks, run_id, role.model.writes, parallel.nodes, anchor_interval=INTERVAL).open()
     assert writer.parts == parallel.nodes
     if ranks.rank % parallel.ranks_per_node == 0:  # the owner of its machine's arena, which the estimate of memory has by machine
         estimated = WIDTHS["float32"] * written_parameters(role.model.arch, parallel)[ranks.rank // parallel.ranks_per_node]

@@ -16,8 +16,8 @@ from polyreme.config.security import SecurityConfig
 from polyreme.experience.leases import Lease, Registry
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
-from polyreme.weights.manifest import tensor_views
-from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest
+from polyreme.weights.manifest import ArenaSource, tensor_views
+from polyreme_rollout.engine.protocol import EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.weights.weight_swap import WeightSwapper
 from polyreme_rollout.weights.weights_service import WeightsService

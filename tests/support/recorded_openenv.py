@@ -48,13 +48,14 @@ async def record(url: str, sent: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 class RecordedServer:
     """The server. `capacity`: its number of connections; `active`: those that are open; `ended`: those that were ended by `close`; `hangs`: set
-    to an event, it answers only after that."""
+    to an event, it answers only after that; `replace`: a text of its answers, and the other one that stands there."""
 
     def __init__(self, recording: dict[str, Any], capacity: int) -> None:
         self._recording, self.capacity = recording, capacity
         self.active = self.ended = 0
         self.url = ""
         self.hangs: asyncio.Event | None = None
+        self.replace = ("", "")
         self.server: Server | None = None
 
     async def stop(self) -> None:
@@ -78,7 +79,7 @@ class RecordedServer:
                     return
                 if self.hangs is not None:
                     await self.hangs.wait()
-                await socket.send(json.dumps(self._reply(history)))
+                await socket.send(json.dumps(self._reply(history)).replace(*self.replace))
         finally:
             self.active -= 1
 

@@ -60,7 +60,7 @@ async def _write(config: RunConfig, run_id: str, stream: list[tuple[str, dict[st
     async def groups_of(iteration: int) -> tuple[list[bytes], bytes | None]:
         return [_group(iteration, place) for place in range(4)], None
 
-    with closing(Recorder(config, run_id, groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, run_id, config.samples_per_iteration, groups_of)) as recorder:
         await recorder.take(stream, (RunState.RUNNING, ""))
 
 

@@ -19,6 +19,7 @@ from polyreme.experience.record_codec import encode_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
+from polyreme_trainer.observe.metrics import episodes as episode_metrics
 from polyreme_trainer.observe.records import Recorder
 from support.configs import run_config
 
@@ -150,7 +151,7 @@ def made_run(iterations: int, seed: int, started: float, group_count: int = GROU
             "response_length/mean": 9 - 4 * iteration / iterations + float(random.normal(0, 0.3)), "entropy": 0.6 * (1.2 - share),
             "mismatch_kl": 1e-4 * float(random.lognormal(0, 0.3)), "grad_norm": float(random.lognormal(-1, 0.3)), "actor/lr": 1e-5,
             "actor/pg_loss": float(random.normal(0, 0.02)), "staleness/mean": 0.2 * float(random.random()), "stop/length_fraction": 0.02 * float(random.random()),
-            "tokens_per_second": 2400 + 200 * float(random.normal()), "samples_per_second": len(groups) * SAMPLES / SECONDS, "actor/ppo_kl": 0.0, "rollout/dropped_groups": 0.0, "time/iteration": SECONDS, "time/learner_wait": wait, "time/train": train, "time/write": 0.4,
+            "tokens_per_second": 2400 + 200 * float(random.normal()), "samples_per_second": len(groups) * SAMPLES / SECONDS, "actor/ppo_kl": 0.0, "rollout/dropped_groups": 0.0, "time/iteration": SECONDS, "time/learner_wait": wait, "time/train": train, "time/write": 0.4, "resources/trainer/memory_bytes": 2.5 * 2**30, "resources/rollout/cores": 1.5 + share,
             "alarms": ["responses get shorter"] if iteration == iterations else [],
         }  # fmt: skip
         yield record, groups, used(groups) if groups else None
@@ -202,13 +203,16 @@ def record_run(
         return by_iteration.pop(iteration)
 
     async def record() -> None:
-        with closing(Recorder(config, f"{run_dir.name}-{seed}", groups_of)) as recorder:
+        with closing(
+            Recorder.open(config.run_dir, f"{run_dir.name}-{seed}", config.samples_per_iteration, groups_of)
+        ) as recorder:
             started, lines = time.time() - SECONDS * iterations - 10, list[tuple[str, dict[str, Any]]]()
             for number, (line, made, trained) in enumerate(made_run(iterations, seed, started, groups)):
                 if line["kind"] == "iteration":
                     if episodes:
                         made = [made_episodes(group) for group in made]
                         trained = used(made)
+                        line |= episode_metrics(made)
                     by_iteration[line["iteration"]] = (
                         [encode_group(group) for group in made],
                         trained.encode() if trained else None,
@@ -240,3 +244,10 @@ def write_answers(run_dir: Path, version: int, seed: int) -> None:
         }
         lines.append(json.dumps({**fields, "tokens": 3, "finish_reason": "stop"}) + "\n")
     (run_dir / "samples" / f"evaluation_{version:04d}.jsonl").write_text("".join(lines))
+
+
+def telling_sample(run_dir: Path) -> dict[str, Any]:
+    """The first sample that two versions sampled and whose first reward call failed."""
+    files = sorted((run_dir / "samples").glob("iteration_*.jsonl"))
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    return next(line for line in lines if len(line["calls"]) > 1 and len(line["spans"]) > 1)

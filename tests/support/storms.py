@@ -26,6 +26,8 @@ from support.whole_run import make_task
 
 MODULES = (
     "polyreme.cli.main",
+    "polyreme_environment.command",
+    "polyreme_environment.server",
     "polyreme_reward.command",
     "polyreme_reward.server",
     "polyreme_rollout.testing.simulated_replicas",
@@ -49,6 +51,38 @@ def reward(response, label):
             pass  # the driver has ended
     time.sleep(2.0 if {rare} and zlib.crc32(response.encode()) % {rare} == 0 else 0.005)
     return float(label in response)
+'''
+
+ENVIRONMENT = '''
+import json, socket, urllib.request, zlib
+
+def told():
+    """Notifies the driver of a turn."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
+        try:
+            wire.sendto(b"turn", {path!r})
+        except OSError:
+            pass  # the driver has ended
+
+class Play:
+    """Three turns; what it says depends on all that came before."""
+    def reset(self, row, seed):
+        self.state, self.said = seed % 7, 0
+    def step(self, message):
+        told()
+        self.said += 1
+        self.state = zlib.crc32(f"{{self.state}} {{message}}".encode())
+        return f"turn {{self.state % 10}}", (self.state % 3) / 2, self.said == 3
+
+def run(task, base_url, api_key):
+    """The same as an agent, which rewrites its history once."""
+    headers, messages = {{"authorization": f"Bearer {{api_key}}", "content-type": "application/json"}}, []
+    for turn in range(3):
+        messages = [*messages[2 * (turn == 2):], {{"role": "user", "content": f"turn {{turn}}"}}]
+        request = urllib.request.Request(base_url + "/chat/completions", json.dumps({{"model": "m", "messages": messages}}).encode(), headers)
+        messages.append(json.load(urllib.request.urlopen(request, timeout=600))["choices"][0]["message"])
+        told()
+    return (zlib.crc32(messages[-1]["content"].encode()) % 3) / 2
 '''
 
 
@@ -88,6 +122,14 @@ def _telling_reward(folder: Path, rare: int = 0) -> dict[str, Any]:
     return {"rewards": [{"file": str(folder / "telling.py")}], "start_timeout": 600.0}
 
 
+def _telling_environment(folder: Path, **section: Any) -> dict[str, Any]:
+    """Writes the environment into a new folder, and returns the configuration's sections."""
+    folder.mkdir(parents=True)
+    (folder / "played.py").write_text(ENVIRONMENT.format(path=str(folder / "wire")))
+    played = {"file": str(folder / "played.py"), "start_timeout": 600.0, "step_timeout": 5.0, "tries": 20, "workers": 2}
+    return {"reward": None, "environment": {**played, **section}}
+
+
 async def _linked(storm: Storm, name: str) -> tuple[str, ...]:
     """Options of a server whose clients reach it through a link that can be cut."""
     port = free_port()
@@ -106,11 +148,13 @@ async def simulated_storm(
     train_seconds: float = 0.03,
     rare: int = 200,
     replica: tuple[str, ...] = (),
+    environment: dict[str, Any] | None = None,
     **sections: Any,
 ) -> AsyncIterator[Storm]:
     """Starts a run with three simulated replicas.
 
     Args:
+        environment: keys of the section `environment`, whose episodes are played in place of rewards.
         replica: further options of each replica. They may contain "{name}".
         supervised: whether a supervisor restarts orchestrator and learner, instead of the driver.
         rare: one of this number of answers takes the reward two seconds.
@@ -119,7 +163,7 @@ async def simulated_storm(
     sections = {
         "iterations": iterations,
         "rollout": {"start_timeout": 600.0, "chunk_timeout": 5.0, "max_new_tokens": 64},
-        "reward": _telling_reward(folder, rare),
+        **({"reward": _telling_reward(folder, rare)} if environment is None else _telling_environment(folder, **environment)),
         "trainer": {"save_interval": 3, "max_restarts": 1000},
         **sections,
     }
@@ -129,7 +173,8 @@ async def simulated_storm(
             reached = await _linked(storm, name)
             options = ("--step-seconds", str(step_seconds), *(word.format(name=name) for word in replica))
             await storm.start(name, "polyreme_rollout.testing.simulated_replicas", *options, *reached)
-        await storm.start("reward", "polyreme", "reward", *await _linked(storm, "reward"))
+        scores = "reward" if environment is None else "environment"
+        await storm.start(scores, "polyreme", scores, *await _linked(storm, scores))
         if supervised:
             await start_supervisor(storm, train_seconds)
         else:

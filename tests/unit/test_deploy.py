@@ -1,5 +1,6 @@
 """Checks of the deployment files without a Docker daemon or a cluster; .ci/deploy runs the real stack."""
 
+import importlib.util
 import json
 import os
 import re
@@ -218,3 +219,47 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     derived = {"alarms", "iteration", "learner_wait_ratio", "state"}
     recorded = {re.sub(r"\W", "_", metric.name) + ("_seconds" if metric.unit == "s" else "") for metric in METRICS}
     assert {name.removeprefix("polyreme_train_") for name in of_the_run} <= recorded | derived
+
+
+def test_the_sbom_fits_its_standard() -> None:
+    """The script of deploy/images.sh, here with this environment's packages, against the schema of CycloneDX 1.6."""
+    from jsonschema import Draft7Validator  # type: ignore[import-untyped]
+    from referencing import Registry, Resource
+
+    (folder,) = importlib.util.find_spec("cyclonedx").submodule_search_locations  # type: ignore[union-attr, misc]
+    found = {path.name: json.loads(path.read_text()) for path in Path(folder).glob("schema/_res/*.schema.json")}
+    registry = Registry().with_resources((schema["$id"], Resource.from_contents(schema)) for schema in found.values())
+    command = [sys.executable, str(ROOT / "deploy" / "docker" / "sbom.py"), "polyreme/reward", "0.2.0"]
+    first, second = (subprocess.run(command, capture_output=True, check=True, timeout=300).stdout for _ in range(2))
+    assert first == second
+    bom = json.loads(first)
+    Draft7Validator(found["bom-1.6.SNAPSHOT.schema.json"], registry=registry).validate(bom)
+    listed = {component["name"] for component in bom["components"]}
+    assert {"polyreme", "polyreme-trainer", "torch"} <= listed
+    torch = next(component for component in bom["components"] if component["name"] == "torch")
+    assert torch["purl"].startswith("pkg:pypi/torch@2") and "+" not in torch["purl"]
+
+
+def test_shell_scripts_are_sound() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    paths = [ROOT / name for name in listed.split("\0") if name]
+    scripts = [
+        path for path in paths if path.is_file() and path.read_bytes()[:32].startswith((b"#!/bin/sh", b"#!/usr/bin/env bash"))
+    ]
+    assert {"node.sh", "polyreme.sbatch", "redis.sh", "images.sh"} <= {path.name for path in scripts}
+    command = [str(Path(sys.executable).with_name("shellcheck")), "--severity=warning", *map(str, scripts)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_nodes_refuse_too_few_machines_and_no_secrets(tmp_path: Path) -> None:
+    def start(*arguments: str, **environment: str) -> str:
+        given = {"PATH": os.environ["PATH"], "CONFIG": "run.yaml", "RUNS": str(tmp_path), **environment}
+        command = [str(ROOT / "deploy" / "machines" / "node.sh"), *arguments]
+        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode != 0
+        return done.stderr
+
+    assert "POLYREME_REDIS_PASSWORD: openssl rand" in start("0", "2", "127.0.0.1")
+    secrets = {"POLYREME_REDIS_PASSWORD": "a", "POLYREME_TOKEN": "b"}
+    assert "expected more machines than LEARNERS=2" in start("0", "2", "127.0.0.1", LEARNERS="2", **secrets)

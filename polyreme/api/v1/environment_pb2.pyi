@@ -24,7 +24,7 @@ class Start(_message.Message):
     def __init__(self, row_json: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("text", "raw", "refused", "over", "is_cut", "context_tokens", "tokens")
+    __slots__ = ("text", "raw", "refused", "over", "is_cut", "context_tokens", "tokens", "sampled")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class Answer(_message.Message):
     IS_CUT_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
     text: str
     raw: str
     refused: str
@@ -39,7 +40,20 @@ class Answer(_message.Message):
     is_cut: bool
     context_tokens: int
     tokens: int
-    def __init__(self, text: _Optional[str] = ..., raw: _Optional[str] = ..., refused: _Optional[str] = ..., over: bool = ..., is_cut: bool = ..., context_tokens: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    sampled: TurnTokens
+    def __init__(self, text: _Optional[str] = ..., raw: _Optional[str] = ..., refused: _Optional[str] = ..., over: bool = ..., is_cut: bool = ..., context_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sampled: _Optional[_Union[TurnTokens, _Mapping]] = ...) -> None: ...
+
+class TurnTokens(_message.Message):
+    __slots__ = ("context_ids", "ids", "logprobs", "texts")
+    CONTEXT_IDS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    context_ids: _containers.RepeatedScalarFieldContainer[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, context_ids: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("ask", "ending")
@@ -74,18 +88,26 @@ class Ask(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reward: _Optional[float] = ..., seconds: _Optional[float] = ..., tools_json: _Optional[str] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ..., agent: _Optional[_Union[AgentRequest, _Mapping]] = ...) -> None: ...
 
 class AgentRequest(_message.Message):
-    __slots__ = ("messages_json", "tools_json", "after", "max_tokens", "temperature")
+    __slots__ = ("messages_json", "tools_json", "after", "max_tokens", "temperature", "prompt", "context_ids", "stop", "wants_tokens")
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     messages_json: str
     tools_json: str
     after: int
     max_tokens: int
     temperature: float
-    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., after: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ...) -> None: ...
+    prompt: str
+    context_ids: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    wants_tokens: bool
+    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., after: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., prompt: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., wants_tokens: bool = ...) -> None: ...
 
 class Ending(_message.Message):
     __slots__ = ("reward", "parts", "error", "seconds", "calls")

@@ -25,29 +25,29 @@ _sym_db = _symbol_database.Default()
 from polyreme.api.v1 import experience_pb2 as polyreme_dot_api_dot_v1_dot_experience__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpolyreme/api/v1/reward.proto\x12\x0fpolyreme.api.v1\x1a polyreme/api/v1/experience.proto\"\xb8\x01\n\tScoreItem\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cresponse_raw\x18\x04 \x01(\t\x12\r\n\x05label\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\x12\x18\n\x10templated_prompt\x18\x07 \x01(\t\x12\x11\n\ttoken_ids\x18\x08 \x03(\x05\x12\x13\n\x0btoken_texts\x18\t \x03(\t\"I\n\x0cScoreRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.polyreme.api.v1.ScoreItem\"\xab\x01\n\x0bScoreResult\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x06status\x18\x02 \x01(\x0e\x32\x1c.polyreme.api.v1.ScoreStatus\x12\r\n\x05score\x18\x03 \x01(\x01\x12*\n\x05parts\x18\x04 \x03(\x0b\x32\x1b.polyreme.api.v1.RewardPart\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x15\n\rtoken_rewards\x18\x06 \x03(\x01\">\n\rScoreResponse\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.polyreme.api.v1.ScoreResult\"\x14\n\x12ListRewardsRequest\"{\n\nRewardInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x13\n\x0b\x63orrectness\x18\x05 \x01(\x08\x12\x14\n\x0creads_tokens\x18\x06 \x01(\x08\"P\n\x13ListRewardsResponse\x12\x0b\n\x03\x61pi\x18\x01 \x01(\r\x12,\n\x07rewards\x18\x02 \x03(\x0b\x32\x1b.polyreme.api.v1.RewardInfo*\x8c\x01\n\x0bScoreStatus\x12\x1c\n\x18SCORE_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCORE_STATUS_OK\x10\x01\x12\x16\n\x12SCORE_STATUS_ERROR\x10\x02\x12\x18\n\x14SCORE_STATUS_TIMEOUT\x10\x03\x12\x18\n\x14SCORE_STATUS_INVALID\x10\x04\x32\xb1\x01\n\rRewardService\x12\x46\n\x05Score\x12\x1d.polyreme.api.v1.ScoreRequest\x1a\x1e.polyreme.api.v1.ScoreResponse\x12X\n\x0bListRewards\x12#.polyreme.api.v1.ListRewardsRequest\x1a$.polyreme.api.v1.ListRewardsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpolyreme/api/v1/reward.proto\x12\x0fpolyreme.api.v1\x1a polyreme/api/v1/experience.proto\"\xcf\x01\n\tScoreItem\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cresponse_raw\x18\x04 \x01(\t\x12\r\n\x05label\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\x12\x18\n\x10templated_prompt\x18\x07 \x01(\t\x12\x11\n\ttoken_ids\x18\x08 \x03(\x05\x12\x13\n\x0btoken_texts\x18\t \x03(\t\x12\x15\n\rmessages_json\x18\n \x01(\t\"I\n\x0cScoreRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.polyreme.api.v1.ScoreItem\"\xab\x01\n\x0bScoreResult\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x06status\x18\x02 \x01(\x0e\x32\x1c.polyreme.api.v1.ScoreStatus\x12\r\n\x05score\x18\x03 \x01(\x01\x12*\n\x05parts\x18\x04 \x03(\x0b\x32\x1b.polyreme.api.v1.RewardPart\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x15\n\rtoken_rewards\x18\x06 \x03(\x01\">\n\rScoreResponse\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.polyreme.api.v1.ScoreResult\"\x14\n\x12ListRewardsRequest\"{\n\nRewardInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x13\n\x0b\x63orrectness\x18\x05 \x01(\x08\x12\x14\n\x0creads_tokens\x18\x06 \x01(\x08\"P\n\x13ListRewardsResponse\x12\x0b\n\x03\x61pi\x18\x01 \x01(\r\x12,\n\x07rewards\x18\x02 \x03(\x0b\x32\x1b.polyreme.api.v1.RewardInfo*\x8c\x01\n\x0bScoreStatus\x12\x1c\n\x18SCORE_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCORE_STATUS_OK\x10\x01\x12\x16\n\x12SCORE_STATUS_ERROR\x10\x02\x12\x18\n\x14SCORE_STATUS_TIMEOUT\x10\x03\x12\x18\n\x14SCORE_STATUS_INVALID\x10\x04\x32\xb1\x01\n\rRewardService\x12\x46\n\x05Score\x12\x1d.polyreme.api.v1.ScoreRequest\x1a\x1e.polyreme.api.v1.ScoreResponse\x12X\n\x0bListRewards\x12#.polyreme.api.v1.ListRewardsRequest\x1a$.polyreme.api.v1.ListRewardsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'polyreme.api.v1.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCORESTATUS']._serialized_start=813
-  _globals['_SCORESTATUS']._serialized_end=953
+  _globals['_SCORESTATUS']._serialized_start=836
+  _globals['_SCORESTATUS']._serialized_end=976
   _globals['_SCOREITEM']._serialized_start=84
-  _globals['_SCOREITEM']._serialized_end=268
-  _globals['_SCOREREQUEST']._serialized_start=270
-  _globals['_SCOREREQUEST']._serialized_end=343
-  _globals['_SCORERESULT']._serialized_start=346
-  _globals['_SCORERESULT']._serialized_end=517
-  _globals['_SCORERESPONSE']._serialized_start=519
-  _globals['_SCORERESPONSE']._serialized_end=581
-  _globals['_LISTREWARDSREQUEST']._serialized_start=583
-  _globals['_LISTREWARDSREQUEST']._serialized_end=603
-  _globals['_REWARDINFO']._serialized_start=605
-  _globals['_REWARDINFO']._serialized_end=728
-  _globals['_LISTREWARDSRESPONSE']._serialized_start=730
-  _globals['_LISTREWARDSRESPONSE']._serialized_end=810
-  _globals['_REWARDSERVICE']._serialized_start=956
-  _globals['_REWARDSERVICE']._serialized_end=1133
+  _globals['_SCOREITEM']._serialized_end=291
+  _globals['_SCOREREQUEST']._serialized_start=293
+  _globals['_SCOREREQUEST']._serialized_end=366
+  _globals['_SCORERESULT']._serialized_start=369
+  _globals['_SCORERESULT']._serialized_end=540
+  _globals['_SCORERESPONSE']._serialized_start=542
+  _globals['_SCORERESPONSE']._serialized_end=604
+  _globals['_LISTREWARDSREQUEST']._serialized_start=606
+  _globals['_LISTREWARDSREQUEST']._serialized_end=626
+  _globals['_REWARDINFO']._serialized_start=628
+  _globals['_REWARDINFO']._serialized_end=751
+  _globals['_LISTREWARDSRESPONSE']._serialized_start=753
+  _globals['_LISTREWARDSRESPONSE']._serialized_end=833
+  _globals['_REWARDSERVICE']._serialized_start=979
+  _globals['_REWARDSERVICE']._serialized_end=1156
 # @@protoc_insertion_point(module_scope)

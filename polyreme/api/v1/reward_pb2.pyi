@@ -22,7 +22,7 @@ SCORE_STATUS_TIMEOUT: ScoreStatus
 SCORE_STATUS_INVALID: ScoreStatus
 
 class ScoreItem(_message.Message):
-    __slots__ = ("key", "prompt", "response", "response_raw", "label", "metadata_json", "templated_prompt", "token_ids", "token_texts")
+    __slots__ = ("key", "prompt", "response", "response_raw", "label", "metadata_json", "templated_prompt", "token_ids", "token_texts", "messages_json")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class ScoreItem(_message.Message):
     TEMPLATED_PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     key: str
     prompt: str
     response: str
@@ -41,7 +42,8 @@ class ScoreItem(_message.Message):
     templated_prompt: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     token_texts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key: _Optional[str] = ..., prompt: _Optional[str] = ..., response: _Optional[str] = ..., response_raw: _Optional[str] = ..., label: _Optional[str] = ..., metadata_json: _Optional[str] = ..., templated_prompt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
+    messages_json: str
+    def __init__(self, key: _Optional[str] = ..., prompt: _Optional[str] = ..., response: _Optional[str] = ..., response_raw: _Optional[str] = ..., label: _Optional[str] = ..., metadata_json: _Optional[str] = ..., templated_prompt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_texts: _Optional[_Iterable[str]] = ..., messages_json: _Optional[str] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("run_id", "items")

@@ -15,7 +15,9 @@ import typer
 
 from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, Device, find_columns, write_new_run
 from polyreme.config.base import NAME
+from polyreme.config.named_input import MODEL, TRAINING, split_name
 from polyreme.errors import ConfigError
+from polyreme.hub.resolve import resolve_path
 from polyreme.terminal.completion import one_of
 
 _TRIES = 5
@@ -33,9 +35,13 @@ def init(
     folder: Annotated[Path, typer.Argument(help="Folder for the files. Created if needed.")] = Path("."),
     name: Annotated[str | None, typer.Option(help="Name of the run. Default: the folder's.")] = None,
     model: Annotated[
-        str | None, typer.Option(help=f"Hugging Face directory, or `{TINY}`: a small model with random weights, to try a run.")
+        str | None,
+        typer.Option(help=f"Hugging Face directory or name, or `{TINY}`: a small model with random weights, to try a run."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help=f"Data file with one row per prompt, or `{SAMPLE}`: sample data.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help=f"Data file with one row per prompt, name of a data set, or `{SAMPLE}`: sample data.")
+    ] = None,
+    data_config: Annotated[str | None, typer.Option(help="Configuration (subset) of a data set that is named.")] = None,
     reward: Annotated[
         str | None,
         typer.Option(
@@ -77,15 +83,20 @@ def init(
         "--device", device or _ask("Device: cpu, cuda or npu", "cpu", devices.__contains__, "one of these"), devices
     )
     sample = answers_data == SAMPLE
-    columns = ("prompt", "answer") if sample else find_columns(Path(answers_data), prompt_key, label_key, answers_reward)
+    model_files = resolve_path(Path(answers_model), MODEL, "--model")
+    data_files = resolve_path(Path(answers_data), TRAINING, "--data", data_config)
+    columns = ("prompt", "answer") if sample else find_columns(data_files, prompt_key, label_key, answers_reward)
     answers = Answers(
         name=answers_name,
-        model=answers_model,
-        data=answers_data,
+        model=str(model_files),
+        data=str(data_files),
         reward=answers_reward,
         device=answers_device,  # type: ignore[arg-type]  # _one_of has checked it
         prompt_key=columns[0],
         label_key=columns[1],
+        model_name=None if model_files == Path(answers_model) else answers_model,
+        data_name=None if data_files == Path(answers_data) else answers_data,
+        data_config=data_config,
     )
     for path in write_new_run(folder, answers):
         print(f"wrote    {path}")
@@ -121,11 +132,11 @@ def _ask(question: str, default: str, fits: Callable[[str], object], wanted: str
 
 
 def _is_model(answer: str) -> bool:
-    return answer == TINY or Path(_at_home(answer), "config.json").is_file()
+    return answer == TINY or Path(_at_home(answer), "config.json").is_file() or split_name(answer) is not None
 
 
 def _is_data(answer: str) -> bool:
-    return answer == SAMPLE or Path(_at_home(answer)).exists()
+    return answer == SAMPLE or Path(_at_home(answer)).exists() or split_name(answer) is not None
 
 
 def _is_reward(answer: str) -> bool:

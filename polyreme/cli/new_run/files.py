@@ -64,6 +64,7 @@ class Answers:
         reward: a key of REWARDS, or the path of a Python file with a reward function.
         device: device type of learner and replicas.
         prompt_key, label_key: columns of the data file.
+        model_name, data_name, data_config: names for run.yaml, when `model` and `data` are the files of repositories.
     """
 
     name: str
@@ -73,6 +74,9 @@ class Answers:
     device: Device = "cpu"
     prompt_key: str = "prompt"
     label_key: str = "answer"
+    model_name: str | None = None
+    data_name: str | None = None
+    data_config: str | None = None
 
 
 def write_new_run(folder: Path, answers: Answers) -> list[Path]:
@@ -122,7 +126,7 @@ def run_yaml(answers: Answers) -> str:
         iterations=60 if tiny else 100,
         eval_interval=10 if tiny else 20,
         groups=16 if tiny else 32,
-        model="model" if tiny else _absolute("the model", answers.model),
+        model="model" if tiny else answers.model_name or _absolute("the model", answers.model),
         dtype="float32" if answers.device == "cpu" else "bfloat16",
         prompts=_SAMPLE_PROMPTS if sample else _own_prompts(answers),
         answers=_SAMPLED_ANSWERS if tiny and sample else "",
@@ -154,21 +158,28 @@ def own_supervised_rows(answers: Answers) -> list[dict[str, Any]]:
 def _trained_part(answers: Answers) -> DataSource:
     """The part of the user's prompts that is trained on: all, if the file is too small for two parts."""
     held_out, trained = _split(answers)
-    return trained if _has_row(held_out) and _has_row(trained) else DataSource(path=Path(answers.data).resolve())
+    return trained if _has_row(held_out) and _has_row(trained) else DataSource(path=_data(answers))
 
 
 def _split(answers: Answers) -> list[DataSource]:
     """The held-out part of the user's prompts, then the other one."""
-    path = Path(answers.data).resolve()
+    path = _data(answers)
     return [DataSource(path=path, split=split, split_by=answers.prompt_key) for split in ((0.0, _HELD_OUT), (_HELD_OUT, 1.0))]
+
+
+def _data(answers: Answers) -> Path:
+    """The rows on this machine. The pattern of a repository's files is none to resolve."""
+    return Path(answers.data) if answers.data_name else Path(answers.data).resolve()
 
 
 def _own_prompts(answers: Answers) -> str:
     """The lines of `data` that name the user's file: a part of its prompts is held out if the file is large enough for both parts."""
-    path = _absolute("the data", answers.data)
+    path, config = answers.data_name or _absolute("the data", answers.data), answers.data_config
     if _trained_part(answers).split is None:
-        return f"  train: {path}\n  # eval: eval.jsonl               # held-out rows, to see progress\n"
+        named = f"  config: {config}\n" if config else ""
+        return f"  train: {path}\n{named}  # eval: eval.jsonl               # held-out rows, to see progress\n"
     key = json.dumps(answers.prompt_key, ensure_ascii=False)
+    path += f", config: {config}" if config else ""
     return (
         f"  train:\n    - {{path: {path}, split: [{_HELD_OUT}, 1], split_by: {key}}}\n"
         f"  eval:                           # held-out prompts, to see progress\n"

@@ -1,8 +1,10 @@
 // One chart: the curves of one metric, over several runs, drawn by uPlot.
 
 import {html, useEffect, useRef} from "./vendor/preact.js";
-import {colour, number} from "./parts.js";
+import {bytes, colour, number} from "./parts.js";
 import {AXES, axisOf, columns, lines, title} from "./plot_data.js";
+
+const POWERS = Array.from({length: 50}, (_, power) => 2 ** power); // steps of an axis of bytes
 
 // uPlot's data and series for the curves of `runs`.
 function plotted(runs, curves, options) {
@@ -35,7 +37,7 @@ function plotted(runs, curves, options) {
   return {data: columns(tables, options.x), series, bands};
 }
 
-function tooltip(runs, axis) {
+function tooltip(metric, runs, axis) {
   const box = document.createElement("div");
   box.className = "tooltip";
   return {
@@ -52,7 +54,7 @@ function tooltip(runs, axis) {
           const mark = document.createElement("i");
           mark.style.background = label === null ? "transparent" : stroke;
           const text = document.createElement("b");
-          text.textContent = number(value);
+          text.textContent = label !== null && metric.endsWith("bytes") ? bytes(value) : number(value);
           row.append(mark, label === null ? `${axis.title} ` : `${runs.length > 1 ? label : ""} `, text);
           return row;
         }));
@@ -86,8 +88,9 @@ function draw(place, metric, runs, curves, options, height) {
     cursor: {points: {size: 6}, drag: {x: true, y: false, setScale: false}},
     scales: {x: {time: false, ...(options.zoom ? {range: () => options.zoom} : {})}, y: {distr: options.log ? 3 : 1, range: options.log ? undefined : padded}},
     axes: [{...axis, size: 22, gap: 4, label: x.title, incrs, values: (_, values) => values.map((value) => number(value / x.unit))},
-      {...axis, size: 50, gap: 4, label: title(metric, (height - 40) / 6.5), values: (_, values) => values.map((value) => (value === null ? "" : number(value, 3)))}],
-    plugins: [tooltip(runs, x), zooming(options.zoomTo)],
+      {...axis, size: metric.endsWith("bytes") ? 62 : 50, gap: 4, label: title(metric, (height - 40) / 6.5), ...(metric.endsWith("bytes") ? {incrs: POWERS, values: (_, values) => values.map((value) => (value === null ? "" : bytes(value)))}
+        : {values: (_, values) => values.map((value) => (value === null ? "" : number(value, 3)))})}],
+    plugins: [tooltip(metric, runs, x), zooming(options.zoomTo)],
   }, data, place);
   const resize = new ResizeObserver(() => plot.setSize({width: place.clientWidth, height}));
   resize.observe(place);

@@ -4,12 +4,12 @@ import {html, useEffect, useMemo, useRef, useState} from "./vendor/preact.js";
 import {choose} from "./address.js";
 import {Chart} from "./chart.js";
 import {CsvButton, save} from "./files.js";
-import {Empty, Failure, Fold, number, useAnswer} from "./parts.js";
+import {Empty, Failure, Fold, breakable, bytes, number, useAnswer} from "./parts.js";
 import {AXES, axisMetric, chartRows} from "./plot_data.js";
 import {source} from "./source.js";
 
 export const WATCHED = ["reward/mean", "accuracy", "score", "response_length/mean", "entropy", "actor/ppo_kl", "mismatch_kl", "grad_norm", "critic/explained_variance", "critic/vf_loss", "critic/grad_norm",
-  "time/iteration", "tokens_per_second", "staleness/mean", "stop/length_fraction", "train/loss", "eval/loss", "train/accuracy", "eval/accuracy",
+  "episode/turns/mean", "episode/tool_errors", "episode/environment_seconds", "time/iteration", "tokens_per_second", "staleness/mean", "stop/length_fraction", "train/loss", "eval/loss", "train/accuracy", "eval/accuracy",
   "train/grad_norm", "train/lr", "train/tokens_per_second"];
 
 const EARLY = 6; // cards at the top of the page, which fetch their curves before the browser reports them as visible
@@ -18,9 +18,8 @@ const EARLY = 6; // cards at the top of the page, which fetch their curves befor
 export function grouped(metrics, text, moving) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   const wanted = metrics.filter((name) => name !== "time" && words.every((word) => name.toLowerCase().includes(word)));
-  if (words.length) return [["Found", wanted]];
-  const groups = new Map([["Watched", WATCHED.filter((name) => wanted.includes(name) && moving(name))]]);
-  for (const name of wanted) {
+  const groups = words.length ? new Map([["Found", wanted]]) : new Map([["Watched", WATCHED.filter((name) => wanted.includes(name) && moving(name))]]);
+  for (const name of words.length ? [] : wanted) {
     const prefix = name.includes("/") ? name.slice(0, name.indexOf("/")) : "other";
     groups.set(prefix, [...(groups.get(prefix) ?? []), name]);
   }
@@ -55,8 +54,8 @@ function Card({metric, early, runs, options, stamp, large, setLarge}) {
   const png = () => picture.current?.().toBlob((blob) => save(`${metric}.png`, blob));
   return html`<section class=${"card chart" + (large ? " large" : "")} ref=${place} aria-label=${metric}>
     <header>
-      <h3>${metric}</h3>
-      ${first && html`<span class="last">${number(curves[first.name].mean.at(-1))}</span>
+      <h3>${breakable(metric)}</h3>
+      ${first && html`<span class="last">${(metric.endsWith("bytes") ? bytes : number)(curves[first.name].mean.at(-1))}</span>
         <${CsvButton} file=${metric} of=${metric} rows=${() => chartRows(metric, runs, curves, options)} />
         <button class="quiet csv" onClick=${png} title="Save as PNG" aria-label=${`Save ${metric} as PNG`}>PNG</button>`}
       <button class="quiet" onClick=${() => setLarge(large ? "" : metric)} aria-pressed=${large} title=${large ? "Smaller" : "Larger"}
@@ -91,11 +90,13 @@ export function Curves({runs, stamp, theme, at}) {
   const options = {smoothing: Number(smoothing), log: "log" in at.query, theme, x, along: along ? spent.value?.[along] : undefined, zoom: zoom?.split("~").map(Number),
     zoomTo: (range) => choose({zoom: range ? range.map((each) => each.toPrecision(6)).join("~") : ""})};
   const moving = (name) => runs.some((run) => run.metrics.includes(name) && !run.zeros.includes(name));
+  const groups = grouped(metrics, find, moving);
   if (!runs.length) return html`<${Empty} title="No run selected">Choose a run in the list.<//>`;
   if (!metrics.length) return html`<${Empty} title="No metric yet">The first iteration is still running. Curves appear as soon as it is recorded.<//>`;
   return html`<${Toolbar} query=${at.query} metrics=${metrics} />
     ${along && spent.value && !Object.keys(options.along ?? {}).length ? html`<p class="notice" role="status">These runs do not record what this x axis needs.</p>` : null}
-    ${grouped(metrics, find, moving).map(([title, names], place) => html`<${Fold} title=${title} count=${names.length} at=${at} open=${place === 0 || Boolean(find)} key=${title}>
+    ${groups.length ? null : html`<${Empty} title="No metric matches">Widen the search.<//>`}
+    ${groups.map(([title, names], place) => html`<${Fold} title=${title} count=${names.length} at=${at} open=${place === 0 || Boolean(find)} key=${title}>
       <div class="cards">${names.map((metric, order) => html`<${Card} key=${metric} metric=${metric} early=${place === 0 && order < EARLY} runs=${runs} options=${options} stamp=${stamp}
         large=${large === metric} setLarge=${(name) => choose({large: name})} />`)}</div>
     <//>`)}`;

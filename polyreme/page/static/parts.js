@@ -28,7 +28,14 @@ export function seconds(value) {
 
 export const clock = (time) => (time ? new Date(time * 1000).toLocaleString(undefined, {dateStyle: "medium", timeStyle: "medium"}) : "–");
 
-export const bytes = (value) => `${(value / 2 ** 30 >= 1 ? value / 2 ** 30 : value / 2 ** 20).toFixed(1)} ${value / 2 ** 30 >= 1 ? "GiB" : "MiB"}`;
+export function bytes(value) {
+  const unit = value >= 2 ** 30 ? 3 : value >= 2 ** 20 ? 2 : value >= 2 ** 10 ? 1 : 0;
+  return `${Number((value / 1024 ** unit).toPrecision(3))} ${["B", "KiB", "MiB", "GiB"][unit]}`;
+}
+
+// A name that a narrow window breaks after its separators, not inside its words.
+export const breakable = (name) => name.split(/(?<=[/_.])/).flatMap((part, place) => (place ? [html`<wbr />`, part] : [part]));
+export const breakableLabel = (name) => name.replace(/([/_.])/g, "$1\u200b"); // CSS shows it
 
 export function Empty({title, children}) {
   return html`<div class="empty"><p class="empty-title">${title}</p><p>${children}</p></div>`;
@@ -52,7 +59,7 @@ export function Fold({title, count, open, at, className = "", children}) {
 export function Table({name, file, head, rows, raw, right = [], className = ""}) {
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${name}><table class=${`plain stacked ${className}`}>
     <thead><tr>${head.map((title, place) => html`<th class=${right.includes(place) ? "right" : ""}>${title}</th>`)}</tr></thead>
-    <tbody>${rows.map((row) => html`<tr>${row.map((cell, place) => html`<td class=${right.includes(place) ? "right" : ""} data-label=${head[place]}>${cell}</td>`)}</tr>`)}</tbody></table>
+    <tbody>${rows.map((row) => html`<tr>${row.map((cell, place) => html`<td class=${right.includes(place) ? "right" : ""} data-label=${breakableLabel(head[place])}>${cell}</td>`)}</tr>`)}</tbody></table>
     ${file && html`<${CsvButton} file=${file} of=${name} rows=${() => [head, ...(raw ?? rows)]} />`}</div>`;
 }
 

@@ -4,7 +4,7 @@ import {html, useState} from "./vendor/preact.js";
 import {choose, link} from "./address.js";
 import {CsvButton} from "./files.js";
 import {WATCHED} from "./curves.js";
-import {Empty, Failure, State, number, seconds, useAnswer} from "./parts.js";
+import {Empty, Failure, State, breakableLabel, number, seconds, useAnswer} from "./parts.js";
 import {source} from "./source.js";
 
 const FIRST_METRICS = 5; // columns until others are chosen
@@ -40,9 +40,9 @@ export function sorted(rows, sort) {
   }) : rows;
 }
 
-function Head({column, sort, remove}) {
+function Head({column, sort, remove, right}) {
   const down = sort === `-${column}`, up = sort === column;
-  return html`<th aria-sort=${down ? "descending" : up ? "ascending" : undefined}><button onClick=${() => choose({sort: down ? column : `-${column}`})}>${column}${down ? " ↓" : up ? " ↑" : ""}</button>
+  return html`<th class=${right ? "right" : ""} aria-sort=${down ? "descending" : up ? "ascending" : undefined}><button onClick=${() => choose({sort: down ? column : `-${column}`})}>${column}${down ? " ↓" : up ? " ↑" : ""}</button>
     ${remove && html`<button onClick=${remove} aria-label=${`Remove the column ${column}`} title="Remove the column">×</button>`}</th>`;
 }
 
@@ -62,7 +62,7 @@ function Note({row, name, saved}) {
       setProblem(error.message);
     }
   };
-  return html`<span><input class="note" type="text" value=${draft ?? row[name]} onInput=${(event) => setDraft(event.target.value)} onChange=${save} aria-label=${`${name} of ${row.name}`} aria-invalid=${Boolean(problem)} />
+  return html`<span><input class="note" type="text" value=${draft ?? row[name]} onInput=${(event) => setDraft(event.target.value)} onChange=${save} aria-label=${`${name} of ${row.name}`} aria-invalid=${Boolean(problem)} placeholder=${name === "tags" ? "add tags" : "add a note"} />
     ${problem ? html`<small class="bad" role="alert">${problem}</small>` : null}</span>`;
 }
 
@@ -82,6 +82,7 @@ export function RunTable({run, all, stamp, at}) {
   const columns = at.query.columns?.split(",") ?? WATCHED.filter((name) => rows.some((row) => name in row.metrics && !row.zeros.includes(name))).slice(0, FIRST_METRICS);
   const head = ["name", "state", "tags", "note", "iteration", "seconds", ...columns];
   const shown = sorted(rows.filter((row) => matches(row, find)), sort);
+  const numeric = (column) => shown.every((row) => ["number", "undefined"].includes(typeof (valueOf(row, column) ?? undefined)));
   const cell = (row, column) => {
     const each = plain(valueOf(row, column));
     return column === "seconds" ? seconds(each) : typeof each === "number" || each === undefined ? number(each) : String(each);
@@ -95,9 +96,9 @@ export function RunTable({run, all, stamp, at}) {
       <${CsvButton} of="the table of runs" file="runs" rows=${() => [head, ...shown.map((row) => head.map((column) => plain(valueOf(row, column))))]} />
     </div><${Failure} error=${error} />
     ${shown.length ? html`<div class="card scroll" tabindex="0" role="region" aria-label="Table of runs"><table class="plain stacked table-runs">
-      <thead><tr>${head.map((column, place) => html`<${Head} column=${column} sort=${sort} remove=${place > 5 && (() => choose({columns: columns.filter((each) => each !== column).join()}))} />`)}</tr></thead>
+      <thead><tr>${head.map((column, place) => html`<${Head} column=${column} sort=${sort} right=${place > 3 && numeric(column)} remove=${place > 5 && (() => choose({columns: columns.filter((each) => each !== column).join()}))} />`)}</tr></thead>
       <tbody>${shown.map((row) => html`<tr key=${row.name} class=${row.name === run.name ? "marked" : ""}>
         <td data-label="name"><a href=${link("curves", [], {run: row.name, runs: [...new Set([...(at.query.runs ?? "").split("/").filter(Boolean), row.name])].join("/")})}>${row.name}</a></td>
-        <td data-label="state"><${State} run=${row} /></td>${["tags", "note"].map((name) => html`<td data-label=${name}><${Note} row=${row} name=${name} saved=${saved} /></td>`)}${head.slice(4).map((column) => html`<td data-label=${column}>${cell(row, column)}</td>`)}</tr>`)}</tbody></table></div>`
+        <td data-label="state"><${State} run=${row} /></td>${["tags", "note"].map((name) => html`<td data-label=${name}><${Note} row=${row} name=${name} saved=${saved} /></td>`)}${head.slice(4).map((column) => html`<td class=${numeric(column) ? "right" : ""} data-label=${breakableLabel(column)}>${cell(row, column)}</td>`)}</tr>`)}</tbody></table></div>`
       : html`<${Empty} title="No run matches">Widen the filter.<//>`}`;
 }

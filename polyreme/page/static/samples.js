@@ -58,21 +58,22 @@ function Row({sample, run, marked, chosen, toggle, scores}) {
 }
 
 export function Samples({run, at}) {
-  const filter = own(at);
+  const {sample: markedId, chosen: chosenIds = "", ...filter} = own(at);
   const settled = useSettled(JSON.stringify(filter), 150);
-  const [marked, setMarked] = useState(0);
-  const [chosen, setChosen] = useState([]);
+  const chosen = chosenIds.split("~").filter(Boolean);
   const offset = Number(filter.offset ?? 0);
   const {value, error} = useAnswer(() => source.samples(run.name, {...JSON.parse(settled), limit: LIMIT}), [settled, run.name, run.samples]);
-  const change = (name, text) => { setMarked(0); choose({[name]: text, offset: ""}); };
+  const change = (name, text) => choose({[name]: text, offset: "", sample: ""});
   const found = value?.samples ?? [];
-  const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id].slice(-2));
+  const marked = Math.max(0, found.findIndex(({id}) => id === markedId));
+  const mark = (place) => found[place] && choose({sample: found[place].id});
+  const toggle = (id) => choose({chosen: (chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id].slice(-2)).join("~")});
   const compare = () => chosen.length === 2 && go("compare", [run.name, ...chosen]);
   useLayoutEffect(() => { // before the list is shown, so that no key applies to the previous list
     const pressed = (event) => {
       if (/^(input|select)$/i.test(event.target.tagName) && event.target.type !== "checkbox") return;
-      if (event.key === "j") setMarked((place) => Math.min(place + 1, found.length - 1));
-      else if (event.key === "k") setMarked((place) => Math.max(place - 1, 0));
+      if (event.key === "j") mark(marked + 1);
+      else if (event.key === "k") mark(marked - 1);
       else if (event.key === "Enter" && found[marked] && event.target === document.body) go("life", [run.name, found[marked].id]);
       else if (event.key === "x" && found[marked]) toggle(found[marked].id);
       else if (event.key === "c") compare();
@@ -106,8 +107,8 @@ export function Samples({run, at}) {
       <span class="grow"></span>
       <${CsvButton} of="the samples" file=${`${run.name}-samples`} rows=${() => everySample(run, filter)} />
       <button onClick=${compare} disabled=${chosen.length !== 2}>Compare${chosen.length ? ` (${chosen.join(", ")})` : ""}</button>
-      <button disabled=${offset === 0} onClick=${() => choose({offset: Math.max(0, offset - LIMIT) || ""})}>Previous</button>
-      <button disabled=${!value || offset + LIMIT >= value.total} onClick=${() => choose({offset: offset + LIMIT})}>Next</button>
+      <button disabled=${offset === 0} onClick=${() => choose({offset: Math.max(0, offset - LIMIT) || "", sample: ""})}>Previous</button>
+      <button disabled=${!value || offset + LIMIT >= value.total} onClick=${() => choose({offset: offset + LIMIT, sample: ""})}>Next</button>
     </div>
     <${Failure} error=${error} />
     ${value && !value.total ? html`<${Empty} title=${run.samples ? "Nothing matches" : "No sample yet"}>

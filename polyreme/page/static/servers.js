@@ -22,12 +22,12 @@ function useCores(servers) {
 
 function Live({run, servers}) {
   const cores = useCores(servers);
-  const head = ["Server", "Kind", "Address", "Version", "Load", "Faults", "Processor", "Memory"];
+  const head = ["Server", "Kind", "Address", "Version", "Load", "Faults", "Processor", "Memory", "Device memory"];
   return html`<section class="card"><header><h3>Registered now</h3><span class="soft">${servers.length}</span></header>
-    <${Table} name="Registered servers" file=${`${run.name}-servers`} head=${head} right=${[3, 4, 5, 6, 7]}
+    <${Table} name="Registered servers" file=${`${run.name}-servers`} head=${head} right=${[3, 4, 5, 6, 7, 8]}
       rows=${servers.map((each) => [each.name, each.kind, html`<code>${each.address}</code>`, number(each.version), number(each.load), html`<span class=${each.faults ? "bad" : ""}>${number(each.faults)}</span>`,
-        number(cores[each.name], 2), each.memory_bytes ? bytes(each.memory_bytes) : "–"])}
-      raw=${servers.map((each) => [each.name, each.kind, each.address, each.version, each.load, each.faults, cores[each.name], each.memory_bytes])} /></section>`;
+        number(cores[each.name], 2), each.memory_bytes ? bytes(each.memory_bytes) : "–", each.device_memory_bytes ? bytes(each.device_memory_bytes) : "–"])}
+      raw=${servers.map((each) => [each.name, each.kind, each.address, each.version, each.load, each.faults, cores[each.name], each.memory_bytes, each.device_memory_bytes])} /></section>`;
 }
 
 export function Servers({run, stamp}) {

@@ -3,7 +3,7 @@
 import {html} from "./vendor/preact.js";
 import {choose} from "./address.js";
 import {CsvButton} from "./files.js";
-import {Fold, Table, clock, useAnswer} from "./parts.js";
+import {Fold, Table, breakable, clock, useAnswer} from "./parts.js";
 import {source} from "./source.js";
 
 const TIMES = /(^|[._])(time|updated|started|began|ended)$/; // the last part of keys that hold Unix times
@@ -47,5 +47,5 @@ export function Setup({run, runs, stamp, at}) {
       <label><input type="checkbox" checked=${differing} disabled=${!several} onChange=${(event) => choose({same: event.target.checked ? "" : "1"})} /> only differences between the selected runs</label>
       <${CsvButton} of="the configuration" file=${`${run.name}-configuration`} rows=${() => [head, ...chosen.map((key) => row(key, config))]} /></div>
     ${groups.map(([title, found, of]) => html`<${Fold} className="card" key=${title} title=${title} count=${found.length} at=${at} open=${differing || (!all && title !== "summary")}>
-      ${found.length ? html`<${Table} name=${title} className="keys" head=${head} rows=${found.map((key) => row(key, of))} />` : html`<p class="soft">No difference.</p>`}<//>`)}`;
+      ${found.length ? html`<${Table} name=${title} className="keys" head=${head} rows=${found.map((key) => [breakable(key), ...row(key, of).slice(1)])} />` : html`<p class="soft">No difference.</p>`}<//>`)}`;
 }

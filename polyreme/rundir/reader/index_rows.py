@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme.rundir.progress import Record
-from polyreme.rundir.reader.scalars import scalars, stage_scalars
+from polyreme.rundir.progress import Record, number_of
+from polyreme.rundir.reader.scalars import scalars
 
 WALL_TIME = "time"
 """The metric that holds the Unix time at which an iteration ended."""
@@ -87,19 +87,13 @@ def sample_id(line: Record) -> str:
 def points_of(record: Record) -> Iterator[tuple[str, float, int]]:
     """The numbers of a record that can be plotted: (name, value, step)."""
     yield from scalars(record)
-    yield from stage_scalars(record)
-    if record["kind"] == "iteration":
-        yield WALL_TIME, record["time"], record["iteration"]
-    if record["kind"] == "step":
-        yield WALL_TIME, record["time"], record["step"]
+    if step := step_of(record):
+        yield WALL_TIME, record["time"], step
 
 
 def step_of(record: Record) -> int:
     """The progress of the run or stage at this record, in iterations or steps; 0 for a record of another kind."""
-    match record:
-        case {"kind": "iteration", "iteration": number} | {"kind": "step", "step": number}:
-            return int(number)
-    return 0
+    return number_of(record) if record["kind"] in ("iteration", "step") else 0
 
 
 def sample_files_of(record: Record) -> list[str]:

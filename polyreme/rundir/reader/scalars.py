@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from polyreme.rundir.progress import Record, evaluation_metrics
+from polyreme.rundir.progress import Record, evaluation_metrics, number_of, stage_metrics
 
 COMMIT_METRICS = {
     "stall_seconds",
@@ -17,11 +17,10 @@ COMMIT_METRICS = {
     "apply_seconds",
     "canary_difference",
 }
-_NO_METRICS = ("step", "steps", "time", "rows", "seconds")
 
 
 def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
-    """The scalars of a run's record: (tag, value, step). A step is an iteration, a version, or an optimizer step of a warm start."""
+    """The scalars of a record: (tag, value, step). A step is an iteration, a version, or an optimizer step of a warm start or a stage."""
     match line["kind"]:
         case "iteration":
             step = line["iteration"]
@@ -38,22 +37,16 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
         case "commit":
             for key in sorted(COMMIT_METRICS & line.keys()):
                 yield f"weights/{key}", float(line[key]), line["version"]
-        case "saved" if "seconds" in line and "iteration" in line:
+        case "saved" if "seconds" in line:
             for key in sorted({"seconds", "stall_seconds"} & line.keys()):
-                yield f"checkpoint/{key}", float(line[key]), line["iteration"]
+                yield f"checkpoint/{key}", float(line[key]), number_of(line)
+        case "step" | "eval" if "step" in line:
+            group = "train" if line["kind"] == "step" else "eval"
+            for key in stage_metrics(line):
+                if is_number(line[key]):
+                    yield f"{group}/{key}", float(line[key]), line["step"]
         case "sft":
             yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
-
-
-def stage_scalars(line: Record) -> Iterator[tuple[str, float, int]]:
-    """The scalars of a stage's record: (tag, value, step)."""
-    if line["kind"] == "saved" and "step" in line:  # a run's has an iteration
-        yield from ((f"checkpoint/{key}", float(line[key]), line["step"]) for key in ("seconds", "stall_seconds") if key in line)
-    group = {"step": "train", "eval": "eval"}.get(line["kind"])
-    if group is not None and "step" in line:
-        for name, value in line.items():
-            if name not in _NO_METRICS and is_number(value):
-                yield f"{group}/{name}", float(value), line["step"]
 
 
 def is_number(value: Any) -> bool:

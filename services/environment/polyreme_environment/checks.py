@@ -9,6 +9,7 @@ from pathlib import Path
 
 from polyreme.config.python_source import FUNCTIONS, parse
 from polyreme.config.run import RunConfig
+from polyreme.dataset.source import read_objects
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.net import tls
 from polyreme_environment.contract import METHODS
@@ -28,6 +29,8 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             bound = _parsed(tool, "tools")
             if not any(isinstance(node, FUNCTIONS) and not name.startswith("_") for name, node in bound.items()):
                 raise ConfigError(f"public functions in {tool}", "none", "Write one, with types and a docstring.")
+    if section.venv is not None:
+        yield from _check_package(config, section.venv)
     if section.file is None:
         return  # another program, which may start later, or tools
     bound = _parsed(section.file, "file")
@@ -60,6 +63,18 @@ def _parsed(file: Path, key: str) -> dict[str, ast.stmt]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"a Python file {file}", str(error), f"Fix environment.{key}.") from None
     return parse(code, str(file))
+
+
+def _check_package(config: RunConfig, venv: Path) -> Iterator[PolyremeError]:
+    """Yields errors about an environment whose package is in a virtual environment."""
+    if not (venv / "bin" / "python").is_file():
+        yield ConfigError(f"a virtual environment at {venv}", "none", "Fix environment.venv.")
+    train = config.data.train
+    if isinstance(train, Path) and train.is_file():
+        row = next((fields for _, fields in read_objects(train)), {})
+        if not isinstance(row.get("task"), dict):
+            do = "Write data.train by `polyreme environment tasks run.yaml`."
+            yield ConfigError(f"rows with a column `task` in {train}", f"the columns {sorted(row)}", do)
 
 
 def _methods(node: ast.ClassDef) -> set[str]:

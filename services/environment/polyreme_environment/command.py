@@ -5,6 +5,7 @@ Invariant: after the first signal the server drains before it ends.
 
 import asyncio
 import gc
+import json
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import stop_event, until_set
+from polyreme.rundir.run_records import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def environment(
         list[str] | None,
         typer.Argument(
             metavar="[test run.yaml | tasks run.yaml [KEY=VALUE]...]",
-            help="`test`: play one episode, print it, and exit. `tasks`: write the tasks of an environment of verifiers to data.train.",
+            help="`test`: play one episode, print it, and exit. `tasks`: write the tasks of an environment of verifiers or NeMo Gym to data.train.",
         ),
     ] = None,
     redis: Annotated[str | None, redis_option("URL of the run's Redis.")] = None,
@@ -68,13 +70,23 @@ def environment(
 
 
 def _tasks(file: Path, overrides: list[str], count: int) -> None:
-    from polyreme_environment.verifiers.tasks import write_tasks
+    from polyreme_environment.nemo_gym.tasks import read_rows
+    from polyreme_environment.verifiers.tasks import read_tasks
 
     config = load_config(file, overrides)
-    if config.environment is None or not isinstance(config.data.train, Path):
-        raise ConfigError(f"a section `environment` and one file as data.train in {file}", "another form", "Fix them.")
-    number = write_tasks(config.environment, config.data.train, count)
-    print(f"wrote {number} tasks to {config.data.train}")
+    settings, out = config.environment, config.data.train
+    if settings is None or settings.venv is None:
+        raise ConfigError(
+            f"an environment of verifiers or NeMo Gym in {file}", "another one", "Its tasks are rows that you write."
+        )
+    if not isinstance(out, Path) or out.exists():
+        raise ConfigError(f"a new file as data.train in {file}", f"{out}", "Move it away, or fix data.train.")
+    rows = read_tasks(settings, count) if settings.verifiers is not None else read_rows(settings, count)
+    if not rows:
+        raise ConfigError("tasks of the environment", "none", "Choose another environment, or fix environment.options.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, "".join(json.dumps(row) + "\n" for row in rows))
+    print(f"wrote {len(rows)} tasks to {out}")
 
 
 async def _test(words: list[str], row: int, url: str | None, model: str | None) -> None:
@@ -110,9 +122,10 @@ async def _serve(redis: str, run_id: str | None, endpoint_towards: Callable[[str
         stop = stop_event()  # no graceful shutdown is needed before this point
         following = run.set_when_over(stop) if run_id is None else nullcontext()
         async with until_set(stop):
-            settings = (await run.config()).environment
+            config = await run.config()
+            settings = config.environment
             if settings is not None:
-                async with serve(settings, endpoint_towards(redis), run) as lease, following:
+                async with serve(settings, endpoint_towards(redis), run, rewarded=config.reward is not None) as lease, following:
                     gc.freeze()  # excludes loaded modules from garbage collections
                     logger.info("ready: gRPC at %s, HTTP at %s", lease.address, lease.http_address)
                     try:

@@ -126,14 +126,15 @@ def understood(reply: Mapping[str, Any], limit: int) -> Moved:
     """A worker's reply, which user code in its process could have written. Raises ContractError, or what reading another form raises."""
     said = [{"role": role, "content": content} for role, content in reply["messages"]]
     numbers = {str(name): finite(value, "part") for name, value in reply["parts"].items()}
-    calls = [_call(*call, limit=limit) for call in reply["calls"]]
+    calls = [tool_call(*call, limit=limit) for call in reply["calls"]]
     tools = [dict(tool) for tool in reply["tools"]]
     return Moved(
         _messages(said, "the worker", limit), finite(reply["reward"], "reward"), bool(reply["done"]), numbers, calls, tools
     )
 
 
-def _call(name: str, arguments: str, result: str, seconds: float, error: str, *, limit: int) -> ToolCall:
+def tool_call(name: str, arguments: str, result: str, seconds: float, error: str, *, limit: int) -> ToolCall:
+    """A call as it may be sent: in valid Unicode, with texts of at most `limit` characters."""
     texts = [text[:limit].encode(errors="replace").decode() for text in (name, arguments, result, error)]
     return texts[0], texts[1], texts[2], max(0.0, finite(seconds, "seconds of a tool")), texts[3]
 

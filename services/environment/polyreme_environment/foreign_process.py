@@ -1,22 +1,25 @@
-"""A process of another package, which has a Python and packages of its own.
+"""Processes of another package, which has a Python and packages of its own.
 
-Invariant: the process ends with its owner, however that ends. It sees no secret of the service.
+Invariant: a process ends with its owner, however that ends. It sees no secret of the service.
 """
 
 import asyncio
 import logging
 import os
+import random
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from polyreme.errors import ConfigError
+from polyreme.errors import ConfigError, PolyremeError, UnavailableError
 from polyreme.isolation.privacy import scrubbed
 
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
+_REPLACE_SECONDS = 30.0
+"""Longest wait before processes are started again."""
 _TOLD = 1500
 """Characters of its last output in an error."""
 _OWNED = """
@@ -41,12 +44,14 @@ class ForeignProcess:
         self._told = ""
         self._reading = asyncio.create_task(self._read())
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     async def wait(self) -> str:
         """Waits until it has ended. Returns how, with its last output."""
         status = await self._process.wait()
-        with suppress(TimeoutError):  # a process that it started may hold its output open
-            async with asyncio.timeout(_STOP_SECONDS):
-                await asyncio.shield(self._reading)
+        await asyncio.wait({self._reading}, timeout=_STOP_SECONDS)  # a process that it started may hold its output open
         return f"exited with status {status}: {self._told.strip() or 'no output'}"
 
     async def close(self) -> None:
@@ -75,12 +80,19 @@ class ForeignProcess:
 
 
 async def run_foreign(
-    label: str, venv: Path, code: str, arguments: Sequence[str], keep: Collection[str], **variables: str
+    label: str,
+    venv: Path,
+    code: str,
+    arguments: Sequence[str],
+    keep: Collection[str],
+    folder: str | None = None,
+    **variables: str,
 ) -> ForeignProcess:
     """Starts `code` with the Python of a virtual environment.
 
     Args:
         keep: names of variables that it gets in addition to the usual ones.
+        folder: its working directory; None: that of the service.
         variables: further ones, with their values.
 
     Raises:
@@ -90,8 +102,92 @@ async def run_foreign(
         process = await asyncio.create_subprocess_exec(
             str(venv / "bin" / "python"), "-c", _OWNED + code, *arguments,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            env={**scrubbed(os.environ, keep), "PYTHONUNBUFFERED": "1", **variables}, start_new_session=True,
+            env={**scrubbed(os.environ, keep), "PYTHONUNBUFFERED": "1", **variables}, start_new_session=True, cwd=folder,
         )  # fmt: skip
     except OSError as error:
         raise ConfigError(f"a virtual environment at {venv}", str(error), "Fix environment.venv.") from None
     return ForeignProcess(label, process)
+
+
+async def until_answers(
+    what: str, processes: Sequence[ForeignProcess], answers: Callable[[], Awaitable[bool]], seconds: float
+) -> None:
+    """Asks until they answer.
+
+    Raises:
+        ConfigError: one of them has ended.
+        UnavailableError: there is no answer within `seconds`, environment.start_timeout.
+    """
+    ended = [asyncio.ensure_future(process.wait()) for process in processes]
+    try:
+        async with asyncio.timeout(seconds):
+            while not await answers():
+                for each in ended:
+                    if each.done():
+                        raise ConfigError(what, f"a process that {each.result()}", "See its message.")
+    except TimeoutError:
+        limit = f"environment.start_timeout = {seconds:g} s"
+        raise UnavailableError(f"{what} within {limit}", "no answer", "Raise it, or see the log.") from None
+    finally:
+        for each in ended:
+            each.cancel()
+
+
+class KeptProcesses:
+    """Processes that serve together. When one ends, all are replaced, after longer and longer waits while that fails.
+
+    Args:
+        serve: starts them, and waits until they answer; it ends them when it fails.
+        lost: is told how they ended, before they are replaced.
+    """
+
+    def __init__(self, serve: Callable[[], Awaitable[Sequence[ForeignProcess]]], lost: Callable[[str], Awaitable[None]]) -> None:
+        self._serve, self._lost = serve, lost
+        self._processes: Sequence[ForeignProcess] = ()
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def are_serving(self) -> bool:
+        return bool(self._processes)
+
+    async def start(self) -> None:
+        """Raises as `serve`."""
+        self._processes = await self._serve()
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        """Ends them."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._end()
+
+    async def _keep(self) -> None:
+        while True:
+            how = await _first_end(self._processes)
+            logger.warning("a process of another package %s", how)
+            await self._lost(how)
+            await self._end()
+            wait = 1.0
+            while not self._processes:
+                await asyncio.sleep(wait * (0.5 + random.random()))
+                wait = min(2 * wait, _REPLACE_SECONDS)
+                try:
+                    self._processes = await self._serve()
+                except PolyremeError as error:
+                    logger.warning("%s", error)
+
+    async def _end(self) -> None:
+        processes, self._processes = self._processes, ()
+        await asyncio.gather(*(process.close() for process in processes))
+
+
+async def _first_end(processes: Sequence[ForeignProcess]) -> str:
+    """Waits until one has ended. Returns how."""
+    waiting = [asyncio.ensure_future(process.wait()) for process in processes]
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        return next(iter(done)).result()
+    finally:
+        for each in waiting:
+            each.cancel()

@@ -7,9 +7,8 @@ error of its own episode; the other episodes of that worker are lost and may be 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 from polyreme.api.v1 import environment_pb2 as pb
@@ -105,13 +104,31 @@ class Episode:
         await self._pool.call(self._slot, self._worker, {"episode": self._number, "close": True})
 
 
-def _text_of(file: Path) -> str:
+async def start_workers(module: str, config: EnvironmentConfig, setup: Mapping[str, Any]) -> tuple[Workers, list[Worker]]:
+    """Starts worker processes that run the environment's file.
+
+    Args:
+        module: whose `main(socket)` is a worker.
+        setup: what its first message has beside the file, the options and the limit of memory.
+
+    Raises:
+        ConfigError: the file cannot be read or loaded.
+        UnavailableError: loading takes longer than `start_timeout`.
+    """
     try:
-        return file.read_text(encoding="utf-8")
+        code = "" if config.file is None else config.file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"a Python file {file}", str(error), "Fix environment.file. The service reads it on its own machine."
+            f"a Python file {config.file}", str(error), "Fix environment.file. The service reads it on its own machine."
         ) from None
+    where = "environment.tools" if config.file is None else str(config.file)
+    file = {"path": where, "code": code, "options": config.options, "memory_mib": config.worker_memory_mib}
+    workers = Workers(module, "environment", {**file, **setup}, (), config.start_timeout, config.worker_environment)
+    try:
+        return workers, await workers.spawn_all(config.workers)
+    except BaseException:
+        workers.close()
+        raise
 
 
 class EpisodePool:
@@ -119,21 +136,16 @@ class EpisodePool:
 
     def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
         self._config, self._metrics = config, metrics
-        code = "" if config.file is None else _text_of(config.file)
-        where = "environment.tools" if config.file is None else str(config.file)
-        setup: dict[str, Any] = {"path": where, "code": code, "name": config.name, "options": config.options}
-        setup["tools"] = sources_of(config)
-        setup |= {
-            "memory_mib": config.worker_memory_mib,
-            "max_chars": config.max_message_chars,
-            "tool_parser": config.tool_parser,
-        }
-        module = "polyreme_environment.worker"
-        self._processes = Workers(module, "environment", setup, (), config.start_timeout, config.worker_environment)
+        self._workers: Workers | None = None
         self._slots: list[_Slot] = []
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.draining = False
+
+    @property
+    def _processes(self) -> Workers:
+        assert self._workers is not None, "`start` comes first"
+        return self._workers
 
     @property
     def about(self) -> tuple[str, str]:
@@ -147,11 +159,10 @@ class EpisodePool:
 
     async def start(self) -> None:
         """Starts the workers. Raises ConfigError or UnavailableError when the environment cannot be loaded."""
-        try:
-            first = await self._processes.spawn_all(self._config.workers)
-        except BaseException:
-            await self.close()
-            raise
+        config = self._config
+        setup = {"name": config.name, "max_chars": config.max_message_chars, "tool_parser": config.tool_parser}
+        tools = {"tools": sources_of(config)}
+        self._workers, first = await start_workers("polyreme_environment.worker", config, {**setup, **tools})
         self._slots = [_Slot(worker) for worker in first]
 
     async def close(self) -> None:
@@ -160,7 +171,8 @@ class EpisodePool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._processes.close()
+        if self._workers is not None:
+            self._workers.close()
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Episode]:

@@ -28,6 +28,7 @@ from polyreme_environment.agents.agent_pool import AgentPool
 from polyreme_environment.agents.runners import FunctionRunner, UrlRunner
 from polyreme_environment.grpc_service import NAME, EnvironmentServicer
 from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.nemo_gym.runner import NeMoGymRunner
 from polyreme_environment.openenv.pool import OpenEnvPool
 from polyreme_environment.pool import EpisodePool, Pool
 from polyreme_environment.verifiers.runner import VerifiersRunner
@@ -44,7 +45,12 @@ NEARBY = Endpoint()
 
 @asynccontextmanager
 async def serve(
-    config: EnvironmentConfig, endpoint: Endpoint = NEARBY, run: Run | None = None, grace: float = GRACE_SECONDS
+    config: EnvironmentConfig,
+    endpoint: Endpoint = NEARBY,
+    run: Run | None = None,
+    grace: float = GRACE_SECONDS,
+    *,
+    rewarded: bool = False,
 ) -> AsyncIterator[Lease]:
     """Loads the environment, serves it until the block ends, then drains. Yields its lease.
 
@@ -52,6 +58,7 @@ async def serve(
         endpoint: addresses to listen on. Beyond loopback, without config.security, every host that reaches the machine can call.
         run: the run to register with, or None.
         grace: seconds in which running episodes may end.
+        rewarded: whether the run's rewards score the episodes, so that an agent need not.
 
     Raises:
         ConfigError: the environment cannot be loaded, a port is in use, or `security` is invalid.
@@ -60,13 +67,11 @@ async def serve(
     assert endpoint.http_port is not None, "the environment service needs an HTTP port"
     metrics = EnvironmentMetrics()
     async with AsyncExitStack() as stack:
-        pool = make_pool(config, metrics)
+        pool = make_pool(config, metrics, rewarded)
         stack.push_async_callback(pool.close)
-        await pool.start()
-        version, about = pool.about
-        logger.info("the environment %s: %s", version, about)
         routes = session_routes(pool.sessions) if isinstance(pool, AgentPool) else []
-        app = make_app(lambda: pool.available and not pool.draining, metrics, routes)
+        started = asyncio.Event()
+        app = make_app(lambda: started.is_set() and pool.available and not pool.draining, metrics, routes)
         is_open = is_session_path if routes else lambda path: False
         http = await stack.enter_async_context(
             serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security, is_open, names=endpoint.names)
@@ -74,10 +79,14 @@ async def serve(
         if isinstance(pool, AgentPool):
             scheme = "https" if config.security is not None and config.security.certificate else "http"
             pool.server = f"{scheme}://{endpoint.http_address(http)}"
+        await pool.start()
+        version, about = pool.about
+        logger.info("the environment %s: %s", version, about)
         servicer = EnvironmentServicer(pool, metrics)
         server = await stack.enter_async_context(
             rpc.serve(endpoint.host, endpoint.port, servicer.add_to, [NAME], grace, config.security)
         )
+        started.set()
         await server.set_ready(True)
         name = f"environment-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         facts = {"episodes": config.episodes, "version": version}
@@ -93,16 +102,18 @@ async def serve(
             await server.set_ready(False)
 
 
-def make_pool(config: EnvironmentConfig, metrics: EnvironmentMetrics) -> Pool:
-    """What plays the episodes of a configuration."""
+def make_pool(config: EnvironmentConfig, metrics: EnvironmentMetrics, rewarded: bool) -> Pool:
+    """What plays the episodes of a configuration. `rewarded`: see `serve`."""
     if config.openenv:
         return OpenEnvPool(config, metrics)
     if config.verifiers is not None:
-        return AgentPool(config, metrics, VerifiersRunner(config, metrics))
+        return AgentPool(config, metrics, VerifiersRunner(config, metrics), rewarded)
+    if config.nemo_gym is not None:
+        return AgentPool(config, metrics, NeMoGymRunner(config, metrics), rewarded)
     if config.url is not None:
-        return AgentPool(config, metrics, UrlRunner(config.url))
+        return AgentPool(config, metrics, UrlRunner(config.url), rewarded)
     if config.function is not None:
-        return AgentPool(config, metrics, FunctionRunner(config, metrics))
+        return AgentPool(config, metrics, FunctionRunner(config, metrics), rewarded)
     return EpisodePool(config, metrics)
 
 

@@ -34,6 +34,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 i.templated_prompt,
                 tuple(i.token_ids),
                 tuple(i.token_texts),
+                i.messages_json,
             )
             for i in request.items
         ]

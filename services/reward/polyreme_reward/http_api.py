@@ -33,6 +33,7 @@ class NativeItem(BaseModel):
         [], description="The response's tokens, including the stop token; empty: only texts are known."
     )
     token_texts: list[str] = Field([], description="The text of each token; together they are response_raw.")
+    messages: list[dict[str, Any]] = Field([], description="The conversation of an episode, whose last answer is the response.")
 
 
 class NativeRequest(BaseModel):
@@ -118,6 +119,7 @@ def _native_wire(scorer: Scorer) -> APIRouter:
                 i.templated_prompt,
                 tuple(i.token_ids),
                 tuple(i.token_texts),
+                json.dumps(i.messages) if i.messages else "",
             )
             for i in body.items
         ]

@@ -23,6 +23,7 @@ class Item(NamedTuple):
         templated_prompt: the prompt as the model saw it, including chat template and special tokens, or '' when it is unknown.
         token_ids: ids of the response's tokens, including the stop token; empty when only texts are known.
         token_texts: the text of each token; concatenated, they are `response_raw`.
+        messages_json: the conversation of an episode, whose last answer is the response: a JSON list; or '' for a single response.
     """
 
     key: str
@@ -34,6 +35,20 @@ class Item(NamedTuple):
     templated_prompt: str = ""
     token_ids: Sequence[int] = ()
     token_texts: Sequence[str] = ()
+    messages_json: str = ""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation; of a single response, the prompt and it. Raises RewardError when `messages_json` is not a JSON list."""
+        if not self.messages_json:
+            return [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.response}]
+        try:
+            found = json.loads(self.messages_json)
+        except (ValueError, RecursionError) as error:
+            raise RewardError(f"expected messages_json to be a JSON list; found {error}") from None
+        if not isinstance(found, list):
+            raise RewardError(f"expected messages_json to be a JSON list; found a {type(found).__name__}")
+        return found
 
     @property
     def metadata(self) -> dict[str, Any]:

@@ -42,8 +42,7 @@ _ENCODED = 1_000
 def check(config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
     """Yields notices and errors about everything that the trainer will read. A missing file is an error of the core, so what needs it is left
     out here."""
-    if isinstance(config, RunConfig):
-        yield from results(check_trackers(config.trackers), _check_notices(config.notices))
+    yield from results(check_trackers(config.trackers), _check_notices(config.notices))
     yield from check_device(config.device)
     if isinstance(config, RunConfig) and config.device != "cpu":
         yield from advice(config, device_count(config.device))

@@ -35,7 +35,7 @@ from polyreme.rundir.run_directory import check_resumable, make_folder, next_att
 from polyreme.rundir.start import Start, claimed, prepared
 from polyreme.terminal.completion import DpoOverrides, Overrides, RewardModelOverrides, SftOverrides
 from polyreme.terminal.terminal import TerminalConsole
-from polyreme_trainer.launch.stage_process import StageProcess
+from polyreme_trainer.launch.stage_process import StageSupervision
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.launch.worker_node import serve_launches
 from polyreme_trainer.observe.exporter import export
@@ -199,7 +199,7 @@ def run_stage(config: StageConfig, resume: bool, dry_run: bool) -> None:
 async def _run_stage(config: StageConfig, run_id: str, console: Console) -> None:
     log_dir = next_attempt(config.run_dir)
     console.print(f"run            {run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
-    state = await StageProcess(config, run_id, log_dir, console).run()
+    state = await StageSupervision(config, run_id, log_dir, console).run()
     if state is RunState.STOPPED:
         console.print("stopped and saved; continue with --resume")
         return

@@ -90,7 +90,7 @@ async def test_the_guides_commands_measure_what_transformers_computes(redis_url:
     (tokenizer := tmp_path / "tokenizer").mkdir()
     for name, data in files.items():
         (tokenizer / name).write_bytes(data)
-    plain, chat = guide.commands("lm-eval.md", "run")
+    plain, chat = guide.commands("evaluation.md", "run")
     async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model, max_model_len=256)) as there:
         learner = Learner.of(run_id, model)
         try:
@@ -103,7 +103,7 @@ async def test_the_guides_commands_measure_what_transformers_computes(redis_url:
                     rows = questions(model, Tokenizer.from_file(str(tokenizer / "tokenizer.json")), chat=command is chat)
                     assert len(rows) >= 5 and all(len({row[name] for row in rows}) > 1 for name in ("label", "answer"))
                     (tmp_path / "tasks").mkdir(exist_ok=True)
-                    guide.write_files("lm-eval.md", tmp_path / "tasks")
+                    guide.write_files("evaluation.md", tmp_path / "tasks")
                     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
                     found = await asyncio.to_thread(
                         measure, command, tmp_path, harness, f"{http.base_url}/v1".replace("//v1", "/v1"), tokenizer

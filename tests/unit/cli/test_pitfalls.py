@@ -1,4 +1,4 @@
-"""Pitfalls of docs/pitfalls.md that no other test covers."""
+"""Pitfalls of docs/guarantees.md that no other test covers."""
 
 from pathlib import Path
 

@@ -91,9 +91,12 @@ def test_the_fingerprint_knows_what_decides_the_weights(tmp_path: Path) -> None:
 
 
 def test_the_reference_has_every_key_of_every_stage() -> None:
-    _, _, text = reference().partition("## Stages")
+    whole = reference()
+    _, _, text = whole.partition("## Stages")
     for name, schema in STAGES.items():
         for key in known_keys(schema):
             section, _, leaf = key.rpartition(".")
             if section.partition(".")[0] != "model" and not section.startswith(("trainer.parallel", "trainer.optimizer")):
-                assert f"| `{leaf}`" in text, (name, key)
+                place = section.replace("data.eval", "data.train")  # which has the same keys
+                refers = f"## `{place}" in text  # to the table of the same section at another place
+                assert f"| `{leaf}`" in (whole if refers else text), (name, key)

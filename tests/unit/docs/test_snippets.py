@@ -27,14 +27,14 @@ EXECUTED = {
     "docs/environment-packages.md": "tests/integration/test_openenv.py",
     "docs/environments.md": "tests/integration/test_environment_server.py",
     **dict.fromkeys((f"docs/from-{name}.md" for name in SYSTEMS), "tests/unit/docs/test_coming_from.py"),
-    "docs/first-own-run.md": "tests/e2e/test_first_own_run.py",
+    "docs/tutorial.md": "tests/e2e/test_tutorial.py",
     "docs/gsm8k.md": "tests/integration/test_gsm8k_page.py",
     "docs/import.md": "tests/unit/import_config/test_systems.py",
-    "docs/lm-eval.md": "tests/integration/gateway/test_lm_eval.py",
+    "docs/evaluation.md": "tests/integration/gateway/test_lm_eval.py",
     "docs/notebook.md": "tests/unit/docs/test_notebook.py",
     "docs/rewards.md": "tests/integration/test_reward_docs.py",
     "docs/stages.md": "tests/e2e/test_stages.py",
-    "docs/v1.md": "tests/e2e/test_first_own_run.py",
+    "docs/v1.md": "tests/e2e/test_tutorial.py",
 }
 """The pages whose `file=` and `run` blocks a test writes and runs."""
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.config.environment import EnvironmentConfig
+from polyreme_environment.agents.apis import chat
 from polyreme_environment.agents.conversation import AgentConversation
-from polyreme_environment.agents.message import Spoken, spoken
-from polyreme_environment.agents.request import ChatRequest, RefusedRequestError, parse
+from polyreme_environment.agents.message import Spoken, before_stop, spoken
+from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
 from polyreme_environment.tool_calls import ParsedCall
@@ -18,8 +19,8 @@ from polyreme_environment.tool_calls import ParsedCall
 HELLO = {"role": "user", "content": "hello"}
 
 
-def request(**body: Any) -> ChatRequest:
-    return parse(json.dumps({"model": "m", "messages": [HELLO], **body}).encode())
+def request(**body: Any) -> TurnRequest:
+    return chat.read(json.loads(json.dumps({"model": "m", "messages": [HELLO], **body})), lambda turn: [])
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,11 @@ def request(**body: Any) -> ChatRequest:
         ("frequency_penalty", -1),
         ("repetition_penalty", 1.1),
         ("logit_bias", {"5": 100}),
-        ("stop", ["x"]),
+        ("stop", [""]),
+        ("stop", "\ud800"),
+        ("stop", {"x": 1}),
+        ("logprobs", 1),
+        ("top_logprobs", 3),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("tools", [{"function": {}}]),
@@ -63,7 +68,8 @@ def test_what_changes_nothing_is_accepted() -> None:
     neutral = {"n": 1, "top_p": 1.0, "stop": None, "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}}
     found = request(**neutral, seed=3, user="u", stream=True, stream_options={"include_usage": True})
     assert (found.messages, found.max_tokens, found.temperature) == (plain.messages, None, None)
-    assert (found.stream, found.usage, plain.stream) == (True, True, False)
+    assert [request(stop=stop).stop for stop in (None, "x", ["x", "y"])] == [(), ("x",), ("x", "y")]
+    assert (request(logprobs=True).wants_tokens, plain.wants_tokens) == (True, False)
     assert request(max_tokens=9, max_completion_tokens=7).max_tokens == 7
     parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
     assert request(messages=parts).messages == [HELLO]
@@ -135,6 +141,22 @@ def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
     assert conversation.place([HELLO, again, result])[0] == 0, "without tools the prompt is another one"
     other = {**answer, "tool_calls": [{**call, "id": "call_2"}]}
     assert conversation.place([HELLO, other, result], [TOOL])[0] == 0
+
+
+def test_a_text_continues_the_longest_turn_that_it_repeats() -> None:
+    conversation = AgentConversation()
+    assert conversation.place_text("1+1=") == (0, "1+1=")
+    assert [conversation.add_text(text) for text in ("1+1=2", None, "1+1=2\n2+2=4")] == [1, 2, 3]
+    assert conversation.place_text("1+1=2\n2+2=4") == (3, "")
+    assert conversation.place_text("1+1=2\n2+2=5") == (1, "\n2+2=5")
+    assert conversation.history(3) is None, "there are no messages"
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"), [((), ("a b c", None)), (("x",), ("a b c", None)), (("c", " b"), ("a", " b")), (("a",), ("", "a"))]
+)
+def test_a_text_ends_before_the_first_stop(stop: tuple[str, ...], expected: tuple[str, str | None]) -> None:
+    assert before_stop("a b c", stop) == expected
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,12 @@ def test_an_environment_that_cannot(tmp_path: Path, code: str | None, section: d
         list(check(played(tmp_path, code, **section)))
 
 
+BUDGET: dict[str, Any] = {"rollout": {"tokens_per_iteration": 4}, "max_staleness": 10_000}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward": {"rewards": [{"name": "exact"}]}}, "`reward` does not go with `environment`"),
         ({"environment": {"file": None, "tools": ["calculator"]}}, "environment.tools needs the section `reward`"),
         ({"environment": {"tools": ["calculator"]}}, "set one of them"),
         ({"environment": {"file": None, "tools": [{"command": ["x"]}]}}, "environment.tools"),
@@ -68,7 +70,9 @@ def test_an_environment_that_cannot(tmp_path: Path, code: str | None, section: d
         ({"data": {"template": "none"}}, "needs data.template: chat"),
         ({"data": {"eval": "eval.jsonl"}, "eval_answers": 2, "eval_best": "pass@2"}, "needs environment.correctness"),
         ({"algorithm": {"advantage": {"kind": "per_part"}}}, "an advantage per reward"),
-        ({"rollout": {"tokens_per_iteration": 4}, "max_staleness": 8}, "its episodes do not pause"),
+        ({"rollout": {"tokens_per_iteration": 4}, "max_staleness": 8}, "the longest episode .* needs max_staleness"),
+        (BUDGET | {"placement": "colocated"}, "needs placement: separate"),
+        (BUDGET | {"environment": {"function": "run"}}, "does not go with an agent"),
     ],
 )
 def test_what_does_not_go_with_an_environment_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -101,3 +105,23 @@ def test_the_runs_security_is_the_environments(tmp_path: Path) -> None:
     tree |= {"reward": None, "environment": {"file": "environment.py"}, "security": {"token_env": "TOKEN"}}
     config = RunConfig.model_validate(tree)
     assert config.environment is not None and config.environment.security == config.security
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ('{"prompt": "x", "task": {"a": 1}}', []),
+        ('{"prompt": "x"}', ["expected rows with a column `task` in"]),
+        (None, ["expected a virtual environment at"]),
+    ],
+)
+def test_an_environment_of_another_package(tmp_path: Path, row: str | None, messages: list[str]) -> None:
+    if row is not None:
+        (tmp_path / "data.jsonl").write_text(row)
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "python").touch()
+    config = run_config(tmp_path, reward=None, environment=EnvironmentConfig(verifiers="guess", venv=tmp_path))
+    data = config.data.model_copy(update={"train": tmp_path / "data.jsonl"})
+    found = [str(error) for error in check(config.model_copy(update={"data": data}))]
+    assert len(found) == len(messages)
+    assert all(error.startswith(message) for error, message in zip(found, messages, strict=True))

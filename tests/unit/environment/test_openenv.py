@@ -8,7 +8,7 @@ import pytest
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import ContractError
-from polyreme_environment.openenv.mapping import action_form, begun, filled, observed, tool_result, tool_schemas
+from polyreme_environment.openenv.mapping import action_form, begun, observed, reset_fields, tool_result, tool_schemas
 
 
 def schema(required: list[str], **types: str) -> dict[str, Any]:
@@ -57,7 +57,10 @@ def test_an_action_that_does_not_fit(declared: dict[str, Any] | None, actions: d
 
 
 def test_columns_of_the_row_in_reset() -> None:
-    assert filled({"level": "$level", "fixed": 1, "word": "$none"}, {"$level": 3}) == {"level": 3, "fixed": 1, "word": "$none"}
+    options = {"level": "$level", "fixed": [1, {"price": "$5"}]}
+    assert reset_fields(options, {"level": 3}) == {"level": 3, "fixed": [1, {"price": "$5"}]}
+    with pytest.raises(ContractError, match=r"the columns \['level'\] of environment.options"):
+        reset_fields(options, {"word": "x"})
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def test_the_configuration_names_the_taskset() -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"verifiers": "a"}, "`verifiers` and `venv` belong together"),
-        ({"file": "a.py", "venv": "v"}, "`verifiers` and `venv` belong together"),
+        ({"verifiers": "a"}, "`verifiers` and `nemo_gym` need a `venv`"),
+        ({"file": "a.py", "venv": "v"}, "`verifiers` and `nemo_gym` need a `venv`"),
         ({"verifiers": "a", "venv": "v", "name": "A"}, "`name` belongs to a `file`"),
         ({"verifiers": "a", "venv": "v", "url": "http://a"}, "set one of them"),
     ],

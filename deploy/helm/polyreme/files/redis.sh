@@ -1,9 +1,9 @@
+#!/bin/sh
 # redis.sh server: a Redis that keeps every acknowledged write. With FIRST set, one of three nodes that Sentinels watch.
 # redis.sh sentinel: this node's Sentinel.
 #
-# FIRST: address of the node that is primary before any failover. NODE: address of this one. BIND: other addresses to listen on than all.
-# STATE: folder of the data. The password comes from standard input or a
-# file, since every user can read command lines.
+# FIRST: address of the node that is primary before any failover. NODE: address of this one. BIND, PORT: where a server listens.
+# STATE: folder of the data. Servers read the password from standard input or a file, since every user can read command lines.
 #
 # A node that returns takes its own Sentinel's word for who is primary. If that is old, it may start as a second primary, but takes no
 # write: no replica follows it. The Sentinels make it a replica within seconds.
@@ -16,6 +16,7 @@ bind=${BIND:-* -::*}
 case $1 in
 server)
     settings="bind $bind
+port ${PORT:-6379}
 requirepass $POLYREME_REDIS_PASSWORD
 dir ${STATE:-/data}
 appendonly yes

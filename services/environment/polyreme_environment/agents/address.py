@@ -1,8 +1,10 @@
 """The session address: the routes by which agents reach their sessions.
 
-    POST /s/ID/v1/chat/completions     (or /v1/chat/completions, since the key alone names a session)
-    POST /s/ID/v1/reward               {"reward": 1.0}: adds to the reward of the last turn
+    POST /s/ID/v1/...        an API of `APIS`
+    POST /s/ID/v1/reward     {"reward": 1.0}: adds to the reward of the last turn
     GET  /s/ID/v1/models
+
+Also under /v1, since the key alone names a session, and under NeMo Gym's prefix /ng-rollout/KEY/v1, since its agents send no key.
 
 Invariant: a request without an open session's key learns nothing but that.
 """
@@ -15,12 +17,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polyreme_environment.agents.reply import completion, error, events
-from polyreme_environment.agents.request import RefusedRequestError, parse, read_object
+from polyreme_environment.agents.apis import APIS, Api, chat
+from polyreme_environment.agents.request import RefusedRequestError, bad, read_object
 from polyreme_environment.agents.session import AgentSession, SessionTable
 
-_PREFIXES = ("/s/{id}/v1", "/v1")
-_OPEN = re.compile(r"/s/[^/]*/v1/|/v1/")
+_GYM = "/ng-rollout/{key}"
+_PREFIXES = ("/s/{id}/v1", "/v1", f"{_GYM}/v1", f"{_GYM}/training-token-capture/v1")
+_OPEN = re.compile(r"(/s/[^/]*|/ng-rollout/[^/]*(/training-token-capture)?|)/v1/")
 _MODEL = "policy"
 
 Answer = Callable[[AgentSession, bytes], Awaitable[Response]]
@@ -39,49 +42,55 @@ def base_url(server: str, session: AgentSession) -> str:
 def session_routes(sessions: SessionTable) -> list[Route]:
     """The routes."""
 
-    def guarded(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+    def guarded(answer: Answer, api: Api) -> Callable[[Request], Awaitable[Response]]:
         async def answered(request: Request) -> Response:
             try:
                 session = sessions.find(_key(request), request.path_params.get("id"))
                 return await answer(session, await request.body())
             except RefusedRequestError as refused:
-                return JSONResponse(error(refused.message, refused.code), refused.status)
+                return JSONResponse(api.error(refused.status, refused.message, refused.code), refused.status)
             except ClientDisconnect:  # within its body
                 return Response(status_code=400)
 
         return answered
 
-    routes: tuple[tuple[str, str, Answer], ...] = (
-        ("POST", "/chat/completions", _chat),
-        ("POST", "/reward", _reward),
-        ("GET", "/models", _models),
-    )
+    routes: list[tuple[str, str, Answer, Api]] = [("POST", path, _turn_of(api), api) for path, api in APIS.items()]
+    routes += [("POST", "/reward", _reward, chat), ("GET", "/models", _models, chat)]
     return [
-        Route(f"{prefix}{path}", guarded(answer), methods=[method]) for prefix in _PREFIXES for method, path, answer in routes
+        Route(f"{prefix}{path}", guarded(answer, api), methods=[method])
+        for prefix in _PREFIXES
+        for method, path, answer, api in routes
     ]
 
 
 def _key(request: Request) -> str:
-    """The key of a request: `x-api-key`, or that of `Authorization: Bearer` as OpenAI's clients send it."""
+    """The key of a request: that of the path, `x-api-key`, or that of `Authorization: Bearer` as OpenAI's clients send it."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return request.headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
+    bearer = token.strip() if kind.lower() == "bearer" else ""
+    return str(request.path_params.get("key") or request.headers.get("x-api-key") or bearer)
 
 
-async def _chat(session: AgentSession, body: bytes) -> Response:
-    request = parse(body)
-    turn = await session.answer(request)
-    if request.stream:
-        return Response(events(request, turn), media_type="text/event-stream")
-    return JSONResponse(completion(request, turn))
+def _turn_of(api: Api) -> Answer:
+    async def answer(session: AgentSession, body: bytes) -> Response:
+        asked = read_object(body)
+        turn = await session.answer(api.read(asked, session.history))
+        if asked.get("stream"):
+            return Response(api.events(asked, turn), media_type="text/event-stream")
+        return JSONResponse(api.reply(asked, turn))
+
+    return answer
 
 
 async def _reward(session: AgentSession, body: bytes) -> Response:
     given: Any = read_object(body).get("reward")
     if isinstance(given, bool) or not isinstance(given, int | float):
-        raise RefusedRequestError(400, f"expected a number as `reward`; found {given!r:.100}", "invalid_request")
+        raise bad(f"expected a number as `reward`; found {given!r:.100}")
     session.reward(float(given))
     return JSONResponse({"status": "ok"})
 
 
 async def _models(session: AgentSession, body: bytes) -> Response:
-    return JSONResponse({"object": "list", "data": [{"id": _MODEL, "object": "model", "created": 0, "owned_by": "polyreme"}]})
+    """The models in the forms of OpenAI and Anthropic at once."""
+    model = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "polyreme"}
+    model |= {"type": "model", "display_name": _MODEL, "created_at": "1970-01-01T00:00:00Z"}
+    return JSONResponse({"object": "list", "data": [model], "has_more": False, "first_id": _MODEL, "last_id": _MODEL})

@@ -1,6 +1,6 @@
 """The episodes of a server whose environment is an agent.
 
-Invariant: an episode ends with a reward that its agent gave, or with an error. After a bound the agent still has `step_timeout` seconds to give
+Invariant: an episode ends with a reward that its agent gave, unless the run's rewards score it, or with an error. After a bound the agent still has `step_timeout` seconds to give
 its reward, so an episode ends at the latest that long after `max_seconds`.
 """
 
@@ -38,8 +38,11 @@ class AgentMoved(Moved):
 class AgentEpisode:
     """One run of an agent in a session. Its calls raise PlayError or EpisodeLostError."""
 
-    def __init__(self, config: EnvironmentConfig, runner: Runner, session: AgentSession, url: str) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, runner: Runner, session: AgentSession, url: str, rewarded: bool = False
+    ) -> None:
         self._config, self._runner, self._session, self._url = config, runner, session, url
+        self._rewarded = rewarded
         self._run: asyncio.Task[Result] | None = None
         self._deadline = 0.0
 
@@ -88,11 +91,15 @@ class AgentEpisode:
     def _asked(self, asked: Asked) -> AgentMoved:
         request = asked.request
         agent = pb.AgentRequest(
-            messages_json=json.dumps(asked.messages),
+            messages_json=json.dumps(asked.messages) if asked.messages else "",
             tools_json=json.dumps(request.tools) if request.tools else "",
             after=asked.after,
             max_tokens=request.max_tokens or 0,
             temperature=request.temperature,
+            prompt=asked.text,
+            context_ids=request.prompt if isinstance(request.prompt, tuple) else (),
+            stop=request.stop,
+            wants_tokens=request.wants_tokens,
         )
         return AgentMoved(reward=self._session.take_reward(), calls=asked.calls, agent=agent)
 
@@ -107,7 +114,7 @@ class AgentEpisode:
 
     def _ending(self, result: Result, how: str) -> Moved:
         """`how`: how the agent ended, for the error where it has given no reward."""
-        if result.reward is None and not self._session.is_rewarded:
+        if result.reward is None and not self._session.is_rewarded and not self._rewarded:
             raise PlayError(f"{_NO_REWARD}: {how}")
         reward = (result.reward or 0.0) + self._session.take_reward()
         return Moved(reward=reward, done=True, parts=result.metrics)
@@ -116,13 +123,16 @@ class AgentEpisode:
 class AgentPool:
     """Agents and their sessions, in place of an `EpisodePool`.
 
+    Args:
+        rewarded: whether the run's rewards score the episodes.
+
     Attributes:
         sessions: those that are open.
         server: http(s)://host:port of the session address.
     """
 
-    def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics, runner: Runner) -> None:
-        self._config, self._metrics, self._runner = config, metrics, runner
+    def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics, runner: Runner, rewarded: bool = False) -> None:
+        self._config, self._metrics, self._runner, self._rewarded = config, metrics, runner, rewarded
         self.sessions, self.server, self.draining = SessionTable(), "", False
 
     @property
@@ -137,7 +147,7 @@ class AgentPool:
 
     async def start(self) -> None:
         """Raises ConfigError or UnavailableError when there is no agent."""
-        await self._runner.start()
+        await self._runner.start(self.server)
 
     async def close(self) -> None:
         """Ends all agents."""
@@ -151,7 +161,7 @@ class AgentPool:
             raise FullError(f"{len(self.sessions)} of environment.episodes = {self._config.episodes} agents")
         limits = self._config.max_message_chars, self._config.tool_parser
         with self.sessions.opened(*limits) as session, self._metrics.playing.track_inprogress():
-            episode = AgentEpisode(self._config, self._runner, session, base_url(self.server, session))
+            episode = AgentEpisode(self._config, self._runner, session, base_url(self.server, session), self._rewarded)
             try:
                 yield episode
             finally:

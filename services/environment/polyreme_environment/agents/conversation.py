@@ -2,15 +2,26 @@
 
 Invariant: a request continues the longest turn whose messages it repeats, and only if nothing behind them is an answer. What clients change in an
 answer that they send back does not matter: its outer blanks, its thoughts, the blanks in the arguments of its calls, which are known by their
-ids. Pure.
+ids. A text continues the longest turn whose text it repeats. Pure.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A turn: the one that it follows, the messages behind that, how many at their beginning are no part of the conversation, and the answer."""
+
+    after: int
+    messages: list[Message]
+    instructions: int
+    answer: Message
 
 
 class AgentConversation:
@@ -18,7 +29,8 @@ class AgentConversation:
 
     def __init__(self) -> None:
         self._turns: dict[bytes, int] = {}  # digest of the messages up to and with the answer -> number of the turn, from 1
-        self._count = 0
+        self._texts: dict[str, int] = {}  # the same for a text
+        self._kept: list[_Kept | None] = []
 
     def place(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, list[Message]]:
         """The number of the turn that a request follows, and the messages behind it; (0, all messages) if it follows none.
@@ -35,12 +47,33 @@ class AgentConversation:
                 return turn, list(messages[end:])
         return 0, list(messages)
 
-    def add(self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = ()) -> int:
-        """Adds the answer to a request. Returns the number of the turn."""
-        self._count += 1
+    def place_text(self, text: str) -> tuple[int, str]:
+        """The number of the turn that a text follows, and the text behind it; (0, all of it) if it follows none."""
+        begins = max((known for known in self._texts if text.startswith(known)), key=len, default="")
+        return self._texts.get(begins, 0), text[len(begins) :]
+
+    def add(self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = (), *, instructions: int = 0) -> int:
+        """Adds the answer to a request. Returns the number of the turn. `instructions`: see `TurnRequest`."""
+        after, behind = self.place(messages, tools)
+        self._kept.append(_Kept(after, behind, instructions, answer))
         *_, digest = _digests([*messages, answer], tools)
-        self._turns[digest] = self._count
-        return self._count
+        self._turns[digest] = len(self._kept)
+        return len(self._kept)
+
+    def add_text(self, text: str | None) -> int:
+        """Adds the answer to a prompt: the text of both, or None where the prompt was tokens. Returns the number of the turn."""
+        self._kept.append(None)
+        if text is not None:
+            self._texts[text] = len(self._kept)
+        return len(self._kept)
+
+    def history(self, number: int) -> list[Message] | None:
+        """The conversation up to a turn, without instructions; None: there is none of messages."""
+        found: list[Message] = []
+        while 0 < number <= len(self._kept) and (turn := self._kept[number - 1]) is not None:
+            found = [*turn.messages[0 if turn.after else turn.instructions :], turn.answer, *found]
+            number = turn.after
+        return found or None
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[Message]) -> Iterator[bytes]:

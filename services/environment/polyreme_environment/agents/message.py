@@ -3,6 +3,7 @@
 Invariant: nothing of an answer is left out. What only looks like a call stays in the text. Pure.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polyreme_environment.tool_calls import ParsedCall, find_calls
@@ -17,6 +18,12 @@ class Spoken:
     content: str
     thought: str = ""
     calls: tuple[ParsedCall, ...] = ()
+
+
+def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """The text before the first of the texts that end an answer, and which one that is; (all of it, None) without one."""
+    found = min(((text.find(each), each) for each in stop if each in text), default=None)
+    return (text, None) if found is None else (text[: found[0]], found[1])
 
 
 def spoken(text: str, raw: str, parser: str | None) -> Spoken:

@@ -1,19 +1,29 @@
-"""Replies of a session address, in OpenAI's format.
+"""A turn as the APIs of a session address tell it.
 
 Invariant: the reply to a request depends only on the request and its turn, so a repeated request gets the same one. Pure.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from polyreme.api.v1.environment_pb2 import TurnTokens
 from polyreme_environment.agents.message import Spoken
-from polyreme_environment.agents.request import ChatRequest
+from polyreme_environment.tool_calls import ParsedCall
 
 
 @dataclass(frozen=True)
 class AgentTurn:
-    """A turn of the policy as a client sees it: a unique id, its Unix time, what it says, whether it was cut, and the tokens before it and of it."""
+    """A turn of the policy as a client sees it.
+
+    Attributes:
+        id, created: unique, and its Unix time.
+        is_cut: whether it ended at its maximum length.
+        context_tokens, tokens: the number of tokens before it, and of it.
+        stopped_by: the text of the request's `stop` that ended it, or None.
+        sampled: its tokens, if the request asked for them.
+    """
 
     id: str
     created: int
@@ -21,59 +31,40 @@ class AgentTurn:
     is_cut: bool
     context_tokens: int
     tokens: int
+    stopped_by: str | None = None
+    sampled: TurnTokens | None = None
+
+    @property
+    def calls(self) -> list[tuple[str, ParsedCall]]:
+        """The calls with their ids."""
+        return [(f"call_{self.id}-{place}", call) for place, call in enumerate(self.said.calls)]
 
     @property
     def message(self) -> dict[str, Any]:
-        """The message as a client gets it, and sends it back."""
-        said = self.said
-        message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
-        if said.thought:
-            message["reasoning_content"] = said.thought
-        if said.calls:
+        """The message in the form of chat completions."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.said.content or (None if self.said.calls else "")}
+        if self.said.thought:
+            message["reasoning_content"] = self.said.thought
+        if self.said.calls:
             message["tool_calls"] = [
-                {"id": f"call_{self.id}-{place}", "type": "function", "function": {"name": call.name, "arguments": call.text}}
-                for place, call in enumerate(said.calls)
+                {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.text}} for id, call in self.calls
             ]
         return message
 
-
-def completion(request: ChatRequest, turn: AgentTurn) -> dict[str, Any]:
-    """A whole reply."""
-    choice = {"index": 0, "message": {**turn.message, "refusal": None}, "logprobs": None, "finish_reason": _finish(turn)}
-    return {**_head(request, turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
-
-
-def events(request: ChatRequest, turn: AgentTurn) -> bytes:
-    """The same as server-sent events: the message in one piece, the reason of its end, and the numbers of tokens where they were asked for."""
-    head = _head(request, turn, "chat.completion.chunk")
-    message = turn.message
-    if "tool_calls" in message:
-        message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
-    deltas: list[tuple[dict[str, Any], str | None]] = [(message, None), ({}, _finish(turn))]
-    chunks = [
-        {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]} for delta, finish in deltas
-    ]
-    if request.usage:
-        chunks.append({**head, "choices": [], "usage": _usage(turn)})
-    return b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks) + b"data: [DONE]\n\n"
+    def logprobs(self) -> list[dict[str, Any]]:
+        """Each token with its text, its log-probability and no other candidates. Only for a turn with `sampled`."""
+        assert self.sampled is not None
+        pairs = zip(self.sampled.texts, self.sampled.logprobs, strict=True)
+        return [{"token": text, "logprob": number, "bytes": list(text.encode()), "top_logprobs": []} for text, number in pairs]
 
 
-def error(message: str, code: str) -> dict[str, Any]:
-    """An error."""
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+def usage(turn: AgentTurn) -> dict[str, int]:
+    """The numbers of tokens in the form of chat completions."""
+    both = turn.context_tokens + turn.tokens
+    return {"prompt_tokens": turn.context_tokens, "completion_tokens": turn.tokens, "total_tokens": both}
 
 
-def _head(request: ChatRequest, turn: AgentTurn, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": turn.created, "model": request.model}
-
-
-def _finish(turn: AgentTurn) -> str:
-    return "length" if turn.is_cut else "tool_calls" if turn.said.calls else "stop"
-
-
-def _usage(turn: AgentTurn) -> dict[str, int]:
-    return {
-        "prompt_tokens": turn.context_tokens,
-        "completion_tokens": turn.tokens,
-        "total_tokens": turn.context_tokens + turn.tokens,
-    }
+def server_sent(events: Iterator[dict[str, Any]], *, named: bool) -> bytes:
+    """Events as the body of a reply. `named`: each with its `type` as its name; otherwise they end with [DONE]."""
+    lines = [(f"event: {each['type']}\n" if named else "") + f"data: {json.dumps(each)}\n\n" for each in events]
+    return "".join([*lines, *([] if named else ["data: [DONE]\n\n"])]).encode()

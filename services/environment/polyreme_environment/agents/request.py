@@ -1,40 +1,37 @@
-"""Requests for chat completions to a session address.
+"""What every API of a session address asks for: the policy's next turn.
 
-Invariant: a request that is accepted asks for what the run samples in any case: one message from the policy's whole distribution. Everything
+Invariant: a request that is accepted asks for what the run samples in any case: one answer from the policy's whole distribution. Everything
 that would change the distribution is refused, and so is every key that is not known. Pure.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from polyreme.dataset.chat import Chat, read_chat
 from polyreme.errors import DataError
 
 Message = dict[str, Any]
+Asked = Mapping[str, Any]
+"""The JSON object of a request."""
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
+    "best_of": (1,),
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
+    "min_tokens": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "stop": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "logprobs": (False,),
     "top_logprobs": (0,),
 }
-"""Keys that change what is sampled or answered, each with the values that do not. null is always allowed."""
-_IGNORED = frozenset(
+"""Keys of several APIs that change what is sampled or answered, each with the values that do not."""
+IGNORED = frozenset(
     [
         "model",
         "seed",
@@ -43,16 +40,16 @@ _IGNORED = frozenset(
         "store",
         "service_tier",
         "parallel_tool_calls",
-        "reasoning_effort",
-        "verbosity",
         "safety_identifier",
         "prompt_cache_key",
+        "prompt_cache_retention",
+        "stream_options",
     ]
 )
-"""Keys that have no effect here. The run's seeds determine the tokens, and its newest policy answers, whatever `model` says."""
-_READ = frozenset(["messages", "tools", "max_tokens", "max_completion_tokens", "temperature", "stream", "stream_options"])
+"""Keys of several APIs without an effect here. The run's seeds determine the tokens, and its newest policy answers, whatever `model` says."""
 _DO = "The run samples from the policy's whole distribution, which is what it trains. Remove it."
 _SHOWN = 100
+_STOPS = 64
 
 
 class RefusedRequestError(Exception):
@@ -64,60 +61,57 @@ class RefusedRequestError(Exception):
 
 
 @dataclass(frozen=True)
-class ChatRequest:
-    """A request for the next message of a conversation.
+class TurnRequest:
+    """A request for the policy's next turn.
 
     Attributes:
-        messages: at least one, in the form of `read_chat`; the last one is not an answer.
+        digest: equal for requests for the same answer.
+        messages: the conversation, in the form of `read_chat`, whose last message is not an answer. None for a prompt.
         tools: what the policy may call, in the form of `read_tools`.
         calls: whether calls are read from the answer.
+        prompt: a text without a chat template, or its tokens, in place of messages.
         max_tokens: upper bound of the answer, or None.
         temperature: the sampling temperature that the run must have, or None.
-        model: shown in the reply.
-        stream, usage: whether the reply is a stream, and whether that ends with the numbers of tokens.
-        digest: equal for requests for the same answer.
+        stop: texts that end the answer and are not part of it.
+        wants_tokens: whether the reply has tokens or their log-probabilities.
+        instructions: the number of messages at the beginning that do not belong to the conversation, should a later request name the answer.
     """
 
-    messages: list[Message]
-    tools: list[Message]
-    calls: bool
-    max_tokens: int | None
-    temperature: float | None
-    model: str
-    stream: bool
-    usage: bool
     digest: bytes
+    messages: list[Message] = field(default_factory=list)
+    tools: list[Message] = field(default_factory=list)
+    calls: bool = False
+    prompt: str | tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    stop: tuple[str, ...] = ()
+    wants_tokens: bool = False
+    instructions: int = 0
 
 
-def parse(body: bytes) -> ChatRequest:
-    """Reads a request. Raises RefusedRequestError."""
-    asked = read_object(body)
-    for key, value in asked.items():
-        allowed = _NEUTRAL.get(key)
-        if value is None or key in _READ or key in _IGNORED or (allowed is not None and _is_one_of(value, allowed)):
-            continue
-        if allowed is None:
-            raise _bad(f"expected no key `{key:.{_SHOWN}}` in a request of a training session. {_DO}")
+@dataclass(frozen=True)
+class Keys:
+    """The keys of an API's requests: those that it reads, those that must have one of the values given, and those without an effect."""
+
+    read: frozenset[str]
+    neutral: Mapping[str, tuple[Any, ...]]
+    ignored: frozenset[str] = IGNORED
+
+    def check(self, asked: Asked) -> None:
+        """Raises RefusedRequestError. null is always allowed."""
+        for key, value in asked.items():
+            if value is None or key in self.read or key in self.ignored:
+                continue
+            if key not in self.neutral:
+                raise bad(f"expected no key `{key:.{_SHOWN}}` in a request of a training session. {_DO}")
+            check_neutral(value, key, self.neutral[key])
+
+
+def check_neutral(value: Any, key: str, allowed: Sequence[Any]) -> None:
+    """Raises RefusedRequestError unless a value equals an allowed one, where true and false are no numbers."""
+    if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
         values = " or ".join(json.dumps(each) for each in allowed)
-        raise _bad(f"expected `{key}` to be {values} in a training session; found {value!r:.{_SHOWN}}. {_DO}")
-    chat = _chat(asked.get("messages"), asked.get("tools"))
-    bounds = [_positive(asked[key], key) for key in ("max_tokens", "max_completion_tokens") if asked.get(key) is not None]
-    temperature = asked.get("temperature")
-    if temperature is not None and not _is_number(temperature):
-        raise _bad(f"expected `temperature` to be a number; found {temperature!r:.{_SHOWN}}. Fix the request.")
-    options = asked.get("stream_options")
-    told = {key: value for key, value in asked.items() if key not in ("stream", "stream_options") and value is not None}
-    return ChatRequest(
-        list(chat.messages),
-        list(chat.tools or ()),
-        chat.tools is not None and asked.get("tool_choice") != "none",
-        min(bounds, default=None),
-        None if temperature is None else float(temperature),
-        str(asked.get("model") or ""),
-        bool(asked.get("stream")),
-        isinstance(options, Mapping) and bool(options.get("include_usage")),
-        hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest(),
-    )
+        raise bad(f"expected `{key}` to be {values} in a training session; found {value!r:.{_SHOWN}}. {_DO}")
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -125,39 +119,86 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise _bad(f"expected a JSON object; found {error}. Fix the request's body.") from None
+        raise bad(f"expected a JSON object; found {error}. Fix the request's body.") from None
     if not isinstance(asked, dict):
-        raise _bad(f"expected a JSON object; found a {type(asked).__name__}. Fix the request's body.")
+        raise bad(f"expected a JSON object; found a {type(asked).__name__}. Fix the request's body.")
     return asked
 
 
-def _chat(messages: Any, tools: Any) -> Chat:
+def digest(api: str, asked: Asked) -> bytes:
+    """Of a request to an API. Whether the reply is a stream makes no difference."""
+    told = {key: value for key, value in asked.items() if key not in ("stream", "stream_options") and value is not None}
+    return hashlib.sha256(f"{api} {json.dumps(told, sort_keys=True)}".encode()).digest()
+
+
+def read_conversation(messages: Any, tools: Any, what: str) -> Chat:
+    """The messages and tools of a request. `what` names the messages in errors. Raises RefusedRequestError."""
     try:
-        chat = read_chat(messages, "`messages`", tools)
-        json.dumps([chat.messages, chat.tools], ensure_ascii=False).encode()
+        chat = read_chat(messages, what, tools)
     except DataError as error:
-        raise _bad(str(error)) from None
-    except UnicodeEncodeError as error:
-        raise _bad(f"expected valid Unicode in `messages` and `tools`; found {error}. Fix the request.") from None
+        raise bad(str(error)) from None
+    check_unicode([chat.messages, chat.tools], f"{what} and `tools`")
     if chat.messages[-1]["role"] == "assistant":
-        raise _bad("expected `messages` that end before the answer; found an answer at their end. Remove it.")
+        raise bad(f"expected {what} that end before the answer; found an answer at their end. Remove it.")
     return chat
 
 
-def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
-    """Whether a value equals an allowed one, where true and false are no numbers."""
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
+def check_unicode(value: Any, what: str) -> None:
+    """Raises RefusedRequestError for half a character, which an escape of JSON may stand for."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise bad(f"expected valid Unicode in {what}; found {error}. Fix the request.") from None
+
+
+def past_answer(content: list[Any], calls: list[Message], thought: str) -> Message:
+    """An answer that comes back, from the parts of its text, its calls and its thought."""
+    more = {"tool_calls": calls, "reasoning_content": thought}
+    return {"role": "assistant", "content": content, **{key: value for key, value in more.items() if value}}
+
+
+def read_list(value: Any, key: str) -> list[Mapping[str, Any]]:
+    """A list of objects; null: an empty one. Raises RefusedRequestError."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise bad(f"expected `{key}` to be a list of objects; found {value!r:.{_SHOWN}}. Fix the request.")
+    return value
+
+
+def read_bound(asked: Asked, *keys: str) -> int | None:
+    """The least of the bounds of an answer's tokens. Raises RefusedRequestError."""
+    return min((_positive(asked[key], key) for key in keys if asked.get(key) is not None), default=None)
+
+
+def read_temperature(asked: Asked) -> float | None:
+    """Raises RefusedRequestError."""
+    value = asked.get("temperature")
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise bad(f"expected `temperature` to be a number; found {value!r:.{_SHOWN}}. Fix the request.")
+    return float(value)
+
+
+def read_stop(asked: Asked, key: str) -> tuple[str, ...]:
+    """A text or a list of texts. Raises RefusedRequestError."""
+    value = asked.get(key) or []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or len(texts) > _STOPS or not all(isinstance(each, str) and each for each in texts):
+        raise bad(
+            f"expected `{key}` to be at most {_STOPS} texts that are not empty; found {value!r:.{_SHOWN}}. Fix the request."
+        )
+    check_unicode(texts, f"`{key}`")
+    return tuple(texts)
+
+
+def bad(message: str, code: str = "invalid_request") -> RefusedRequestError:
+    """An error that the client can correct."""
+    return RefusedRequestError(400, message, code)
 
 
 def _positive(value: Any, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _bad(f"expected `{key}` to be a number of tokens above 0; found {value!r:.{_SHOWN}}. Fix the request.")
+        raise bad(f"expected `{key}` to be a number of tokens above 0; found {value!r:.{_SHOWN}}. Fix the request.")
     return min(value, (1 << 31) - 1)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _bad(message: str) -> RefusedRequestError:
-    return RefusedRequestError(400, message, "invalid_request")

@@ -13,12 +13,11 @@ from typing import Any, Protocol
 import httpx
 
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.errors import ConfigError
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.pool import EpisodeLostError, PlayError
+from polyreme_environment.pool import EpisodeLostError, PlayError, start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,8 @@ class Runner(Protocol):
     @property
     def available(self) -> bool: ...
 
-    async def start(self) -> None:
-        """Raises ConfigError or UnavailableError when there is no agent."""
+    async def start(self, server: str) -> None:
+        """Raises ConfigError or UnavailableError when there is no agent. `server`: http(s)://host:port of the session address."""
 
     async def close(self) -> None: ...
 
@@ -59,6 +58,17 @@ class Runner(Protocol):
             EpisodeLostError: through no fault of its own it did not come to an end.
         """
         ...
+
+
+async def posted(client: httpx.AsyncClient, url: str, body: Any, limit: int) -> tuple[httpx.Response, bytes]:
+    """The reply to a POST and its body. Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes."""
+    async with client.stream("POST", url, json=body) as reply:
+        text = b""
+        async for part in reply.aiter_bytes():
+            text += part
+            if len(text) > limit:
+                raise PlayError(f"expected at most {limit} bytes from the agent; found more")
+    return reply, text
 
 
 class UrlRunner:
@@ -74,7 +84,7 @@ class UrlRunner:
     available = True
     ends_at_bounds = False
 
-    async def start(self) -> None:
+    async def start(self, server: str) -> None:
         """Does nothing: the agent may start later."""
 
     async def close(self) -> None:
@@ -84,12 +94,7 @@ class UrlRunner:
         """See `Runner`."""
         body = {"task": task, "base_url": base_url, "api_key": api_key}
         try:
-            async with self._client.stream("POST", self._url, json=body) as reply:
-                text = b""
-                async for part in reply.aiter_bytes():
-                    text += part
-                    if len(text) > _REPLY_BYTES:
-                        raise PlayError(f"expected at most {_REPLY_BYTES} bytes from the agent; found more")
+            reply, text = await posted(self._client, self._url, body, _REPLY_BYTES)
         except httpx.ConnectError as error:
             raise EpisodeLostError(f"the agent at {self._url} cannot be reached: {error}") from None
         except httpx.TransportError as error:
@@ -116,19 +121,16 @@ class FunctionRunner:
     ends_at_bounds = False
 
     def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
-        assert config.file is not None
         self._config, self._metrics = config, metrics
-        try:
-            code = config.file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"a Python file {config.file}", str(error), "Fix environment.file.") from None
-        setup: dict[str, Any] = {"path": str(config.file), "code": code, "function": config.function}
-        setup |= {"options": config.options, "memory_mib": config.worker_memory_mib}
-        module = "polyreme_environment.agents.worker"
-        self._processes = Workers(module, "environment", setup, (), config.start_timeout, config.worker_environment)
+        self._workers: Workers | None = None
         self._places: list[_Place] = []
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def _processes(self) -> Workers:
+        assert self._workers is not None, "`start` comes first"
+        return self._workers
 
     @property
     def about(self) -> tuple[str, str]:
@@ -138,13 +140,10 @@ class FunctionRunner:
     def available(self) -> bool:
         return any(place.worker is not None for place in self._places)
 
-    async def start(self) -> None:
+    async def start(self, server: str) -> None:
         """See `Runner`."""
-        try:
-            first = await self._processes.spawn_all(self._config.workers)
-        except BaseException:
-            await self.close()
-            raise
+        setup = {"function": self._config.function}
+        self._workers, first = await start_workers("polyreme_environment.agents.worker", self._config, setup)
         for worker in first:
             self._places.append(place := _Place(worker))
             self._keep(self._read(place))
@@ -154,7 +153,8 @@ class FunctionRunner:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._processes.close()
+        if self._workers is not None:
+            self._workers.close()
 
     async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
         """See `Runner`."""

@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from polyreme.api.v1.environment_pb2 import Answer
 from polyreme_environment.agents.conversation import AgentConversation
-from polyreme_environment.agents.message import spoken
+from polyreme_environment.agents.message import Spoken, before_stop, spoken
 from polyreme_environment.agents.reply import AgentTurn
-from polyreme_environment.agents.request import ChatRequest, RefusedRequestError
+from polyreme_environment.agents.request import Message, RefusedRequestError, TurnRequest, bad
 from polyreme_environment.contract import ToolCall
 from polyreme_environment.tool_calls import ParsedCall
 
@@ -29,11 +28,12 @@ _WAITING = 64
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, the turn that it follows (0: none) with the messages behind that, and the calls of that turn that they answer."""
+    """A request, the turn that it follows (0: none) with the messages or the text behind that, and the calls of that turn that they answer."""
 
-    request: ChatRequest
+    request: TurnRequest
     after: int
-    messages: list[dict[str, Any]]
+    messages: list[Message]
+    text: str | None
     calls: list[ToolCall]
 
 
@@ -48,18 +48,18 @@ class AgentSession:
 
     def __init__(self, limit: int, tool_parser: str) -> None:
         """Args: limit: characters that a request may add. tool_parser: see `find_calls`."""
-        self.id, self.key, self.over = secrets.token_hex(8), secrets.token_urlsafe(24), ""
+        self.id, self.key, self.over = secrets.token_hex(8), secrets.token_hex(24), ""
         self._limit, self._tool_parser = limit, tool_parser
         self._conversation = AgentConversation()
         self._answers: dict[bytes, asyncio.Future[AgentTurn]] = {}
-        self._waiting: deque[ChatRequest] = deque()
+        self._waiting: deque[TurnRequest] = deque()
         self._came = asyncio.Event()
         self._turns = 0
         self._calls: dict[str, ParsedCall] = {}  # of the last turn, by id
         self._reward: float | None = None
         self.is_rewarded = False
 
-    async def answer(self, request: ChatRequest) -> AgentTurn:
+    async def answer(self, request: TurnRequest) -> AgentTurn:
         """The turn that answers a request. A caller that is cancelled leaves the request to its end. Raises RefusedRequestError."""
         known = self._answers.get(request.digest)
         if known is None:
@@ -95,25 +95,50 @@ class AgentSession:
             while not self._waiting:
                 self._came.clear()
                 await self._came.wait()
-            request = self._waiting[0]
-            after, messages = self._conversation.place(request.messages, request.tools)
-            if (chars := sum(len(message["content"]) for message in messages)) <= self._limit:
-                return Asked(request, after, messages, self._made(messages) if after == self._turns else [])
+            asked = self._placed(self._waiting[0])
+            if (chars := sum(len(message["content"]) for message in asked.messages) + len(asked.text or "")) <= self._limit:
+                return asked
             found = f"expected at most environment.max_message_chars = {self._limit} new characters in a request; found {chars}"
             self.refused(found)
+
+    def _placed(self, request: TurnRequest) -> Asked:
+        if isinstance(request.prompt, str):
+            after, text = self._conversation.place_text(request.prompt)
+            return Asked(request, after, [], text, [])
+        if request.prompt is not None:
+            return Asked(request, 0, [], None, [])
+        after, messages = self._conversation.place(request.messages, request.tools)
+        return Asked(request, after, messages, None, self._made(messages) if after == self._turns else [])
+
+    def history(self, turn: str) -> list[Message]:
+        """The conversation up to the answer of a turn, by its id. Raises RefusedRequestError."""
+        session, _, number = turn.rpartition("-")
+        found = (
+            self._conversation.history(int(number)) if session == self.id and number.isdecimal() and len(number) < 10 else None
+        )
+        if found is None:
+            raise bad(f"expected the id of an earlier answer of this session; found {turn!r:.100}", "not_found")
+        return found
 
     def sampled(self, answer: Answer) -> None:
         """Answers the oldest request."""
         request = self._waiting.popleft()
-        said = spoken(answer.text, answer.raw or answer.text, self._tool_parser if request.calls else None)
-        id = f"{self.id}-{self._turns + 1}"
-        turn = AgentTurn(id, int(time.time()), said, answer.is_cut, answer.context_tokens, answer.tokens)
-        message = turn.message
-        self._calls = {call["id"]: made for call, made in zip(message.get("tool_calls", ()), said.calls, strict=True)}
-        self._turns = self._conversation.add(request.messages, {**message, "content": said.content}, request.tools)
+        text, stopped_by = before_stop(answer.text, request.stop)
+        raw, _ = before_stop(answer.raw or answer.text, request.stop)
+        is_prompt = request.prompt is not None
+        said = Spoken(text) if is_prompt else spoken(text, raw, self._tool_parser if request.calls else None)
+        counts = answer.is_cut, answer.context_tokens, answer.tokens
+        tokens = answer.sampled if request.wants_tokens else None
+        turn = AgentTurn(f"{self.id}-{self._turns + 1}", int(time.time()), said, *counts, stopped_by, tokens)
+        self._calls = dict(turn.calls)
+        if is_prompt:
+            self._turns = self._conversation.add_text(request.prompt + answer.text if isinstance(request.prompt, str) else None)
+        else:
+            message = {**turn.message, "content": said.content}
+            self._turns = self._conversation.add(request.messages, message, request.tools, instructions=request.instructions)
         self._answers[request.digest].set_result(turn)
 
-    def _made(self, messages: list[dict[str, Any]]) -> list[ToolCall]:
+    def _made(self, messages: list[Message]) -> list[ToolCall]:
         """The calls of the last turn whose results are in these messages."""
         found = [(self._calls.get(message.get("tool_call_id", "")), message["content"]) for message in messages]
         return [(call.name, call.text, result, 0.0, "") for call, result in found if call is not None]

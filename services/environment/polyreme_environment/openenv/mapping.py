@@ -4,6 +4,7 @@ Invariant: a mapping that is declared fits the schema of the server's actions, o
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from polyreme_environment.contract import ContractError, Moved, finite, moved
 
 TEXT = "$text"
 """Stands for the policy's answer in `environment.action`."""
+_COLUMN = re.compile(r"\$[A-Za-z_]\w*")
 _TOOL_FIELDS = {"tool_name", "arguments"}
 
 
@@ -74,6 +76,22 @@ def filled(template: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(template, list):
         return [filled(value, values) for value in template]
     return template
+
+
+def reset_fields(options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `reset`: the options, with each `$NAME` as that column of the row. Raises ContractError for a column that it lacks."""
+    fields: dict[str, Any] = filled(options, {f"${name}": value for name, value in row.items()})
+    if missing := [name for name in _names(options) if name not in row]:
+        raise ContractError(f"expected the columns {missing} of environment.options in the row; found {sorted(row)}")
+    return fields
+
+
+def _names(template: Any) -> list[str]:
+    """The names that stand for columns in a JSON value."""
+    if isinstance(template, str):
+        return [template[1:]] if _COLUMN.fullmatch(template) else []
+    values = template.values() if isinstance(template, Mapping) else template if isinstance(template, list) else ()
+    return [name for value in values for name in _names(value)]
 
 
 def begun(reply: Mapping[str, Any], path: str | None) -> str | Sequence[Any] | None:

@@ -19,15 +19,15 @@ from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError, UnavailableError
 from polyreme.isolation.processes import INVALID_MESSAGE
-from polyreme_environment.contract import ContractError, Moved, ToolCall
+from polyreme_environment.contract import ContractError, Moved, ToolCall, tool_call
 from polyreme_environment.contract import begun as begun_messages
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.openenv.mapping import (
     ActionForm,
     action_form,
     begun,
-    filled,
     observed,
+    reset_fields,
     scored,
     tool_result,
     tool_schemas,
@@ -71,8 +71,8 @@ class OpenEnvEpisode:
     async def reset(self, row: dict[str, Any], seed: int) -> Moved:
         """Begins, on the server with the fewest episodes."""
         config, form = self._pool.config, self._pool.form
-        asked = {"seed": seed & _SEED_BITS, **filled(config.options, {f"${name}": value for name, value in row.items()})}
         async with self._pool.watched("reset"):
+            asked = {"seed": seed & _SEED_BITS, **reset_fields(config.options, row)}
             self._socket, reply = await self._pool.begin(self._stack, asked)
             if form.has_tools:
                 rpc = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
@@ -111,7 +111,7 @@ class OpenEnvEpisode:
                 more, done, numbers = scored(reply)
                 reward, parts = reward + more, parts | numbers
             shown = cut(f"error: {error}" if error else result, limit)
-            answered.append((name, call.text, shown, time.monotonic() - began, error[:limit]))
+            answered.append(tool_call(name, call.text, shown, time.monotonic() - began, error, limit=limit))
             if done:
                 break
         return Moved([] if done else [("tool", call[2]) for call in answered], reward, done, parts, answered)

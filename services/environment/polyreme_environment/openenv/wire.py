@@ -60,7 +60,7 @@ class OpenEnvSocket:
 def _described(body: dict[str, Any]) -> str:
     """What an error says. One of validation has its reasons apart."""
     reasons = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in body.get("errors") or ()]
-    return "; ".join(reasons) or str(body.get("message"))
+    return ("; ".join(reasons) or str(body.get("message"))).encode(errors="replace").decode()
 
 
 @asynccontextmanager

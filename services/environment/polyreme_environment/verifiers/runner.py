@@ -3,32 +3,25 @@
 Invariant: an env server that ends is replaced; its running episodes cost a try.
 """
 
-import asyncio
 import hashlib
-import logging
-import random
 import shutil
 import tempfile
+from functools import partial
 from typing import Any
 
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.errors import ConfigError, PolyremeError, UnavailableError
 from polyreme.isolation.processes import INVALID_MESSAGE
 from polyreme.process.temp_root import temp_root
 from polyreme_environment.agents.result import Result
 from polyreme_environment.contract import ContractError
-from polyreme_environment.foreign_process import ForeignProcess, run_foreign
+from polyreme_environment.foreign_process import ForeignProcess, KeptProcesses, run_foreign, until_answers
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import EpisodeLostError, PlayError
 from polyreme_environment.verifiers.episode import EpisodeDeltas, UnscoredEpisodeError
 from polyreme_environment.verifiers.programs import SERVE, configuration
 from polyreme_environment.verifiers.wire import EnvServerClient, EnvServerLostError
 
-logger = logging.getLogger(__name__)
-
 _HEALTH_SECONDS = 1.0
-_REPLACE_SECONDS = 30.0
-"""Longest wait before an env server is started again."""
 _SOCKET_ROOM = len("polyreme-verifiers-XXXXXXXX/server")
 
 
@@ -40,9 +33,8 @@ class VerifiersRunner:
     def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
         self._config, self._metrics = config, metrics
         self._folder = ""
-        self._process: ForeignProcess | None = None
         self._client: EnvServerClient | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._kept = KeptProcesses(self._serve, self._lost)
 
     @property
     def about(self) -> tuple[str, str]:
@@ -53,22 +45,19 @@ class VerifiersRunner:
     def available(self) -> bool:
         return self._client is not None
 
-    async def start(self) -> None:
+    async def start(self, server: str) -> None:
         """See `Runner`."""
         self._folder = tempfile.mkdtemp(prefix="polyreme-verifiers-", dir=temp_root(_SOCKET_ROOM))
         try:
-            process = await self._serve()
+            await self._kept.start()
         except BaseException:
             await self.close()
             raise
-        self._keeping = asyncio.create_task(self._keep(process))
 
     async def close(self) -> None:
         """Ends the env server."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-        await self._end()
+        await self._disconnect("ends")
+        await self._kept.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
@@ -88,55 +77,29 @@ class VerifiersRunner:
         except (UnscoredEpisodeError, ContractError, *INVALID_MESSAGE) as error:
             raise PlayError(f"verifiers: {error or type(error).__name__}") from None
 
-    async def _serve(self) -> ForeignProcess:
+    async def _serve(self) -> list[ForeignProcess]:
         """Starts an env server, and waits until it answers. Raises ConfigError or UnavailableError."""
-        config = self._config
+        config, address = self._config, f"ipc://{self._folder}/server"
         assert config.venv is not None
-        address = f"ipc://{self._folder}/server"
         arguments = [configuration(config), address, str(config.workers)]
-        self._process = process = await run_foreign("verifiers", config.venv, SERVE, arguments, config.worker_environment)
+        process = await run_foreign("verifiers", config.venv, SERVE, arguments, config.worker_environment)
         client = EnvServerClient(address)
-        ended = asyncio.ensure_future(process.wait())
         try:
-            async with asyncio.timeout(config.start_timeout):
-                while not await client.is_healthy(_HEALTH_SECONDS):
-                    if ended.done():
-                        raise ConfigError(f"an env server of {config.verifiers}", f"it {ended.result()}", "See its message.")
-        except TimeoutError:
-            await client.close()
-            seconds = f"environment.start_timeout = {config.start_timeout:g} s"
-            raise UnavailableError(f"an env server of {config.verifiers} within {seconds}", "no answer", "Raise it.") from None
+            answers = partial(client.is_healthy, _HEALTH_SECONDS)
+            await until_answers(f"an env server of {config.verifiers}", [process], answers, config.start_timeout)
         except BaseException:
             await client.close()
+            await process.close()
             raise
-        finally:
-            ended.cancel()
         self._client = client
-        return process
+        return [process]
 
-    async def _keep(self, process: ForeignProcess) -> None:
-        """Replaces the env server whenever it ends, after longer and longer waits while that fails."""
-        wait = 1.0
-        while True:
-            how = await process.wait()
-            logger.warning("the env server %s", how)
-            self._metrics.workers_replaced.labels("exit").inc()
-            await self._end(how)
-            while self._client is None:
-                await asyncio.sleep(wait * (0.5 + random.random()))
-                wait = min(2 * wait, _REPLACE_SECONDS)
-                try:
-                    process = await self._serve()
-                    wait = 1.0
-                except PolyremeError as error:
-                    logger.warning("%s", error)
-                    await self._end()
+    async def _lost(self, how: str) -> None:
+        self._metrics.workers_replaced.labels("exit").inc()
+        await self._disconnect(how)
 
-    async def _end(self, how: str = "ends") -> None:
+    async def _disconnect(self, how: str) -> None:
         if self._client is not None:
             client, self._client = self._client, None
             client.lose(how)
             await client.close()
-        if self._process is not None:
-            await self._process.close()
-            self._process = None

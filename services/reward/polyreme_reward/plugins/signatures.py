@@ -5,7 +5,7 @@ not at the first item.
 
 | convention | parameters                                                          | one call is | texts                  |
 |------------|---------------------------------------------------------------------|-------------|------------------------|
-| polyreme   | any of prompt, templated_prompt, response[_raw], label, metadata, token_ids, token_texts, item | an item | as named |
+| polyreme   | any of prompt, templated_prompt, response[_raw], messages, label, metadata, token_ids, token_texts, item | an item | as named |
 | paddlenlp  | solution_str, ground_truth[, query]                                 | an item     | with special tokens    |
 | verl       | data_source, solution_str, ground_truth[, extra_info]               | an item     | without special tokens |
 | verl-batch | data_sources, solution_strs, ground_truths[, extra_infos]           | a list      | without special tokens |
@@ -42,6 +42,7 @@ _OURS: dict[str, Callable[[Item], Any]] = {
     "templated_prompt": lambda item: item.seen,
     "response": lambda item: item.response,
     "response_raw": lambda item: item.raw,
+    "messages": lambda item: item.messages,
     "label": lambda item: item.label,
     "metadata": lambda item: item.metadata,
     "token_ids": lambda item: list(_tokens(item).token_ids),
@@ -212,7 +213,7 @@ def _unwrap_openrlhf(answer: Any) -> object:
 
 def _misfit(function: Callable[..., Any], found: str) -> ConfigError:
     return ConfigError(
-        "a reward function with parameters among (prompt, templated_prompt, response, response_raw, label, metadata, token_ids, token_texts, "
+        "a reward function with parameters among (prompt, templated_prompt, response, response_raw, messages, label, metadata, token_ids, token_texts, "
         "item), or with PaddleNLP's, verl's, OpenRLHF's or TRL's signature",
         f"{getattr(function, '__name__', function)} with {found}",
         "Rename the parameters, or set them in `options`. The reference answer is `label`, any other column of the row metadata['COLUMN'].",

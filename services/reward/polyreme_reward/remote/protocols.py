@@ -87,6 +87,7 @@ def _encode_native(items: Sequence[Item]) -> dict[str, Any]:
                 "label": i.label,
                 "metadata": i.metadata,
                 **({"token_ids": list(i.token_ids), "token_texts": list(i.token_texts)} if i.token_ids else {}),
+                **({"messages": i.messages} if i.messages_json else {}),
             }
             for i in items
         ]

@@ -61,54 +61,70 @@ class Limits:
     output_bytes: int = 4 << 20
 
 
+Pipes = tuple[tuple[IO[bytes], str], ...]
+"""The outputs of a program, each with its name."""
+
+
 class Program:
-    """A started program with its pipes and its writable directory.
-
-    Args:
-        mode: the isolation.
-        job: as described in `inside/child.py`, without `limits`, `paths` and `folder`.
-        stdin: standard input of the program.
-        limits: limits of the program.
-        channel: an additional socket for the program, or None.
-        stack: exit stack that ends the program and releases its resources.
-
-    Raises:
-        SandboxError: the sandbox could not be set up.
-    """
+    """A started program with its pipes and its writable directory. `start` starts one."""
 
     def __init__(
-        self, mode: Mode, job: Mapping[str, Any], stdin: str, limits: Limits, channel: socket.socket | None, stack: ExitStack
+        self,
+        mode: Mode,
+        limits: Limits,
+        popen: "subprocess.Popen[bytes]",
+        pipes: Pipes,
+        files: tuple[IO[bytes], IO[bytes]],
+        folder: str | None,
     ) -> None:
-        self.mode, self.limits = mode, limits
+        self.mode, self.limits, self.popen, self.pipes, self._folder = mode, limits, popen, pipes, folder
+        self._info, self._errors = files
         self.output = {"stdout": b"", "result": b""}
-        self._info, self._errors = _file(stack), _file(stack)
-        self._folder: str | None = None
+
+    @classmethod
+    def start(
+        cls, mode: Mode, job: Mapping[str, Any], stdin: str, limits: Limits, channel: socket.socket | None, stack: ExitStack
+    ) -> "Program":
+        """Starts a program.
+
+        Args:
+            mode: the isolation.
+            job: as described in `inside/child.py`, without `limits`, `paths` and `folder`.
+            stdin: standard input of the program.
+            limits: limits of the program.
+            channel: an additional socket for the program, or None.
+            stack: exit stack that ends the program and releases its resources.
+
+        Raises:
+            SandboxError: the sandbox could not be set up.
+        """
+        info, errors = _file(stack), _file(stack)
+        folder: str | None = None
         data = marshal.dumps((_code(), {**job, "limits": _resources(limits), "paths": _packages(), "folder": _INSIDE}))
         job_file, stdin_file = _file(stack, data), _file(stack, stdin.encode("utf-8", "surrogatepass"))
         stdout, stdout_end = _pipe(stack)
         result, result_end = _pipe(stack)
-        self.pipes = ((stdout, "stdout"), (result, "result"))
         passed = [job_file.fileno(), result_end.fileno(), channel.fileno() if channel is not None else -1]
         argv = [_PYTHON, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, *map(str, passed)]
         kept = [fd for fd in passed if fd >= 0]
         preexec = None
         if mode is Mode.BUBBLEWRAP:
             filter_file = _file(stack, _filter())
-            kept += [filter_file.fileno(), self._info.fileno()]
+            kept += [filter_file.fileno(), info.fileno()]
             wrap = bubblewrap.executable()
             if wrap is None:
                 raise SandboxError("bwrap is not installed")
             argv = bubblewrap.command(wrap, _readable(), limits.disk_mib * _MIB, *kept[-2:]) + argv
         else:
-            self._folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True))
-            preexec = _prepare(mode, self._folder, stack)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True))
+            preexec = _prepare(mode, folder, stack)
         try:
-            self.popen = subprocess.Popen(
+            popen = subprocess.Popen(
                 argv,
                 stdin=stdin_file,
                 stdout=stdout_end,
-                stderr=self._errors,
-                cwd=self._folder or "/",
+                stderr=errors,
+                cwd=folder or "/",
                 env=_ENVIRONMENT,
                 start_new_session=True,
                 pass_fds=kept,
@@ -119,7 +135,9 @@ class Program:
         finally:
             stdout_end.close()
             result_end.close()
-        stack.callback(self.end)
+        program = cls(mode, limits, popen, ((stdout, "stdout"), (result, "result")), (info, errors), folder)
+        stack.callback(program.end)
+        return program
 
     @property
     def started(self) -> bool:

@@ -49,7 +49,7 @@ def run(mode: Mode, job: Mapping[str, Any], stdin: str, limits: Limits) -> Ended
         SandboxError: the program could not be started.
     """
     with ExitStack() as stack:
-        return _watch([Program(mode, job, stdin, limits, None, stack)], limits)
+        return _watch([Program.start(mode, job, stdin, limits, None, stack)], limits)
 
 
 def check(mode: Mode, program: str, test: str, limits: Limits) -> str:
@@ -61,8 +61,8 @@ def check(mode: Mode, program: str, test: str, limits: Limits) -> str:
     with ExitStack() as stack:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            judge = Program(mode, {"kind": "check", "test": test}, "", limits, ours, stack)
-            judged = Program(mode, {"kind": "serve", "program": program}, "", limits, theirs, stack)
+            judge = Program.start(mode, {"kind": "check", "test": test}, "", limits, ours, stack)
+            judged = Program.start(mode, {"kind": "serve", "program": program}, "", limits, theirs, stack)
         ended = _watch([judge, judged], limits)
         verdict = ended.result.decode("utf-8", "replace")
         return verdict if ended.well and verdict else "fail"

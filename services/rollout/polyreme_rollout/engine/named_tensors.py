@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from polyreme.weights.manifest import Manifest, tensor_views
+from polyreme.weights.manifest import ArenaSource, Manifest, tensor_views
 from polyreme_rollout.engine.arena_cache import ArenaCache
-from polyreme_rollout.engine.protocol import ArenaSource
 
 TORCH_DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
-from polyreme.weights.manifest import Manifest
+from polyreme.weights.manifest import ArenaSource
 
 CHUNK_TOKENS = 16
 """Tokens per chunk, if the engine supports it. A chunk costs one wake-up, as a single token would."""
@@ -65,17 +65,6 @@ class NewTokens(NamedTuple):
     logprobs: Sequence[float]
     finish: str | None
     routes: bytes = b""
-
-
-@dataclass(frozen=True)
-class ArenaSource:
-    """One part of a version in an arena slot. Each worker of the engine maps it."""
-
-    path: str
-    nonce: bytes
-    slot: int
-    generation: int
-    manifest: Manifest
 
 
 @dataclass(frozen=True)

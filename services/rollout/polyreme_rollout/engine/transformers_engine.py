@@ -19,13 +19,13 @@ from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
 from polyreme.weights.arena import ArenaError
+from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.arena_cache import ArenaCache
 from polyreme_rollout.engine.cohort import Cohort, CohortRow
 from polyreme_rollout.engine.named_tensors import named_tensors
 from polyreme_rollout.engine.plain_openai import TokenizerCodec, make_openai_app
 from polyreme_rollout.engine.protocol import (
     CHUNK_TOKENS,
-    ArenaSource,
     EngineDeadError,
     EngineRequest,
     LoadError,

@@ -29,17 +29,9 @@ from polyreme.net.endpoint import interface_of
 from polyreme.net.ports import loopback
 from polyreme.process.gloo_device import share_gloo_device
 from polyreme.process.lifecycle import die_with_parent, gc_disabled
+from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.output_chunks import IN_CHUNKS
-from polyreme_rollout.engine.protocol import (
-    ArenaSource,
-    EngineDeadError,
-    EngineRequest,
-    LoadError,
-    LoadResult,
-    NewTokens,
-    Slept,
-    TensorDigest,
-)
+from polyreme_rollout.engine.protocol import EngineDeadError, EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest
 from polyreme_rollout.engine.scheduler import extend_scheduler
 from polyreme_rollout.engine.sleep import check_sleep
 from polyreme_rollout.engine.vllm_arguments import engine_arguments

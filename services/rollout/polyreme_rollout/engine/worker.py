@@ -22,13 +22,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from polyreme.api.v1 import weights_pb2
 from polyreme.net.torch_store import narrow_stores
-from polyreme.weights.manifest import Manifest
+from polyreme.weights.manifest import ArenaSource, Manifest
 from polyreme_rollout.engine.arena_cache import ArenaCache
 from polyreme_rollout.engine.discarded_draws import spare_generators
 from polyreme_rollout.engine.inspection import digests, expert_layers, hf_names
 from polyreme_rollout.engine.learned_copies import CopyRecorder, LearnedCopies, Tensors, fingerprint, learn, may_learn, same
 from polyreme_rollout.engine.named_tensors import named_tensors
-from polyreme_rollout.engine.protocol import ArenaSource
 
 # At every swap it warns about layers without separate weights (rotary tables, a tied head). We check coverage by names.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

@@ -20,10 +20,10 @@ from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
 from polyreme.weights.arena import ArenaError
+from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import (
     CHUNK_TOKENS,
-    ArenaSource,
     EngineDeadError,
     EngineRequest,
     LoadError,

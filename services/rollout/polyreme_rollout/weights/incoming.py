@@ -17,8 +17,7 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.assembly import Assembly, RangeAssembly, RangeError
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.digest import MapFunction
-from polyreme.weights.manifest import Manifest
-from polyreme_rollout.engine.protocol import ArenaSource
+from polyreme.weights.manifest import ArenaSource, Manifest
 from polyreme_rollout.weights.arrival import Arrival
 
 SLOT = 0

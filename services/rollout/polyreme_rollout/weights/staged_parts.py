@@ -6,7 +6,7 @@ Invariant: `take` returns all parts of one version whose tensors are exactly tho
 from dataclasses import dataclass
 from typing import Literal
 
-from polyreme_rollout.engine.protocol import ArenaSource
+from polyreme.weights.manifest import ArenaSource
 
 Code = Literal[
     "ABORTED",

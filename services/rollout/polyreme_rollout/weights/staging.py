@@ -15,10 +15,9 @@ from polyreme.weights.arena import ArenaError
 from polyreme.weights.assembly import RangeError
 from polyreme.weights.delta import DeltaError, DeltaManifest
 from polyreme.weights.digest import DigestError, verify
-from polyreme.weights.manifest import Manifest, ManifestError
+from polyreme.weights.manifest import ArenaSource, Manifest, ManifestError
 from polyreme.weights.sparse import FrameError
 from polyreme_rollout.engine.arena_cache import ArenaCache
-from polyreme_rollout.engine.protocol import ArenaSource
 from polyreme_rollout.weights.incoming import Incoming
 from polyreme_rollout.weights.outgoing import OutgoingParts
 from polyreme_rollout.weights.staged_parts import Refusal, StagedParts, VersionId

@@ -20,7 +20,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from polyreme.weights.canary import Canary, CanaryError
-from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
+from polyreme.weights.manifest import ArenaSource
+from polyreme_rollout.engine.protocol import EngineDeadError, InferenceEngine, LoadError, LoadResult
 from polyreme_rollout.weights.staged_parts import Refusal, VersionId
 from polyreme_rollout.weights.staging import Staging
 from polyreme_rollout.weights.swap_state import SwapPhase, SwapState

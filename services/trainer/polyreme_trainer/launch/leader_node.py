@@ -21,7 +21,7 @@ from polyreme.net.endpoint import is_loopback
 from polyreme.process.lifecycle import Child
 from polyreme.process.supervisor import FINAL_CODES, describe_end
 from polyreme_trainer.launch.rendezvous import AGENT, MachineError, Machines, check_launch, proof_of, start_agent
-from polyreme_trainer.launch.trainer_process import LEARNER
+from polyreme_trainer.launch.supervision import LEARNER
 
 logger = logging.getLogger(__name__)
 

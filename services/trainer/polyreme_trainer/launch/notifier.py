@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from polyreme.config.base import BaseConfig
 from polyreme.config.notices import CommandConfig, ReceiverConfig, WebhookConfig
-from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.experience.run import RunState
 from polyreme.process.backoff import Backoff
@@ -50,7 +50,7 @@ class Notifier:
         emit: appends to the run's records.
     """
 
-    def __init__(self, config: RunConfig, run_id: str, emit: Emit) -> None:
+    def __init__(self, config: BaseConfig, run_id: str, emit: Emit) -> None:
         self._config, self._run_id = config, run_id
         self._rules = self._rules_after(None, None)
         self._receivers = [_Receiver(section, config, emit) for section in config.notices]
@@ -89,7 +89,7 @@ class Notifier:
 class _Receiver:
     """One receiver with its queue and its task."""
 
-    def __init__(self, section: ReceiverConfig, config: RunConfig, emit: Emit) -> None:
+    def __init__(self, section: ReceiverConfig, config: BaseConfig, emit: Emit) -> None:
         self._section, self._emit, self._failed = section, emit, False
         self._sender: Sender = WebhookSender(section) if isinstance(section, WebhookConfig) else CommandSender(section, config)
         self._waiting: asyncio.Queue[Notice] = asyncio.Queue(QUEUE)
@@ -180,7 +180,7 @@ class WebhookSender:
 class CommandSender:
     """Starts a program for each notice. Its output is in notices.log of the run directory."""
 
-    def __init__(self, section: CommandConfig, config: RunConfig) -> None:
+    def __init__(self, section: CommandConfig, config: BaseConfig) -> None:
         self._section, self._log_path = section, config.run_dir / "notices.log"
 
     async def send(self, notice: Notice) -> None:

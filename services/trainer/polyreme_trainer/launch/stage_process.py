@@ -1,7 +1,6 @@
-"""Supervises one stage on this machine: keeps its learner ranks running, and writes its records to the directory and the terminal.
+"""The trainer of one stage on this machine: its ranks write the records, and this process shows them and keeps the summary.
 
-Invariant: the stage is `done` when its ranks have recorded that they are, `stopped` when a stop came first, `failed` (with the reason) when
-they could not be kept running; summary.json has the same state. No rank outlives this process.
+Invariant: the stage is `done` when its ranks have recorded that they are, and `stopped` when a stop came first.
 """
 
 import asyncio
@@ -12,31 +11,29 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from polyreme.config.stage import StageConfig
-from polyreme.errors import PolyremeError, RunFailedError
+from polyreme.display.report import plain_line
+from polyreme.errors import RunFailedError
 from polyreme.experience.run import RunState
-from polyreme.process.lifecycle import stop_event
-from polyreme.process.supervisor import ChildFailedError, ProcessSet, Supervisor
+from polyreme.process.supervisor import ChildFailedError, ProcessSet
+from polyreme.rundir.progress import Progress, Record
 from polyreme.rundir.run_records import write_summary
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
-from polyreme_trainer.launch.stage_progress import StageProgress, line_of
-from polyreme_trainer.launch.trainer_process import DRAIN_SECONDS, LEARNER
+from polyreme_trainer.launch.supervision import LEARNER, Supervision
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
 _STEP_LINE_SECONDS = 5.0
-_STOP_GRACE_SECONDS = 10.0
 _BEFORE_HANDLER = -signal.SIGTERM
 """Exit status of a rank that is stopped before it has installed its signal handler. Nothing is lost."""
 
 
-class StageProcess:
-    """The supervision of one stage.
+class StageSupervision(Supervision):
+    """Supervises one stage. `run` raises PolyremeError when its ranks cannot be kept running.
 
     Args:
         config, run_id: of the stage; its directory has both.
@@ -46,67 +43,56 @@ class StageProcess:
     """
 
     def __init__(self, config: StageConfig, run_id: str, log_dir: Path, console: Console, rank: Sequence[str] = LEARNER) -> None:
-        self._config, self._run_id, self._console = config, run_id, console
         parallel = config.trainer.parallel
         environment = {**compute_environment(parallel, config.device), "POLYREME_RUN_DIR": str(config.run_dir)}
         self._ranks = ProcessSet("learner", lambda: rank_programs(parallel, rank, environment), log_dir)
-        self._supervisor = Supervisor([self._ranks], config.trainer.max_restarts, on_restart=self._say_restart)
-        self._progress = StageProgress()
-        self._read = 0
-        """Bytes of metrics.jsonl."""
+        super().__init__(config, run_id, [self._ranks], self._log_notice, self._say_restart)
+        self._stage, self._run_dir, self._run_id, self._console = config.stage, config.run_dir, run_id, console
+        self._progress = Progress(0)
+        self._offset = 0
+        """Bytes of metrics.jsonl that were read."""
         self._step_shown = 0.0
-        for record in self._new_records():  # of former starts
-            self._progress.add(record)
-        self._progress.complete, self._progress.replayed = False, None
 
     async def run(self) -> RunState:
-        """Runs the ranks until the stage is done, or stopped and saved. Returns which. Raises PolyremeError when they cannot be kept running."""
+        former = self._new_records()
+        for record in former:
+            self._progress.add(record)
+        self._progress.complete, self._progress.replayed = False, None
+        self.notifier.know(None, min((record["loss"] for record in former if record["kind"] == "eval"), default=None))
         self._write(RunState.RUNNING, "")
-        work = asyncio.create_task(self._supervisor.run())
-        stopped = asyncio.create_task(stop_event().wait())
-        try:
-            while not work.done() and not stopped.done():
-                await asyncio.wait((work, stopped), timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                self._show()
-            if not work.done():
-                await self._drain(work)
-            await self._end_of(work, stopped.done())
-            state, reason = self._outcome(stopped.done())
-        except PolyremeError as error:
-            self._write(RunState.FAILED, str(error))
-            raise
-        finally:
-            for task in (work, stopped):
-                task.cancel()
-            await asyncio.gather(work, stopped, return_exceptions=True)
-        self._write(state, reason)
-        return state
+        return await super().run()
 
-    async def _drain(self, work: "asyncio.Task[None]") -> None:
-        self._console.print("stopping after the current step, which will be saved; a second signal stops at once")
-        self._supervisor.draining = True
-        self._ranks.signal(signal.SIGTERM)
-        await asyncio.wait({work}, timeout=DRAIN_SECONDS)
-        if not work.done():
-            await self._supervisor.stop(_STOP_GRACE_SECONDS)
+    async def follow_records(self, ended: asyncio.Event) -> None:
+        while not ended.is_set():
+            self._take()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_SECONDS):
+                    await ended.wait()
 
-    async def _end_of(self, work: "asyncio.Task[None]", stopped: bool) -> None:
-        try:
-            await work
-        except ChildFailedError as error:
-            if not (stopped and error.child.poll() == _BEFORE_HANDLER):
-                raise
-
-    def _outcome(self, stopped: bool) -> tuple[RunState, str]:
-        self._show()
+    async def final_state(self) -> tuple[RunState, str]:
+        self._take()
         if self._progress.complete:
             return RunState.DONE, ""
-        if stopped:
-            return RunState.STOPPED, f"a stop was requested after step {self._progress.step} of {self._progress.steps}"
+        if self.stopped:
+            return RunState.STOPPED, f"a stop was requested after step {self._progress.newest} of {self._progress.steps}"
         raise RunFailedError("the ranks to record the stage's end", "none", "See their logs.")
 
-    def _show(self) -> None:
-        """Prints new records; of the step records, only one per interval."""
+    async def set_end(self, state: RunState, reason: str) -> tuple[RunState, str]:
+        return state, reason  # the directory is the only place that has it
+
+    def write_end(self) -> None:
+        assert self.end is not None
+        self._write(*self.end)
+
+    async def ask_to_drain(self) -> None:
+        self._console.print("stopping after the current step, which will be saved; a second signal stops at once")
+        self._ranks.signal(signal.SIGTERM)
+
+    def ended_well(self, error: ChildFailedError) -> bool:
+        return self.stopped and error.child.poll() == _BEFORE_HANDLER
+
+    def _take(self) -> None:
+        """Shows new records; of the step records, only one per interval."""
         records = self._new_records()
         for record in records:
             self._progress.add(record)
@@ -114,27 +100,32 @@ class StageProcess:
                 if time.monotonic() - self._step_shown < _STEP_LINE_SECONDS:
                     continue
                 self._step_shown = time.monotonic()
-            if line := line_of(record, self._progress.step):
+            if line := plain_line(record, self._progress, self._progress.steps):
                 self._console.print(line, soft_wrap=True, highlight=False)
+        self.notifier.take(records)
         if records:
             self._write(RunState.RUNNING, "")
 
-    def _new_records(self) -> list[dict[str, Any]]:
+    def _new_records(self) -> list[Record]:
         """This stage's records since the previous call. An incomplete last line is left for the next call."""
-        with suppress(FileNotFoundError), open(self._config.run_dir / "metrics.jsonl", "rb") as file:
-            file.seek(self._read)
+        with suppress(FileNotFoundError), open(self._run_dir / "metrics.jsonl", "rb") as file:
+            file.seek(self._offset)
             text = file.read()
             whole = text[: text.rfind(b"\n") + 1]
-            self._read += len(whole)
+            self._offset += len(whole)
             return [record for line in whole.splitlines() if (record := json.loads(line))["run"] == self._run_id]
         return []
 
     def _write(self, state: RunState, reason: str) -> None:
-        numbers = {"stage": self._config.stage, **self._progress.numbers()}
         try:
-            write_summary(self._config.run_dir, self._run_id, state, reason, numbers)
+            numbers = {"stage": self._stage, **self._progress.stage_summary()}
+            write_summary(self._run_dir, self._run_id, state, reason, numbers)
         except OSError as error:
             logger.error("cannot write the stage's newest numbers to summary.json: %s", error)
+
+    async def _log_notice(self, record: Record) -> None:
+        """Only the ranks write records, so what a tracker or a receiver failed at is in the log."""
+        logger.warning("%s", record["text"])
 
     def _say_restart(self, name: str, found: str) -> None:
         self._console.print(f"restarting the {name}: {found}", soft_wrap=True)

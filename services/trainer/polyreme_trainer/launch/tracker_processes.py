@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from polyreme.config.run import RunConfig
+from polyreme.config.base import BaseConfig
 from polyreme.errors import PolyremeError
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
@@ -40,7 +40,7 @@ class TrackerProcess:
         emit: appends to the run's records.
     """
 
-    def __init__(self, config: RunConfig, run_id: str, kind: str, emit: Emit) -> None:
+    def __init__(self, config: BaseConfig, run_id: str, kind: str, emit: Emit) -> None:
         self._run_dir, self._run_id, self._kind, self._emit = config.run_dir, run_id, kind, emit
         self._log_path = config.run_dir / "trackers" / f"{kind}.log"
         self._child: Child | None = None
@@ -136,7 +136,7 @@ class TrackerProcess:
 class TrackerProcesses:
     """The trackers of a run."""
 
-    def __init__(self, config: RunConfig, run_id: str, emit: Emit) -> None:
+    def __init__(self, config: BaseConfig, run_id: str, emit: Emit) -> None:
         self.each: Sequence[TrackerProcess] = [TrackerProcess(config, run_id, section.kind, emit) for section in config.trackers]
         self._tasks: list[asyncio.Task[None]] = []
 

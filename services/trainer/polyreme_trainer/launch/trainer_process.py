@@ -15,32 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyreme.config.run import RunConfig
-from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
+from polyreme.errors import PolyremeError, RunFailedError, StoreError
 from polyreme.experience.leases import Registry
 from polyreme.experience.log_reader import LogReader
 from polyreme.experience.run import Run, RunState
-from polyreme.process.lifecycle import stop_event, until_set
-from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
+from polyreme.process.lifecycle import until_set
+from polyreme.process.supervisor import ProcessSet, ProcessSpec
 from polyreme.rundir.progress import comparable, stream_time
 from polyreme.rundir.run_directory import write_replicas
 from polyreme.rundir.run_records import write_end
 from polyreme.weights.arena import remove_stale
-from polyreme_trainer.launch.notifier import CLOSE_SECONDS as NOTICE_SECONDS
-from polyreme_trainer.launch.notifier import Notifier
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
-from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
+from polyreme_trainer.launch.supervision import LEARNER, Supervision
 from polyreme_trainer.observe.best_export import BestExport
-from polyreme_trainer.observe.records import Recorder, import_tensorboard
+from polyreme_trainer.observe.board import import_tensorboard
+from polyreme_trainer.observe.records import Recorder
+from polyreme_trainer.observe.resource_use import ResourceUse, keep_measuring
 from polyreme_trainer.observe.vocabulary import write_vocabulary
 
 logger = logging.getLogger(__name__)
 
 _STATE_POLL_SECONDS = 1.0
 _REPLICAS_POLL_SECONDS = 2.0
-_STOP_GRACE_SECONDS = 10.0
-DRAIN_SECONDS = 540.0
-"""Time for the current iteration and its save after a stop request. Compose and Kubernetes kill a container ten minutes after the request;
-the remaining minute is for processes that do not drain, for the run's state and for its records."""
 _RECORDS_INTERVAL = 0.5
 """Seconds between two reads of the records: those of one iteration arrive one by one, and each read that finds one writes a summary."""
 _RECORDS_RETRY_SECONDS = 5.0
@@ -52,7 +48,7 @@ RECORDS_KEPT = 2000
 """At least this many records stay in Redis after they are on disk, because live views read them there; at most twice as many."""
 
 
-class Trainer:
+class Trainer(Supervision):
     """Supervises one run until all children are done, a stop is requested, or the run is declared failed.
 
     Args:
@@ -62,112 +58,49 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, run: Run, process_sets: Sequence[ProcessSet]) -> None:
-        self._trackers = TrackerProcesses(config, run.run_id, run.emit)
-        self._notifier = Notifier(config, run.run_id, run.emit)
-        self._config, self._run, self._orphaned = config, run, False
-        self._stopped = False
-        self._end: tuple[RunState, str] | None = None
-        self._supervisor = Supervisor(process_sets, config.trainer.max_restarts, on_restart=run.report_restart)
+        super().__init__(config, run.run_id, process_sets, run.emit, run.report_restart)
+        self._config, self._run, self._use = config, run, ResourceUse()
 
-    async def run(self) -> None:
-        """Returns when the run is done, or drained and saved. Raises the error that ended it otherwise, after setting the run's state."""
+    async def run(self) -> RunState:
         remove_stale()  # shared memory of trainers that were killed on this host
-        ended = asyncio.Event()
-        records = asyncio.create_task(self._write_records(ended))
-        replicas = asyncio.create_task(self._report_replicas())
-        self._trackers.start()
-        self._notifier.start()
         try:
-            await self._supervise()
-            self._end = await self._final_state()
-            await self._run.set_state(*self._end)
-        except StaleTermError:
-            self._end = None
-            raise  # another trainer now owns the run
-        except PolyremeError as error:
-            if not self._orphaned:
-                self._end = RunState.FAILED, str(error)
-                with suppress(PolyremeError):  # the error may be the loss of Redis
-                    await self._run.set_state(*self._end)
-                    self._end = await self._run.state()  # another process may have set an earlier reason
-            raise
-        finally:
-            ended.set()
-            replicas.cancel()
-            if self._orphaned:
-                records.cancel()
-            try:
-                await asyncio.gather(records, return_exceptions=self._orphaned)
-                self._write_end()
-                await self._notifier.close(self._end, 0.0 if self._orphaned else NOTICE_SECONDS)
-                await self._trackers.close(0.0 if self._orphaned else CLOSE_SECONDS)
-            finally:  # also when a second signal interrupts this
-                remove_stale(self._run.run_id)
+            return await super().run()
+        finally:  # also when a second signal interrupts this
+            remove_stale(self._run.run_id)
 
-    def _write_end(self) -> None:
-        """Writes the run's final state into its directory."""
-        try:
-            if self._end:
-                write_end(self._config.run_dir, self._run.run_id, *self._end)
-                write_replicas(self._config.run_dir, self._run.run_id, {})
-        except OSError as error:
-            logger.error("cannot write the run's end to summary.json: %s", error)
+    async def set_end(self, state: RunState, reason: str) -> tuple[RunState, str]:
+        await self._run.set_state(state, reason)
+        return await self._run.state()  # another process may have set an earlier reason
 
-    async def _final_state(self) -> tuple[RunState, str]:
+    def write_end(self) -> None:
+        assert self.end is not None
+        write_end(self._config.run_dir, self._run.run_id, *self.end)
+        write_replicas(self._config.run_dir, self._run.run_id, {})
+
+    async def final_state(self) -> tuple[RunState, str]:
         """The final state and its reason when every child exited with status 0."""
         version, iterations = await LogReader(self._run).version(), self._config.iterations
         state, reason = await self._run.state()
         draining = state is RunState.DRAINING  # the children may have ended before this process has read it
-        if (self._stopped or draining) and version < iterations:
+        if (self.stopped or draining) and version < iterations:
             why = reason if draining else "stop requested"
             return RunState.STOPPED, f"{why}: {max(0, version)} of {iterations} iterations are trained"
         return RunState.DONE, ""
 
-    async def _supervise(self) -> None:
-        stop = stop_event()
-        work = asyncio.create_task(self._supervisor.run())
-        stopped = asyncio.create_task(self._stop_requested(stop))
-        failed = asyncio.create_task(self._declared_failed())
-        tasks = (work, stopped, failed)
-        try:
-            async with until_set(stop.orphaned):
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if stopped.done() and not work.done():
-                    await self._drain(work)
-                await (work if work.done() or stopped.done() else failed)
-                return
-            # The services of the owner have died with it, and perhaps Redis, so nothing can drain.
-            self._orphaned = True
-            raise RunFailedError("the process that started this trainer to run", "that it has died", "Continue with --resume.")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _drain(self, work: asyncio.Task[None]) -> None:
-        """Lets the children finish the current iteration and save; ends those that do not."""
-        self._supervisor.draining = self._stopped = True
+    async def ask_to_drain(self) -> None:
         logger.info("stopping after the current iteration, which will be saved")
-        try:
-            await self._run.set_state(RunState.DRAINING, "stop requested")
-            await asyncio.wait({work}, timeout=DRAIN_SECONDS)
-        except StaleTermError:
-            raise  # another trainer has taken over the run: there is nothing to wait for
-        except PolyremeError as error:
-            logger.error("cannot ask the children to drain: %s", error)
-        if not work.done():
-            await self._supervisor.stop(_STOP_GRACE_SECONDS)
+        await self._run.set_state(RunState.DRAINING, "stop requested")
 
-    async def _stop_requested(self, signalled: asyncio.Event) -> None:
+    async def stop_requested(self, signalled: asyncio.Event) -> None:
         """Waits for a signal, or until another process has set the run to draining."""
         async with until_set(signalled):  # also while Redis does not answer
             while True:
-                with suppress(PolyremeError):  # `_declared_failed` handles what cannot be retried
+                with suppress(PolyremeError):  # `declared_failed` handles what cannot be retried
                     if (await self._run.state())[0] is RunState.DRAINING:
                         return
                 await asyncio.sleep(_STATE_POLL_SECONDS)
 
-    async def _declared_failed(self) -> None:
+    async def declared_failed(self) -> None:
         """Waits until a process declares the run failed, and raises that."""
         while True:
             with suppress(StoreError):  # if Redis stays away, the children run out of restarts
@@ -176,6 +109,17 @@ class Trainer:
                     raise RunFailedError("the run to continue", reason, "Fix the cause, then continue with --resume.")
             await asyncio.sleep(_STATE_POLL_SECONDS)
 
+    async def follow_records(self, ended: asyncio.Event) -> None:
+        beside = [
+            asyncio.create_task(self._report_replicas()),
+            asyncio.create_task(keep_measuring(self._use, self._run, self._config.security)),
+        ]
+        try:
+            await self._write_records(ended)
+        finally:
+            for task in beside:
+                task.cancel()
+
     async def _write_records(self, ended: asyncio.Event) -> None:
         """Writes the run directory's records until `ended` is set and the stream is read to its end."""
         reported = False
@@ -183,7 +127,7 @@ class Trainer:
         while True:
             try:
                 await asyncio.to_thread(write_vocabulary, self._config.run_dir, await self._run.model_files())
-                with closing(Recorder(self._config, self._run.run_id, self._groups_of)) as recorder:
+                with closing(self._open_recorder()) as recorder:
                     await self._record(recorder, ended)
                     return
             except (PolyremeError, OSError) as error:
@@ -200,16 +144,16 @@ class Trainer:
     async def _record(self, recorder: Recorder, ended: asyncio.Event) -> None:
         """Copies records from Redis to disk. Sets in Redis which samples are on disk, and trims old records there."""
         recorded, mark, since_mark = -1, recorder.cursor, 0
-        self._notifier.know(recorder.evaluation, max(recorder.evaluations.values(), default=None))
+        self.notifier.know(recorder.evaluation, max(recorder.evaluations.values(), default=None))
         best = BestExport(self._config.run_dir / "hf")
         while True:
             last = ended.is_set()
-            batch = await self._run.records(recorder.cursor, block_ms=0)
+            batch = self._use.added(await self._run.records(recorder.cursor, block_ms=0))
             before = recorder.evaluation
             await recorder.take(batch, await self._run.state())
             if before and recorder.evaluation and not comparable(before, recorder.evaluation):
                 await self._run.emit({"kind": "notice", "service": "train", "text": _INCOMPARABLE})
-            self._notifier.take([{"time": stream_time(at), **record} for at, record in batch])
+            self.notifier.take([{"time": stream_time(at), **record} for at, record in batch])
             if any(record["kind"] in ("eval", "saved") for _, record in batch):
                 await asyncio.to_thread(best.update, recorder.evaluations)
             if recorder.recorded > recorded:
@@ -225,6 +169,10 @@ class Trainer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RECORDS_INTERVAL):
                     await ended.wait()
+
+    def _open_recorder(self) -> Recorder:
+        config = self._config
+        return Recorder.open(config.run_dir, self._run.run_id, config.samples_per_iteration, self._groups_of)
 
     async def _groups_of(self, iteration: int) -> tuple[list[bytes], bytes | None]:
         experience = LogReader(self._run)
@@ -245,10 +193,6 @@ class Trainer:
                     await asyncio.to_thread(write_replicas, self._config.run_dir, self._run.run_id, there)
                     known = there
             await asyncio.sleep(_REPLICAS_POLL_SECONDS)
-
-
-LEARNER = ("-m", "polyreme_trainer.learner")
-"""Python's arguments for a learner rank, of a run or a stage."""
 
 
 @dataclass(frozen=True)

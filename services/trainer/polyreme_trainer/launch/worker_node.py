@@ -21,7 +21,7 @@ from polyreme.net.endpoint import address_towards
 from polyreme.process.supervisor import describe_end, last_error
 from polyreme.weights.arena import arena_path, remove_stale
 from polyreme_trainer.launch.rendezvous import AGENT, Machines, check_files, log_path_of, start_agent
-from polyreme_trainer.launch.trainer_process import LEARNER
+from polyreme_trainer.launch.supervision import LEARNER
 
 logger = logging.getLogger(__name__)
 

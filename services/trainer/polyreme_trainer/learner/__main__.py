@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
 from polyreme_trainer.megatron.run_engine import RunEngine
 from polyreme_trainer.megatron.stage_engine import MegatronStageEngine
 from polyreme_trainer.memory.memory_estimate import announce
-from polyreme_trainer.observe.stage_records import StageRecorder
+from polyreme_trainer.observe.records import Recorder
 from polyreme_trainer.stages.loop import StageLoop
 from polyreme_trainer.stages.table import TABLE
 
@@ -103,18 +103,17 @@ def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], 
     template, stage = Template(files, config.data), TABLE[config.stage]
     device.seed(config.seed)
     objective, reference = stage.objective(config), stage.reference(config)
-    recorder: Any = closing(StageRecorder(run_dir, run.run_id)) if ranks.leads else nullcontext()
-    with recorder as records:
-        emit = records.emit if ranks.leads else no_records
-        loads = reports_to(lambda record: asyncio.run(emit(record))) if ranks.leads else unreported
+    with closing(Recorder.open(run_dir, run.run_id)) if ranks.leads else nullcontext() as recorder:
+
+        async def emit(record: Mapping[str, Any]) -> None:
+            assert recorder is not None, "only rank 0 writes records"
+            recorder.add(record)
+
+        loads = unreported if recorder is None else reports_to(recorder.add)
         with closing(
             MegatronStageEngine(config, objective.head, reference, files, template.stop_ids, ranks, device, loads)
         ) as engine:
             return StageLoop(config, template, stage, objective, engine, ranks, emit, drains).run()
-
-
-async def no_records(record: Any) -> None:
-    raise AssertionError("only rank 0 writes records")
 
 
 def main(kind: type[Learner] = Learner) -> None:

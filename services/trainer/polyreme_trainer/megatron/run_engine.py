@@ -85,7 +85,7 @@ class RunEngine(MegatronEngine):
         """How the last iteration used its samples."""
         self.writer = VersionWriter(
             policy, ranks, run_id, policy.writes, config.trainer.parallel.nodes, config.security, config.weights.anchor_interval
-        )
+        ).open()
         self.saves = RunSaves(config, ranks)
         self.rows: Sequences | None = None
         """The supervised rows that iterations mix into their steps."""

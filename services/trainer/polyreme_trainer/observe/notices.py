@@ -24,7 +24,7 @@ class Notice:
         run, name, run_dir: id, name and directory of the run.
         time: Unix time in seconds.
         text: one sentence that describes the event.
-        facts: further values: `version`, `metric`, `value` of a new best; `reason` of an end.
+        facts: further values: `version` (of a stage: `step`), `metric`, `value` of a new best; `reason` of an end.
     """
 
     event: Event
@@ -47,7 +47,7 @@ class NoticeRules:
     Args:
         run_id, name, run_dir: of the run.
         newest: the newest `eval` record of a run that is resumed.
-        best: the best result that is comparable with it.
+        best: the best result that is comparable with it; of a stage, its lowest held-out loss.
     """
 
     def __init__(self, run_id: str, name: str, run_dir: str, newest: Record | None = None, best: float | None = None) -> None:
@@ -65,7 +65,14 @@ class NoticeRules:
     def _of_record(self, record: Record) -> Notice | None:
         if record["kind"] == "alarm":
             return Notice("alarm", *self._run, record["time"], f"{self._run[1]}: alarm: {record['text']}")
-        if record["kind"] == "eval":
+        if record["kind"] == "eval" and "step" in record:
+            before, loss = self._best, record["loss"]
+            self._best = loss if before is None else min(loss, before)
+            if before is not None and loss < before:
+                text = f"{self._run[1]}: held-out loss {loss:.3f} after step {record['step']}, the best so far (before: {before:.3f})"
+                facts = {"step": record["step"], "metric": "loss", "value": loss}
+                return Notice("best", *self._run, record["time"], text, facts)
+        elif record["kind"] == "eval":
             metric, value = evaluation_of(record)
             before = self._best if self._newest and comparable(record, self._newest) else None
             self._newest, self._best = record, value if before is None else max(value, before)

@@ -1,4 +1,4 @@
-"""Writes a run's records to its directory: metrics.jsonl, samples/, tensorboard/ and summary.json.
+"""Writes the records of a run or a stage to its directory: metrics.jsonl, samples/, tensorboard/ and summary.json.
 
 Invariant: each record is written once. metrics.jsonl is its own cursor: each line has its run's id and its stream id, so a restart
 continues after the run's last whole line. When a resumed learner repeats an iteration, the first record stays. A sample file is complete
@@ -9,26 +9,23 @@ flushed at once, so that a full disk raises OSError where it is handled. Nothing
 import json
 import logging
 import os
-import socket
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
-from importlib import import_module
 from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 
 from polyreme.api.v1.experience_pb2 import FinishReason
-from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.record_codec import decode_group
 from polyreme.experience.records import GroupRecord, SampleRecord, episode_fields
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.rundir.progress import Progress, Record, stream_time
-from polyreme.rundir.reader.scalars import scalars
 from polyreme.rundir.run_records import read_records, write_atomically, write_summary
+from polyreme_trainer.observe.board import Board
 
 logger = logging.getLogger(__name__)
 
@@ -38,34 +35,70 @@ GroupsOf = Callable[[int], Awaitable[tuple[list[bytes], bytes | None]]]
 """Returns the payloads of an iteration's groups, and how the iteration used their samples (None: unknown). Raises PolyremeError when the log
 no longer has them."""
 _DIGITS = 5
+_RESUMED_SECONDS = 5.0
+"""Seconds between two records about repeated steps of a stage."""
+
+Clock = Callable[[], float]
 
 
 class Recorder:
-    """The files of one run directory.
-
-    Args:
-        config, run_id: the run's configuration and id. Its directory exists.
-        groups_of: reads an iteration's groups from the experience log, and how the iteration used their samples.
+    """The files of one run directory. `open` creates one.
 
     Attributes:
         cursor: stream id of the last record that was taken.
     """
 
-    def __init__(self, config: RunConfig, run_id: str, groups_of: GroupsOf) -> None:
-        self._run_id, self._groups_of, self._folder = run_id, groups_of, config.run_dir
-        self._progress = Progress(config.samples_per_iteration)
+    def __init__(
+        self,
+        run_dir: Path,
+        run_id: str,
+        progress: Progress,
+        metrics: TextIO,
+        board: Board,
+        groups_of: GroupsOf | None,
+        clock: Clock,
+    ) -> None:
+        self._folder, self._run_id, self._progress = run_dir, run_id, progress
+        self._metrics, self._board, self._groups_of = metrics, board, groups_of
+        self._clock, self._said = clock, clock()
         self._state: tuple[RunState, str] | None = None
         self.cursor = "0"
-        self._metrics_path = self._folder / "metrics.jsonl"
-        cut_torn_line(self._metrics_path)
-        for line in read_records(self._folder, run_id):
-            self._progress.add(line)
-            self.cursor = line["id"]
-        (self._folder / "samples").mkdir(exist_ok=True)
+
+    @classmethod
+    def open(
+        cls,
+        run_dir: Path,
+        run_id: str,
+        samples_per_iteration: int = 0,
+        groups_of: GroupsOf | None = None,
+        clock: Clock = time.monotonic,
+    ) -> "Recorder":
+        """Opens the files of a directory, which exists, and reads what the run has recorded there.
+
+        Args:
+            samples_per_iteration: of a run.
+            groups_of: reads an iteration's groups from the experience log, and how the iteration used their samples; None: a stage has none.
+            clock: returns seconds.
+
+        Raises:
+            OSError: a file cannot be written.
+            ConfigError: metrics.jsonl is damaged.
+        """
+        path = run_dir / "metrics.jsonl"
+        cut_torn_line(path)
+        if groups_of is not None:
+            (run_dir / "samples").mkdir(exist_ok=True)
+        progress, cursor = Progress(samples_per_iteration), "0"
+        for line in read_records(run_dir, run_id):
+            progress.add(line)
+            cursor = line.get("id", cursor)
         with ExitStack() as files:
-            self._metrics = files.enter_context(open(self._metrics_path, "a"))
-            self._board = files.enter_context(closing(Board(self._folder / "tensorboard" / run_id)))
-            self._files = files.pop_all()
+            metrics = files.enter_context(open(path, "a"))
+            board = Board.open(run_dir / "tensorboard" / run_id)
+            files.pop_all()
+        recorder = cls(run_dir, run_id, progress, metrics, board, groups_of, clock)
+        recorder.cursor = cursor
+        return recorder
 
     @property
     def recorded(self) -> int:
@@ -102,8 +135,7 @@ class Recorder:
         self._board.add(lines)
         for line in taken:
             if not self._progress.repeats(line):
-                self._metrics.write(json.dumps(line) + "\n")
-                self._metrics.flush()
+                self._write(line)
                 self.cursor = line["id"]
             self._progress.add(line)
         if taken or state != self._state:
@@ -112,12 +144,29 @@ class Recorder:
         if records:
             self.cursor = records[-1][0]
 
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Writes a record of a stage, which has no stream. In place of repeated steps it writes a `resumed` record every few seconds."""
+        if self._progress.repeats(dict(record)):
+            if record["kind"] != "step" or self._clock() - self._said < _RESUMED_SECONDS:
+                return
+            record, self._said = {"kind": "resumed", "step": record["step"]}, self._clock()
+        line = {"run": self._run_id, "time": time.time(), **record}
+        self._board.add([line])
+        self._write(line)
+        self._progress.add(line)
+
     def close(self) -> None:
         """Closes every file, even when one of them raises."""
-        self._files.close()
+        with closing(self._metrics):
+            self._board.close()
+
+    def _write(self, line: Record) -> None:
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
 
     async def _write_samples(self, iteration: int) -> Record:
         """Writes an iteration's sample file. Returns `next_group` for its record: the index after the highest one trained."""
+        assert self._groups_of is not None, "a run's recorder reads groups"
         try:
             payloads, trained = await self._groups_of(iteration)
             groups = [decode_group(payload) for payload in payloads]
@@ -129,52 +178,6 @@ class Recorder:
         lines = [json.dumps({"iteration": iteration, **line, **fields}) for line, fields in found]
         write_atomically(self._folder / "samples" / f"iteration_{iteration:04d}.jsonl", "".join(line + "\n" for line in lines))
         return {"next_group": max(group.index for group in groups) + 1} if groups else {}
-
-
-def import_tensorboard() -> None:
-    """Imports tensorboardX without torch, when this process has not imported torch already.
-
-    tensorboardX needs torch only to recognise its tensors. The import costs the supervisor seconds and 200 MB.
-    """
-    if "torch" in sys.modules:
-        import_module("tensorboardX")
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it now raises ImportError
-    try:
-        import_module("tensorboardX")
-    finally:
-        del sys.modules["torch"]
-
-
-class Board:
-    """A TensorBoard event file. tensorboardX's SummaryWriter is not used: it writes in a thread, which dies silently when the disk is full,
-    and the next caller then blocks on its queue."""
-
-    def __init__(self, folder: Path) -> None:
-        import_tensorboard()
-        from tensorboardX import RecordWriter
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
-
-        self._event, self._scalar = Event, scalar
-        folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        self._file = RecordWriter(str(folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}"))
-        self._file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
-
-    def add(self, lines: list[Record]) -> None:
-        """Writes the scalars of lines of metrics.jsonl and flushes them."""
-        for line in lines:
-            self.add_scalars(scalars(line), line["time"])
-
-    def add_scalars(self, numbers: Iterable[tuple[str, float, int]], at: float) -> None:
-        """Writes (tag, value, step), measured at Unix time `at`; they are on disk when it returns."""
-        for tag, value, step in numbers:
-            self._file.write(self._event(wall_time=at, step=step, summary=self._scalar(tag, value)).SerializeToString())
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def of_samples(groups: list[GroupRecord], trained: bytes | None) -> list[Record]:

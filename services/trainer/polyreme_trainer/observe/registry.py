@@ -283,6 +283,34 @@ CHECKPOINT = (
         "`saved` records",
     ),
 )
+_MEASURED = "once in ten seconds"
+RESOURCES = (
+    *(
+        metric
+        for role, of in (
+            ("trainer", "the trainer on its machine: orchestrator and learner"),
+            ("rollout", "the replicas"),
+            ("reward", "the reward servers"),
+            ("environment", "the environment servers"),
+        )
+        for metric in (
+            Metric(f"resources/{role}/cores", "cores", f"Mean number of processor cores in use by {of}.", _MEASURED),
+            Metric(f"resources/{role}/memory_bytes", "B", f"Largest resident memory of {of}.", _MEASURED),
+        )
+    ),
+    Metric(
+        "resources/device_busy_fraction",
+        "1",
+        "Mean share of time in which kernels ran on the devices of these machines.",
+        f"{_MEASURED}, with NVIDIA devices",
+    ),
+    Metric(
+        "resources/device_memory_bytes",
+        "B",
+        "Largest memory in use on all devices of these machines.",
+        f"{_MEASURED}, with NVIDIA devices",
+    ),
+)
 
 BESIDE = (
     Metric(
@@ -374,6 +402,7 @@ SECTIONS = {
     "Offload": OFFLOAD,
     "Parts of an iteration": TIMING,
     "Throughput": THROUGHPUT,
+    "Resources": RESOURCES,
     "Beside the iteration": BESIDE,
 }
 """Titles of the reference page, and the metrics under each."""
@@ -385,3 +414,48 @@ def find(name: str) -> Metric | None:
     """The row of a metric: the row with its exact name, otherwise the row whose NAME matches; None when there is none."""
     exact = next((metric for metric in METRICS if metric.name == name), None)
     return exact or next((metric for metric in METRICS if metric.matches(name)), None)
+
+
+_PAIRS = "on pairs of answers"
+_DPO = "in the stage dpo"
+_COMPARED = (
+    "the log-ratio to the reference, summed over an answer's tokens (dpo, ipo, kto), or the mean log-probability (simpo, orpo)"
+)
+
+STAGE_METRICS = (
+    Metric(
+        "loss", "1", "Mean loss that the step minimises: over trained tokens in the stage sft, over rows in the other stages."
+    ),
+    Metric(
+        "accuracy",
+        "1",
+        "Fraction of pairs whose chosen answer has the higher score. Equal scores count half; ties are left out.",
+        "in the stage reward-model",
+    ),
+    Metric("margin", "score", "Mean difference of a pair's scores, without ties.", "in the stage reward-model"),
+    Metric("mean_reward", "score", "Mean score of all answers.", "in the stage reward-model"),
+    Metric("rewards/chosen", "1", f"Mean of beta times {_COMPARED} of the chosen or good answers.", _DPO),
+    Metric("rewards/rejected", "1", "The same for the rejected or bad answers.", _DPO),
+    Metric(
+        "rewards/accuracies",
+        "1",
+        "Fraction of pairs whose chosen answer has the higher reward. Equal rewards count half.",
+        _PAIRS,
+    ),
+    Metric("rewards/margins", "1", "rewards/chosen - rewards/rejected.", _PAIRS),
+    Metric("logps/chosen", "nats", "Mean log-probability of the chosen or good answers, summed over an answer's tokens.", _DPO),
+    Metric("logps/rejected", "nats", "The same for the rejected or bad answers.", _DPO),
+    Metric(
+        "kl",
+        "nats",
+        "KTO's estimate of the KL to the reference: mean log-ratio of mismatched answers, 0 or more; in an `eval` record over all held-out rows.",
+        "with the loss kto",
+    ),
+    *ROUTING,
+    Metric("grad_norm", "1", "Norm of the whole gradient before it is clipped.", "`step` records"),
+    Metric("lr", "1", "Learning rate of the step.", "`step` records"),
+    Metric("time/step", "s", "Wall-clock time of the step on the learner's rank 0.", "`step` records"),
+    Metric("tokens_per_second", "tokens/s", "Tokens of the step's rows / time/step.", "`step` records"),
+    *CHECKPOINT,
+)
+"""The metrics of a stage's records. The names of losses, rewards and accuracies are TRL's."""

@@ -91,10 +91,9 @@ async def _orchestrate(run: Run) -> None:
     environment = make_environment(run, sampler, scoring, partial_log, budget)
     is_new = await run.check() is RunState.STARTING  # a running run continues with the replicas that it has
     wanted = config.rollout.replicas if is_new else 1
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     waits = [pool.wait_for(wanted), environment.wait_ready()]
     waits += [rewards.wait_for(1)] if rewards else []
-    waits += [teacher.check(template, longest)] if teacher else []
+    waits += [teacher.check(template, config.longest_sequence)] if teacher else []
     await together(waits)
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return

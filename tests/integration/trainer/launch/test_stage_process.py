@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.console import Console
 from polyreme.errors import RunFailedError
 from polyreme.experience.run import RunState
 from polyreme.rundir.run_directory import read_run_file
-from polyreme_trainer.launch.stage_process import StageProcess
+from polyreme_trainer.launch.stage_process import StageSupervision
 from support.stages import prepared, stage_config
 from support.waiting import until
 
@@ -43,14 +44,14 @@ DIES_ONCE = (
 )
 
 
-def process(folder: Path, script: str) -> tuple[StageProcess, Path, io.StringIO]:
-    config = stage_config(folder, "sft", trainer__parallel={"data": 2} if script is WELL else {})
+def process(folder: Path, script: str, **changes: Any) -> tuple[StageSupervision, Path, io.StringIO]:
+    config = stage_config(folder, "sft", trainer__parallel={"data": 2} if script is WELL else {}, **changes)
     run_dir, shown = prepared(config), io.StringIO()
     run = read_run_file(run_dir)
     assert run is not None
     log_dir = folder / "logs"
     log_dir.mkdir()
-    return StageProcess(config, run.run_id, log_dir, Console(file=shown, width=200), ("-c", script)), run_dir, shown
+    return StageSupervision(config, run.run_id, log_dir, Console(file=shown, width=200), ("-c", script)), run_dir, shown
 
 
 def summary(run_dir: Path) -> dict[str, object]:
@@ -64,6 +65,13 @@ async def test_a_stage_whose_ranks_record_the_end_is_done(tmp_path: Path) -> Non
     found = summary(run_dir)
     assert (found["state"], found["step"], found["steps"]) == ("done", 3, 3)
     assert str(run_dir / "hf" / "final") in shown.getvalue()
+
+
+async def test_the_end_of_a_stage_is_a_notice(tmp_path: Path) -> None:
+    command = ["sh", "-c", f'printf "%s\\n" "$POLYREME_NOTICE_TEXT" >> {tmp_path}/texts']
+    stage, _, _ = process(tmp_path, WELL, notices=[{"kind": "command", "command": command}])
+    assert await stage.run() is RunState.DONE
+    assert (tmp_path / "texts").read_text() == "sft is done\n"
 
 
 async def test_ranks_that_end_without_a_word_have_failed(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from polyreme.process.lifecycle import OWNER_DIED
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpec
 from polyreme.rundir.run_directory import EMBEDDED, read_run_file
 from polyreme.rundir.run_records import read_records, read_summary
-from polyreme_trainer.launch import trainer_process
+from polyreme_trainer.launch import supervision, trainer_process
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.megatron.mindspeed import DEVICE
 from support.waiting import until
@@ -233,7 +233,7 @@ async def test_a_drain_takes_its_time_however_soon_attempts_expire(run: Run, con
 async def test_a_stop_is_over_before_who_asked_for_it_kills(
     run: Run, config: RunConfig, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_process, "DRAIN_SECONDS", 0.3)
+    monkeypatch.setattr(supervision, "DRAIN_SECONDS", 0.3)
     task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
     await started(config)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -302,7 +302,7 @@ def test_a_drain_ends_a_good_while_before_the_deployments_lose_patience() -> Non
     told = {service["stop_grace_period"] for name, service in services.items() if name.startswith("trainer")}
     chart = (root / "deploy" / "helm" / "polyreme" / "templates" / "trainer.yaml").read_text()
     assert told == {"10m"} and "terminationGracePeriodSeconds: 600 #" in chart
-    assert trainer_process.DRAIN_SECONDS <= 600 - 60
+    assert supervision.DRAIN_SECONDS <= 600 - 60
 
 
 async def test_a_run_taken_over_keeps_the_state_of_its_new_trainer(run: Run, config: RunConfig, redis_url: str) -> None:

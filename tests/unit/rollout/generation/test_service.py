@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.weights.arena import Arena
-from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
-from polyreme_rollout.engine.protocol import CHUNK_TOKENS, ArenaSource, EngineRequest, LoadResult, NewTokens
+from polyreme.weights.manifest import ArenaSource, Manifest, TensorSpec, plan_manifest
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, EngineRequest, LoadResult, NewTokens
 from polyreme_rollout.generation.requests import RequestLimits
 from polyreme_rollout.generation.running import RunningSequences
 from polyreme_rollout.generation.sequences import pack_ids

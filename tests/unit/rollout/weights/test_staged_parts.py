@@ -2,8 +2,7 @@
 
 import pytest
 
-from polyreme.weights.manifest import TensorSpec, plan_manifest
-from polyreme_rollout.engine.protocol import ArenaSource
+from polyreme.weights.manifest import ArenaSource, TensorSpec, plan_manifest
 from polyreme_rollout.weights.staged_parts import Refusal, StagedParts, VersionId
 
 NAMES = frozenset({"a", "b"})

@@ -56,6 +56,14 @@ def test_results_on_other_held_out_data_are_not_compared() -> None:
     assert (best.payload()["version"], best.text.endswith("(before: 0.700)")) == (24, True)
 
 
+def test_a_stages_best_has_the_lowest_held_out_loss() -> None:
+    held_out = [{"kind": "eval", "step": step, "loss": loss, "time": 1.0} for step, loss in ((0, 3.0), (2, 2.0), (4, 2.5))]
+    [best] = NoticeRules(*RUN).of_records(held_out)
+    assert best.text == "letters: held-out loss 2.000 after step 2, the best so far (before: 3.000)"
+    assert best.facts == {"step": 2, "metric": "loss", "value": 2.0}
+    assert NoticeRules(*RUN, None, 1.5).of_records(held_out) == []
+
+
 def test_an_alarm_and_nothing_else() -> None:
     records = [
         {"kind": "iteration", "time": 1.0},

@@ -77,7 +77,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 async def test_a_record_becomes_a_line_with_its_time(config: RunConfig) -> None:
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         await recorder.take(stream({"kind": "notice", "service": "rollout", "text": "joined"}), RUNNING)
     [line] = lines(config.run_dir / "metrics.jsonl")
     assert line == {"run": "run-1", "id": "1000-0", "time": 1.0, "kind": "notice", "service": "rollout", "text": "joined"}
@@ -85,11 +85,11 @@ async def test_a_record_becomes_a_line_with_its_time(config: RunConfig) -> None:
 
 async def test_a_restart_goes_on_behind_the_last_whole_line(config: RunConfig) -> None:
     records = stream(iteration(1), iteration(2), iteration(3))
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         await recorder.take(records[:2], RUNNING)
     metrics = config.run_dir / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-7])  # the crash tore the second line
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         assert recorder.cursor == records[0][0]
         await recorder.take([entry for entry in records if entry[0] > recorder.cursor], RUNNING)
     assert [line["iteration"] for line in lines(metrics)] == [1, 2, 3]
@@ -99,13 +99,13 @@ async def test_a_restart_goes_on_behind_the_last_whole_line(config: RunConfig) -
 async def test_a_run_differs_from_one_that_failed_in_its_directory_before(config: RunConfig) -> None:
     """The stream is read from the first record, even if the clock of its Redis is behind."""
     evaluation = {"kind": "eval", "version": 2, "samples": 10, "seconds": 1.0}
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         await recorder.take(
             stream(iteration(1), iteration(2), iteration(3), iteration(4), {**evaluation, "accuracy": 0.25}), RUNNING
         )
     second = stream({**evaluation, "accuracy": 0.75}, iteration(3))  # of the checkpoint of iteration 2
     for records in (second[:1], second[1:]):
-        with closing(Recorder(config, "run-2", groups_of)) as recorder:
+        with closing(Recorder.open(config.run_dir, "run-2", config.samples_per_iteration, groups_of)) as recorder:
             assert recorder.cursor == ("0" if records == second[:1] else second[0][0])
             await recorder.take(records, RUNNING)
     metrics = lines(config.run_dir / "metrics.jsonl")
@@ -119,7 +119,7 @@ async def test_a_run_differs_from_one_that_failed_in_its_directory_before(config
 
 
 async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> None:
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         await recorder.take(stream(iteration(1)), RUNNING)
     samples = lines(config.run_dir / "samples" / "iteration_0001.jsonl")
     assert len(samples) == 8
@@ -152,7 +152,7 @@ async def test_a_sample_has_what_its_iteration_did_with_it(config: RunConfig) ->
     async def of(iteration: int) -> tuple[list[bytes], bytes | None]:
         return (await groups_of(iteration))[0], used.encode()
 
-    with closing(Recorder(config, "run-1", of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, of)) as recorder:
         await recorder.take(stream(iteration(1)), RUNNING)
     first, second, *_ = lines(config.run_dir / "samples" / "iteration_0001.jsonl")
     assert first["advantage"] == [0.25, 0.5, 0.75], "advantages that differ within a sample are all there"
@@ -210,7 +210,7 @@ def test_a_trajectory_has_its_episode_and_its_turns() -> None:
 
 
 async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
-    with closing(Recorder(config, "run-1", no_groups)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, no_groups)) as recorder:
         await recorder.take(stream(iteration(1)), RUNNING)
     assert not list((config.run_dir / "samples").iterdir())
     assert len(lines(config.run_dir / "metrics.jsonl")) == 1
@@ -221,17 +221,17 @@ async def test_an_iteration_that_is_repeated_after_a_resume_is_on_record_once(co
     """The first record is kept, since only it includes the waits."""
     records = stream(iteration(1), iteration(2), iteration(2, **{"time/iteration": 0.01}), iteration(3))
     for at in range(4):
-        with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
             await recorder.take(records[at : at + 1], RUNNING)
     metrics = lines(config.run_dir / "metrics.jsonl")
     assert [(line["iteration"], line["time/iteration"]) for line in metrics] == [(1, 2.0), (2, 2.0), (3, 2.0)]
     assert [line["next_group"] for line in metrics] == [8, 12, 16]
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         assert recorder.recorded == 3
 
 
 async def test_the_summary_says_how_the_run_is_doing(config: RunConfig) -> None:
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         await recorder.take([], (RunState.STARTING, ""))
         assert json.loads((config.run_dir / "summary.json").read_text())["state"] == "starting"
         await recorder.take(stream(iteration(1)), RUNNING)
@@ -256,7 +256,7 @@ def test_a_torn_line_is_cut(content: bytes, kept: bytes, tail: int, tmp_path: Pa
 
 
 async def test_the_summary_counts_a_replayed_iteration_once(config: RunConfig) -> None:
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         await recorder.take(
             stream(
                 {"kind": "sft_done", "seconds": 7.0},
@@ -285,7 +285,7 @@ async def test_a_replay_is_in_the_summary_and_not_in_the_records(config: RunConf
         found = json.loads((config.run_dir / "summary.json").read_text())
         return found["iteration"], found["replayed"]
 
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         await recorder.take(stream(*(iteration(number) for number in (1, 2, 3))), RUNNING)
         assert summary() == (3, None)
         await recorder.take(stream({"kind": "start", "start": 2}, {"kind": "resumed", "iteration": 0}), RUNNING)
@@ -301,7 +301,7 @@ async def test_a_replay_is_in_the_summary_and_not_in_the_records(config: RunConf
 
 
 async def test_tensorboard_has_the_events(config: RunConfig) -> None:
-    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+    with closing(Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, groups_of)) as recorder:
         await recorder.take(stream(iteration(1)), RUNNING)
     [events] = (config.run_dir / "tensorboard" / "run-1").iterdir()
     assert b"reward/mean" in events.read_bytes()
@@ -322,7 +322,7 @@ async def no_groups(iteration):
 async def main(folder, records):
     config, refused, open_files = run_config(folder), 0, []
     for limit in (4096, 4096, resource.RLIM_INFINITY):
-        recorder = Recorder(config, "run-1", no_groups)
+        recorder = Recorder.open(config.run_dir, "run-1", config.samples_per_iteration, no_groups)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
             for record in records:

@@ -24,7 +24,7 @@ from polyreme_trainer.megatron.training.iteration import Iteration
 from polyreme_trainer.megatron.training.roles import Role
 from polyreme_trainer.megatron.training.step import train_iteration
 from polyreme_trainer.observe.metrics import iteration_record
-from polyreme_trainer.observe.registry import BESIDE, DEVICES, EPISODES, METRICS, OFFLOAD, REPLAY, ROUTING, find
+from polyreme_trainer.observe.registry import BESIDE, DEVICES, EPISODES, METRICS, OFFLOAD, REPLAY, RESOURCES, ROUTING, find
 from support.configs import run_config
 
 TIMING = [
@@ -188,7 +188,7 @@ def test_every_row_of_an_iteration_is_written_by_one(tmp_path: Path) -> None:
     written: set[str] = set()
     for algorithm in VARIANTS.values():
         written |= ppo_record(run_config(tmp_path), **algorithm).keys()
-    conditional = (*BESIDE, *DEVICES, *EPISODES, *OFFLOAD, *ROUTING, *REPLAY)
+    conditional = (*BESIDE, *DEVICES, *EPISODES, *OFFLOAD, *RESOURCES, *ROUTING, *REPLAY)
     rows = set(METRICS) - set(conditional) - {find(name) for name in OF_OTHER_RUNS}
     assert [row.name for row in rows if not any(row.matches(name) for name in written)] == []
 

@@ -25,6 +25,8 @@ def test_a_record_is_one_point_with_its_axis() -> None:
     assert list(points(sft)) == [Point("sft_step", 10, 1.0, {"sft_2/loss": 0.25})]
     commit = {"kind": "commit", "version": 4, "stall_seconds": 0.5, "reload_seconds": 0.25, "time": 1.0}
     assert list(points(commit)) == [Point("iteration", 4, 1.0, {"weights/stall_seconds": 0.5, "weights/reload_seconds": 0.25})]
+    step = {"kind": "step", "step": 2, "steps": 9, "loss": 0.5, "time": 1.0}
+    assert list(points(step)) == [Point("step", 2, 1.0, {"train/loss": 0.5})]
     assert list(points({"kind": "notice", "text": "", "time": 1.0})) == []
 
 

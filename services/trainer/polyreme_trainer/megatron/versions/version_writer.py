@@ -37,21 +37,20 @@ _WORDS = {"BF16": torch.bfloat16}
 
 
 class VersionWriter:
-    """Writes versions of one policy into arena slots.
+    """Writes versions of one policy into arena slots. `open` comes first.
 
     Args:
         policy: the policy; its shapes determine the size of an arena slot.
-        ranks: the learner's ranks. All of them construct their writer together.
+        ranks: the learner's ranks.
         run_id: names the arena.
         writes: whether this rank writes its slices: it is one of the first data ranks that together have all experts.
         nodes: the number of machines, which share the ranks evenly.
         security: of the ports at which replicas fetch the parts of other machines.
         anchor_interval: of the deltas that other machines compute: see `Deltas`.
-
-    Raises:
-        ConfigError: shared memory is too small, ranks of several machines write slices of one tensor, or their tokens differ.
-        UnavailableError: rank 0 cannot reach the part of another machine.
     """
+
+    arena: Arena
+    """This machine's, on the ranks that write or own it."""
 
     def __init__(
         self,
@@ -64,10 +63,20 @@ class VersionWriter:
         anchor_interval: int = 1,
     ) -> None:
         self._policy, self._ranks, self._run_id, self._writes = policy, ranks, run_id, writes
-        specs, aliases = tensor_specs(policy.arch, policy.dtype), hf_aliases(policy.arch)
-        self._nodes, self._interval = nodes, anchor_interval
-        part, self.parts, self._owns = 0, 1, ranks.leads
+        self._nodes, self._security, self._interval = nodes, security, anchor_interval
+        self.parts, self._owns = 1, ranks.leads
         self._server: PartServer | None = None
+
+    def open(self) -> "VersionWriter":
+        """Plans the parts and creates the arenas. Collective: all ranks open their writer together.
+
+        Raises:
+            ConfigError: shared memory is too small, ranks of several machines write slices of one tensor, or their tokens differ.
+            UnavailableError: rank 0 cannot reach the part of another machine.
+        """
+        policy, ranks, nodes, writes = self._policy, self._ranks, self._nodes, self._writes
+        specs, aliases = tensor_specs(policy.arch, policy.dtype), hf_aliases(policy.arch)
+        part = 0
         if nodes > 1:
             planned = gather_parts(policy.written if writes else (), nodes)
             part, self.parts = machine_of(ranks.rank, dist.get_world_size(), nodes), len(planned)
@@ -79,14 +88,15 @@ class VersionWriter:
         self._dtypes = {tensor.name: _WORDS.get(tensor.dtype) for tensor in self._plan.tensors if not tensor.alias_of}
 
         async def create() -> bytes:
-            self.arena = Arena.create(run_id, self._plan.nbytes)
+            self.arena = Arena.create(self._run_id, self._plan.nbytes)
             return str(self.arena.path).encode()
 
         path = ranks.broadcast_from_leader(create).decode()
         if self.parts > 1:
-            path = self._serve_parts(path, part, security)
+            path = self._serve_parts(path, part, self._security)
         if writes and not self._owns:
             self.arena = Arena.open(path, writable=True)
+        return self
 
     def _serve_parts(self, path: str, part: int, security: SecurityConfig | None) -> str:
         """Creates the arenas of the other machines and serves them. Returns the path of this machine's arena. Collective.

@@ -11,8 +11,8 @@ from threading import Event
 stopping = Event()
 signal.signal(signal.SIGTERM, lambda *_: stopping.set())  # before the slow imports
 
+from polyreme.config.load import load_any  # noqa: E402
 from polyreme.process import logging_setup  # noqa: E402
-from polyreme.rundir.run_directory import read_config  # noqa: E402
 from polyreme_trainer.observe.trackers.follow import run_tracker  # noqa: E402
 
 
@@ -21,7 +21,7 @@ def main(run_dir: str, run_id: str, kind: str, *last: str) -> None:
     logging_setup.setup(f"tracker {kind}")
     if last:
         stopping.set()
-    config = read_config(Path(run_dir))
+    config = load_any(Path(run_dir) / "config.yaml")
     run_tracker(config, run_id, next(section for section in config.trackers if section.kind == kind), stopping)
 
 

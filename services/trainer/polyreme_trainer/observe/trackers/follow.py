@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from polyreme.config.run import RunConfig
+from polyreme.config.base import BaseConfig
 from polyreme.config.trackers import TrackerSection
 from polyreme.errors import PolyremeError
 from polyreme.rundir.reader.scalars import scalars
@@ -77,11 +77,11 @@ def points(line: dict[str, Any]) -> Iterator[Point]:
     """The points of a record for a tracker: one or none."""
     found = list(scalars(line))
     if found:
-        axis = "sft_step" if line["kind"] == "sft" else "iteration"
+        axis = "sft_step" if line["kind"] == "sft" else "step" if "step" in line else "iteration"
         yield Point(axis, found[0][2], line["time"], {name: value for name, value, _ in found})
 
 
-def run_tracker(config: RunConfig, run_id: str, section: TrackerSection, stopping: Event) -> None:
+def run_tracker(config: BaseConfig, run_id: str, section: TrackerSection, stopping: Event) -> None:
     """Sends new records until `stopping` is set and all are sent. Raises the tracker's errors."""
     run_dir, kind = config.run_dir, section.kind
     folder = run_dir / "trackers" / kind

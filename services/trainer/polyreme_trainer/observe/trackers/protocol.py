@@ -48,7 +48,7 @@ class Point:
     """Numbers of one step.
 
     Attributes:
-        axis: the unit of the step: `iteration`, or `sft_step` in a warm start.
+        axis: the unit of the step: `iteration`, `sft_step` in a warm start, or `step` in a stage.
         time: Unix seconds.
         values: name -> number.
     """

@@ -4,13 +4,15 @@ Invariant: an agent whose request gets no turn is told why, and its episode goes
 """
 
 import json
+from collections.abc import Sequence
 
-from polyreme.api.v1.environment_pb2 import AgentRequest, Answer
+from polyreme.api.v1.environment_pb2 import AgentRequest, Answer, TurnTokens
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME, OUTCOME_TOKENS, OUTCOME_TURNS
-from polyreme.dataset.chat import read_chat
+from polyreme.dataset.chat import Message, read_chat
+from polyreme.dataset.columns import TokenIds
 from polyreme.errors import DataError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
-from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession
+from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession, SampledTurn
 
 _BOUNDS: dict[int, str] = {
     OUTCOME_TURNS: "the episode has reached environment.max_turns",
@@ -32,12 +34,26 @@ async def agent_turn(request: AgentRequest, session: EpisodeSession) -> Answer:
         found = f"expected rollout.temperature = {session.temperature:g} of the run; found {request.temperature:g}"
         return Answer(refused=f"{found}. Remove `temperature`.")
     try:
-        chat = read_chat(json.loads(request.messages_json), "`messages`", request.tools_json or None)
-        session.tools = None if chat.tools is None else list(chat.tools)
-        turn = await session.answer(chat.messages, after=request.after, max_tokens=request.max_tokens or None)
+        turn = await _sampled(request, session)
     except EpisodeOverError as over:
         return Answer(refused=_BOUNDS[over.outcome], over=True)
     except DataError as error:
         return Answer(refused=str(error))
     raw = "" if turn.raw == turn.text else turn.raw
-    return Answer(text=turn.text, raw=raw, is_cut=turn.is_cut, context_tokens=turn.context_tokens, tokens=turn.tokens)
+    answer = Answer(text=turn.text, raw=raw, is_cut=turn.is_cut, context_tokens=len(turn.context), tokens=len(turn.ids))
+    if request.wants_tokens:
+        answer.sampled.CopyFrom(
+            TurnTokens(context_ids=turn.context, ids=turn.ids, logprobs=turn.logprobs, texts=session.token_texts(turn))
+        )
+    return answer
+
+
+async def _sampled(request: AgentRequest, session: EpisodeSession) -> SampledTurn:
+    prompt: str | TokenIds | None = TokenIds(request.context_ids) or (request.prompt if request.HasField("prompt") else None)
+    messages: Sequence[Message] = ()
+    if prompt is None:
+        chat = read_chat(json.loads(request.messages_json), "`messages`", request.tools_json or None)
+        session.tools, messages = None if chat.tools is None else list(chat.tools), chat.messages
+    return await session.answer(
+        messages, after=request.after, max_tokens=request.max_tokens or None, prompt=prompt, stop=request.stop
+    )

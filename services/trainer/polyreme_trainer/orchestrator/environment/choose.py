@@ -25,4 +25,4 @@ def make_environment(
         return SingleTurn(sampler, scoring, partial_log, budget)
     servers = EnvironmentClient(run, settings, config.data, config.seed)
     bounds = Bounds(settings.max_turns, config.rollout.max_model_len, settings.max_seconds)
-    return Episodes(sampler, Tail(sampler.template), servers, partial_log, bounds, settings.tries, scoring.rewards)
+    return Episodes(sampler, Tail(sampler.template), servers, partial_log, bounds, settings.tries, scoring, budget)

@@ -206,7 +206,7 @@ class SingleAnswers:
 
 
 class EpisodeAnswers:
-    """Episodes of each prompt's task, which the environment or the rewards score. One that fails is played again, as in training."""
+    """Episodes of each prompt's task, scored as in training. One that fails in its environment is played again, as there."""
 
     def __init__(self, run: Run, sampler: Sampler, episodes: Episodes, rewards: RewardClient | None) -> None:
         self._run, self._sampler, self._episodes, self._rewards = run, sampler, episodes, rewards
@@ -220,15 +220,17 @@ class EpisodeAnswers:
 
     async def answer(self, pace: EvaluationPace, held_out: HeldOutSet, first: int) -> list[ScoredAnswer]:
         capacity = _capacity(self._sampler, held_out)
-        played = [self._played(pace, held_out, position, capacity) for position in range(len(held_out.prompts))]
+        played = [self._played(pace, held_out, position, capacity, first) for position in range(len(held_out.prompts))]
         return [answer for answers in await together(played) for answer in answers]
 
     async def _played(
-        self, pace: EvaluationPace, held_out: HeldOutSet, position: int, capacity: asyncio.Semaphore
+        self, pace: EvaluationPace, held_out: HeldOutSet, position: int, capacity: asyncio.Semaphore, first: int
     ) -> list[ScoredAnswer]:
         prompt, count = held_out.prompts[position], held_out.settings.answers
         async with capacity:
             found = await together([self._episode(pace.version, held_out, position, number) for number in range(count)])
+        names = [(self._run.run_id, "eval", pace.version, first + position * count + number) for number in range(count)]
+        found = await self._episodes.scored(Task(Admission(position, 0, pace.version), prompt), found, names)
         _check_version(pace.version, [span for samples, _ in found for sample in samples for span in sample.spans])
         await _report(self._run, pace, count)
         return [_answer(prompt, each) for each in found]

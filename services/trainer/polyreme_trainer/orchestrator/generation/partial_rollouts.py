@@ -70,6 +70,12 @@ class PartialRollout:
         """Bytes of routes per token; 0 without routes."""
         return len(self.routes) // self.length if self.length else 0
 
+    def shorten(self, length: int) -> None:
+        """Drops the tokens from `length` on."""
+        del self.routes[self.route_bytes * length :]
+        del self.ids[4 * length :], self.logprobs[4 * length :]
+        self.spans = cut(self.spans, length)
+
 
 class PartialRollouts:
     """The samples of one prompt, over all calls for them.
@@ -114,9 +120,7 @@ class PartialRollouts:
         for sample in self.samples:
             older = next((start for version, start, _ in sample.spans if version < self.min_version), None)
             if older is not None:
-                del sample.routes[sample.route_bytes * older :]
-                del sample.ids[4 * older :], sample.logprobs[4 * older :]
-                sample.spans = cut(sample.spans, older)
+                sample.shorten(older)
                 sample.finish_reason = experience_pb2.FINISH_REASON_UNSPECIFIED
                 self.cuts += 1
 

@@ -1,4 +1,5 @@
-"""The token budget of partial rollouts: a sample pauses after its budget of an iteration, and continues with the next version.
+"""The token budget of partial rollouts: a sample pauses after its budget of an iteration, and continues with the next version. The turns of
+an episode have one budget, so that it pauses in a turn or between two.
 
 Invariant: no policy version samples more than the budget of a sample, except in groups that the learner's next plan cannot do without. A paused
 sample keeps its tokens, log-probabilities and versions; the replica that continues it computes the prefix again.
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 from polyreme.experience.ledger import ExperienceLog, Unplanned
 from polyreme_trainer.orchestrator.generation.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts, Span
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,24 @@ class NextPart:
     min_version: int
 
 
-def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int) -> NextPart:
+def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int, earlier: Sequence[Span] = ()) -> NextPart:
     """The samples that may continue at the learner's `version`, and their limits. Empty when all have used the budget of that version. Pure.
 
     A sample that has used the budget of its newest version needs a newer one. All samples of a call share its `min_version`.
+
+    Args:
+        earlier: spans of the turns before, whose tokens count too.
     """
     ready, min_version = [], 0
     for sample in unfinished:
-        newest = max((span[0] for span in sample.spans), default=0)
-        is_spent = _tokens_since(sample, newest) >= budget
+        newest = max((span[0] for span in (*earlier, *sample.spans)), default=0)
+        is_spent = _tokens_since((*earlier, *sample.spans), newest) >= budget
         if is_spent and newest >= version:
             continue
         ready.append(sample)
         min_version = max(min_version, version if is_spent else newest)
-    return NextPart({sample.index: budget - _tokens_since(sample, min_version) for sample in ready}, min_version)
+    left = {sample.index: budget - _tokens_since((*earlier, *sample.spans), min_version) for sample in ready}
+    return NextPart(left, min_version)
 
 
 def needed(unplanned: Unplanned, paused: Set[int], groups: int, staleness: int) -> set[int]:
@@ -66,9 +71,10 @@ def needed(unplanned: Unplanned, paused: Set[int], groups: int, staleness: int) 
 
 @dataclass(eq=False)
 class _Paused:
-    """A group whose unfinished samples are all paused."""
+    """Samples of a group that wait together: all unfinished ones, or that of one episode. `beyond`: they get a part beyond the budget."""
 
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    beyond: bool = False
 
 
 class TokenBudget:
@@ -95,30 +101,32 @@ class TokenBudget:
         self.tokens, self._groups, self._staleness = tokens, groups, staleness
         self._held = held
         self._experience, self._partial_log = experience, partial_log
-        self._paused: dict[int, _Paused] = {}
+        self._paused: dict[int, list[_Paused]] = {}
         self._recorded: set[int] = set()  # groups that are paused in the log
-        self._granted: set[int] = set()  # groups that get a part beyond the budget
         self._version, self._waited, self._beyond = -1, 0, 0
         self._new_pause, self._updating = asyncio.Event(), asyncio.Lock()
 
-    async def next_part(self, index: int, rollouts: PartialRollouts) -> NextPart:
-        """The tokens that the next call of a group may add. Waits while all unfinished samples of the group are paused."""
+    async def next_part(self, index: int, rollouts: PartialRollouts, earlier: Sequence[Span] = ()) -> NextPart:
+        """The tokens that the next call for a group, or for an episode of it, may add. Waits while all its unfinished samples are paused.
+
+        Args:
+            earlier: the spans of the episode's turns before.
+        """
+        is_beyond = False
         while True:
             unfinished = rollouts.unfinished()
-            if (part := next_part(unfinished, self.tokens, self._version)).tokens:
-                self._granted.discard(index)
+            if (part := next_part(unfinished, self.tokens, self._version, earlier)).tokens:
                 return part
-            if index in self._granted:
-                self._granted.remove(index)
+            if is_beyond:
                 self._beyond += 1
                 return NextPart(dict.fromkeys((sample.index for sample in unfinished), self.tokens), 0)
-            await self._pause(index, rollouts)
+            is_beyond = await self._pause(index, rollouts)
 
     async def update(self) -> None:
         """Resumes the groups that have a budget again, and those that the learner's next plan needs. Records which ones stay paused."""
         async with self._updating:
             self._resume(await self._experience.unplanned())
-            still = {index for index, paused in self._paused.items() if not paused.resumed.is_set()}
+            still = self._waiting()
             if still != self._recorded:
                 await self._experience.set_paused(still)
                 self._recorded = still
@@ -127,11 +135,16 @@ class TokenBudget:
         held = self._held()
         served = unplanned.version if held is None else min(unplanned.version, held)
         is_new, self._version = served != self._version, served
-        granted = needed(unplanned, self._paused.keys() - self._granted, self._groups, self._staleness)
-        self._granted |= granted
-        for index, paused in self._paused.items():
-            if is_new or index in granted:
-                paused.resumed.set()
+        beyond = needed(unplanned, self._waiting(), self._groups, self._staleness)
+        for index, waiting in self._paused.items():
+            for paused in waiting:
+                paused.beyond |= index in beyond
+                if is_new or paused.beyond:
+                    paused.resumed.set()
+
+    def _waiting(self) -> set[int]:
+        """The groups that do not end without a newer version or a part beyond the budget."""
+        return {index for index, waiting in self._paused.items() if not all(paused.resumed.is_set() for paused in waiting)}
 
     async def follow_pauses(self) -> None:
         """Saves each group that pauses, and updates. Never returns."""
@@ -147,20 +160,21 @@ class TokenBudget:
         self._waited = self._beyond = 0
         return {"rollout/paused_samples": waited, "rollout/parts_beyond_budget": beyond}
 
-    async def _pause(self, index: int, rollouts: PartialRollouts) -> None:
-        paused = self._paused[index] = _Paused()
+    async def _pause(self, index: int, rollouts: PartialRollouts) -> bool:
+        """Returns whether a part beyond the budget follows."""
+        paused = _Paused()
+        self._paused.setdefault(index, []).append(paused)
         self._waited += len(rollouts.unfinished())
         self._new_pause.set()
         try:
             await paused.resumed.wait()
-        except asyncio.CancelledError:  # the attempt has expired, or the run ends
-            self._granted.discard(index)
-            raise
-        finally:
-            if self._paused.get(index) is paused:  # a later attempt may have replaced it
+        finally:  # also when the attempt has expired, or the run ends
+            self._paused[index].remove(paused)
+            if not self._paused[index]:
                 del self._paused[index]
+        return paused.beyond
 
 
-def _tokens_since(sample: PartialRollout, version: int) -> int:
-    """The number of its tokens that `version` or newer versions sampled."""
-    return sum(end - start for each, start, end in sample.spans if each >= version)
+def _tokens_since(spans: Sequence[Span], version: int) -> int:
+    """The number of tokens that `version` or newer versions sampled."""
+    return sum(end - start for each, start, end in spans if each >= version)

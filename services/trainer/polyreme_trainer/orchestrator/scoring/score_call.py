@@ -34,7 +34,7 @@ class ScoreError(Exception):
 @dataclass(frozen=True)
 class Question:
     """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is the model's input; `token_ids` are
-    those of the response."""
+    those of the response; `messages_json` is the conversation of an episode, whose last answer is the response."""
 
     name: tuple[str | int, ...]
     prompt: str
@@ -44,6 +44,7 @@ class Question:
     metadata_json: str
     templated_prompt: str = ""
     token_ids: tuple[int, ...] = ()
+    messages_json: str = ""
 
 
 @dataclass
@@ -85,7 +86,8 @@ def item_of(question: Question, rewards: str, token_texts: Callable[[Sequence[in
     """The question as an item, with its tokens if `token_texts` is given. Its key also covers the tokens, since different tokens may have
     the same text."""
     ids = question.token_ids if token_texts else ()
-    identity = [*question.name, question.prompt, question.templated_prompt, question.response_raw, question.label, rewards, *ids]
+    texts = (question.prompt, question.templated_prompt, question.response_raw, question.label, question.messages_json)
+    identity = [*question.name, *texts, rewards, *ids]
     return reward_pb2.ScoreItem(
         key=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
         prompt=question.prompt,
@@ -96,6 +98,7 @@ def item_of(question: Question, rewards: str, token_texts: Callable[[Sequence[in
         templated_prompt=question.templated_prompt,
         token_ids=ids,
         token_texts=token_texts(ids) if token_texts and ids else (),
+        messages_json=question.messages_json,
     )
 
 

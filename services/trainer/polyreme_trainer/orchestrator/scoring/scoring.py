@@ -1,4 +1,4 @@
-"""Scores a group's samples: by the run's rewards, its teacher, or both at the same time. A run whose environment scores has neither.
+"""Scores a group's samples: by the run's rewards, its teacher, or both at the same time. A run whose environment scores may have neither.
 
 Invariant: every sample has a score, and every trained sample its teacher's log-probabilities where the run has a teacher; otherwise the
 attempt at the group has failed.
@@ -19,6 +19,9 @@ from polyreme_trainer.orchestrator.scoring.teacher_client import TeacherClient
 from polyreme_trainer.orchestrator.tasks import task_group, together
 
 Float32 = NDArray[np.float32]
+Response = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""The ids of a prompt [p] and of the tokens that follow it [t]."""
+Scored = tuple[reward_pb2.ScoreResult, list[RewardCall]]
 
 
 @dataclass(frozen=True)
@@ -76,23 +79,31 @@ class Scoring:
             ScoreError, TeacherError: the attempt at the group has failed.
             UnavailableError: no reward server, or no server of the teacher.
         """
-        async with task_group() as group:
-            calls: list[list[RewardCall]] = [[] for _ in questions]
-            scored = group.create_task(self._score(questions, calls))
-            asked = group.create_task(self._ask_teacher(prompt_ids, samples[:trained]))
-        results, taught = scored.result(), [*asked.result(), *[None] * len(samples)]
+        results, asked = await self.ask(questions, [(prompt_ids, sample.token_ids()) for sample in samples[:trained]])
+        taught = [*asked, *[None] * len(samples)]
         if not results:
             return [by_teacher(*pair) for pair in zip(samples, taught, strict=False)]
-        return [by_rewards(*parts) for parts in zip(results, taught, calls, strict=False)]
+        return [by_rewards(result, logprobs, calls) for (result, calls), logprobs in zip(results, taught, strict=False)]
 
-    async def _score(self, questions: Sequence[Question], calls: list[list[RewardCall]]) -> list[reward_pb2.ScoreResult]:
-        return [] if self.rewards is None else await self.rewards.score(questions, calls)
+    async def ask(self, questions: Sequence[Question], responses: Sequence[Response]) -> tuple[list[Scored], list[Float32]]:
+        """The rewards' result for each question with the calls for it, and the teacher's log-probability of each token of each response. Empty
+        without rewards, or without a teacher. Raises as `score`.
+        """
+        async with task_group() as group:
+            scored = group.create_task(self._ask_rewards(questions))
+            taught = group.create_task(self._ask_teacher(responses))
+        return scored.result(), taught.result()
 
-    async def _ask_teacher(self, prompt_ids: NDArray[np.int32], samples: Sequence[PartialRollout]) -> list[Float32]:
+    async def _ask_rewards(self, questions: Sequence[Question]) -> list[Scored]:
+        if self.rewards is None:
+            return []
+        calls: list[list[RewardCall]] = [[] for _ in questions]
+        return list(zip(await self.rewards.score(questions, calls), calls, strict=True))
+
+    async def _ask_teacher(self, responses: Sequence[Response]) -> list[Float32]:
         if self._teacher is None:
             return []
-        prompt = prompt_ids.tolist()
-        return await together([self._teacher.logprobs(prompt, sample.token_ids().tolist()) for sample in samples])
+        return await together([self._teacher.logprobs(prompt.tolist(), ids.tolist()) for prompt, ids in responses])
 
 
 def by_rewards(result: reward_pb2.ScoreResult, teacher_logprobs: Float32 | None, calls: Sequence[RewardCall] = ()) -> Judgement:

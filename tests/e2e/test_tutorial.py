@@ -1,4 +1,4 @@
-"""Executes every block of docs/first-own-run.md and docs/v1.md, in order."""
+"""Executes every block of docs/tutorial.md and docs/v1.md, in order."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from polyreme.rundir.run_directory import read_run_file
 from support import guide
 from support.whole_run import Up
 
-PAGE = "first-own-run.md"
-MAKE, REWARD, CHECK, UP, AUDIT, ANSWER = guide.commands(PAGE)
+PAGE = "tutorial.md"
+MAKE, REWARD, CHECK, UP, AUDIT, ANSWER, AGENT = guide.commands(PAGE)
 
 
 def documented(name: str) -> bool:
@@ -50,8 +50,8 @@ def test_a_mistake_on_the_way_is_found_before_the_run(folder: Path) -> None:
 
 
 @pytest.mark.real
-def test_the_run_learns_answers_while_it_trains_and_leaves_a_model(folder: Path) -> None:
-    [ask] = guide.commands(PAGE, info="")
+def test_the_run_and_the_agent_learn_and_leave_models(folder: Path) -> None:
+    [ask] = guide.commands(PAGE, info="")[1:]
     assert [ask] == guide.commands("v1.md", info="")
     assert UP.split() == ["polyreme", "up", "run.yaml"]
     up = Up(folder / "run.yaml", "name=letters")
@@ -68,3 +68,10 @@ def test_the_run_learns_answers_while_it_trains_and_leaves_a_model(folder: Path)
     guide.run(AUDIT, folder)
     answer = guide.run(ANSWER, folder).splitlines()[-1]
     assert 0 < len(answer) <= 8 and set(answer) <= set("abcdefghijklmnopqrstuvwxyz ="), answer
+    start, samples = AGENT.splitlines()
+    assert start.split() == ["polyreme", "up", "agent.yaml"]
+    agent = Up(folder / "agent.yaml", "iterations=20", "name=agent")
+    assert agent.wait() == 0, agent.output
+    rewards = [record["reward/mean"] for record in agent.records("iteration")]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.08, rewards
+    assert "environment/tries" in guide.run(samples, folder)

@@ -1,4 +1,4 @@
-"""The pages of pitfalls and of the version contract name existing tests."""
+"""The guarantees of policy versions and against pitfalls name existing tests."""
 
 import ast
 import re
@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = {"pitfalls.md": "", "versions.md": "## The contract"}  # and the start of the table on the page
 ROWS = [
     line
-    for page, begin in PAGES.items()
-    for line in (ROOT / "docs" / page).read_text().partition(begin or "\n")[2].splitlines()
+    for line in (ROOT / "docs" / "guarantees.md").read_text().partition("## Policy versions")[2].splitlines()
     if line.startswith("| ") and line.count("|") == 4 and "hown by" not in line
 ]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")

@@ -1,0 +1,99 @@
+"""OpenAI's completions: a prompt as text or tokens, without a chat template. See `Api`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from polyreme_environment.agents.apis.chat import OUTPUT, error, token_names, wants_usage
+from polyreme_environment.agents.reply import AgentTurn, server_sent, usage
+from polyreme_environment.agents.request import (
+    SAMPLING,
+    Asked,
+    Keys,
+    Message,
+    TurnRequest,
+    bad,
+    check_neutral,
+    check_unicode,
+    digest,
+    read_bound,
+    read_stop,
+    read_temperature,
+)
+
+__all__ = ["error", "events", "read", "reply"]
+
+_KEYS = Keys(
+    frozenset(
+        ["prompt", "max_tokens", "temperature", "stop", "stream", "logprobs", "return_token_ids", "return_tokens_as_token_ids"]
+    ),
+    {**SAMPLING, **OUTPUT, "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},)},
+)
+_IDS = 1 << 31
+
+
+def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
+    _KEYS.check(asked)
+    if asked.get("logprobs") is not None:
+        check_neutral(asked["logprobs"], "logprobs", (0,))
+    return TurnRequest(
+        digest("completions", asked),
+        prompt=_prompt(asked.get("prompt")),
+        max_tokens=read_bound(asked, "max_tokens"),
+        temperature=read_temperature(asked),
+        stop=read_stop(asked, "stop"),
+        wants_tokens=asked.get("logprobs") is not None or bool(asked.get("return_token_ids")),
+    )
+
+
+def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+    return {**_head(asked, turn), "choices": [{**_choice(asked, turn), **_finish(turn)}], "usage": usage(turn)}
+
+
+def events(asked: Asked, turn: AgentTurn) -> bytes:
+    return server_sent(_chunks(asked, turn), named=False)
+
+
+def _chunks(asked: Asked, turn: AgentTurn) -> Iterator[dict[str, Any]]:
+    head = _head(asked, turn)
+    yield {**head, "choices": [{**_choice(asked, turn), "finish_reason": None}]}
+    yield {**head, "choices": [{"index": 0, "text": "", "logprobs": None, **_finish(turn)}]}
+    if wants_usage(asked):
+        yield {**head, "choices": [], "usage": usage(turn)}
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        check_unicode(value, "`prompt`")
+        return value
+    if isinstance(value, list) and value and all(type(each) is int and 0 <= each < _IDS for each in value):
+        return tuple(value)
+    raise bad(f"expected `prompt` to be one text or the ids of one; found {value!r:.100}. Send a request for each prompt.")
+
+
+def _choice(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "text": turn.said.content, "logprobs": None}
+    if asked.get("logprobs") is not None:
+        choice["logprobs"] = _logprobs(asked, turn)
+    if asked.get("return_token_ids") and turn.sampled is not None:
+        choice |= {"token_ids": list(turn.sampled.ids), "prompt_token_ids": list(turn.sampled.context_ids)}
+    return choice
+
+
+def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+    offsets, at = [], 0
+    for each in turn.logprobs():
+        offsets.append(at)
+        at += len(each["token"])
+    numbers = [each["logprob"] for each in turn.logprobs()]
+    return {"tokens": token_names(asked, turn), "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
+
+
+def _finish(turn: AgentTurn) -> dict[str, Any]:
+    return {"finish_reason": "length" if turn.is_cut else "stop", "stop_reason": turn.stopped_by}
+
+
+def _head(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+    model = str(asked.get("model") or "")
+    return {"id": f"cmpl-{turn.id}", "object": "text_completion", "created": turn.created, "model": model}

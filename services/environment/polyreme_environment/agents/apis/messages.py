@@ -1,0 +1,166 @@
+"""Anthropic's messages: content blocks of texts, tool uses and their results. See `Api`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from polyreme_environment.agents.reply import AgentTurn, server_sent
+from polyreme_environment.agents.request import (
+    SAMPLING,
+    Asked,
+    Keys,
+    Message,
+    TurnRequest,
+    bad,
+    check_neutral,
+    digest,
+    past_answer,
+    read_bound,
+    read_conversation,
+    read_list,
+    read_stop,
+    read_temperature,
+)
+
+_KEYS = Keys(
+    frozenset(
+        ["messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "stop_sequences", "stream", "thinking"]
+    ),
+    {**{key: SAMPLING[key] for key in ("top_p", "top_k")}, "mcp_servers": ([],)},
+    frozenset(("model", "metadata", "service_tier", "cache_control", "inference_geo")),
+)
+_ERRORS = {401: "authentication_error", 429: "rate_limit_error"}
+_Block = dict[str, Any]
+
+
+def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
+    _KEYS.check(asked)
+    choice = asked.get("tool_choice") or {"type": "auto"}
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    check_neutral(kind, "tool_choice.type", ("none", "auto"))
+    messages = [{"role": "system", "content": asked["system"]}] if asked.get("system") else []
+    for message in read_list(asked.get("messages"), "messages"):
+        messages += _assistant(message) if message.get("role") == "assistant" else _user(message)
+    tools = [_tool(each) for each in read_list(asked.get("tools"), "tools")]
+    chat = read_conversation(messages, tools, "`messages`")
+    return TurnRequest(
+        digest("messages", asked),
+        list(chat.messages),
+        list(chat.tools or ()),
+        chat.tools is not None and kind != "none",
+        max_tokens=read_bound(asked, "max_tokens"),
+        temperature=read_temperature(asked),
+        stop=read_stop(asked, "stop_sequences"),
+    )
+
+
+def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+    return {
+        "id": f"msg_{turn.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": str(asked.get("model") or ""),
+        "content": list(_blocks(asked, turn)),
+        **_stop(turn),
+        "usage": _usage(turn, turn.tokens),
+    }
+
+
+def events(asked: Asked, turn: AgentTurn) -> bytes:
+    return server_sent(_events(asked, turn), named=True)
+
+
+def error(status: int, message: str, code: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": _ERRORS.get(status, "invalid_request_error"), "message": message, "code": code}}
+
+
+def _events(asked: Asked, turn: AgentTurn) -> Iterator[dict[str, Any]]:
+    blank: _Block = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, 0)}
+    yield {"type": "message_start", "message": {**reply(asked, turn), **blank}}
+    calls = {id: call.text for id, call in turn.calls}
+    for place, block in enumerate(_blocks(asked, turn)):
+        empty, delta = _delta(block, calls)
+        yield {"type": "content_block_start", "index": place, "content_block": {**block, **empty}}
+        yield {"type": "content_block_delta", "index": place, "delta": delta}
+        yield {"type": "content_block_stop", "index": place}
+    yield {"type": "message_delta", "delta": _stop(turn), "usage": _usage(turn, turn.tokens)}
+    yield {"type": "message_stop"}
+
+
+def _delta(block: _Block, calls: Mapping[str, str]) -> tuple[_Block, _Block]:
+    """What of a block is empty at its start, and what follows."""
+    kind = block["type"]
+    if kind == "tool_use":
+        return {"input": {}}, {"type": "input_json_delta", "partial_json": calls[block["id"]]}
+    return {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+
+
+def _blocks(asked: Asked, turn: AgentTurn) -> Iterator[_Block]:
+    """The content: the thought only where the request wants one, since other clients expect the text first."""
+    thinking = asked.get("thinking")
+    if turn.said.thought and isinstance(thinking, Mapping) and thinking.get("type") != "disabled":
+        yield {"type": "thinking", "thinking": turn.said.thought, "signature": ""}
+    if turn.said.content or not turn.said.calls:
+        yield {"type": "text", "text": turn.said.content, "citations": None}
+    for id, call in turn.calls:
+        yield {"type": "tool_use", "id": id, "name": call.name, "input": call.arguments}
+
+
+def _stop(turn: AgentTurn) -> dict[str, Any]:
+    reason = (
+        "max_tokens" if turn.is_cut else "tool_use" if turn.said.calls else "stop_sequence" if turn.stopped_by else "end_turn"
+    )
+    return {"stop_reason": reason, "stop_sequence": turn.stopped_by if reason == "stop_sequence" else None}
+
+
+def _usage(turn: AgentTurn, tokens: int) -> dict[str, int]:
+    cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": turn.context_tokens, "output_tokens": tokens, **cache}
+
+
+def _assistant(message: Mapping[str, Any]) -> list[Message]:
+    """An answer that comes back."""
+    parts, calls, thought = [], [], ""
+    for block in _content(message):
+        match block.get("type"):
+            case "tool_use":
+                function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case "thinking":
+                thought += str(block.get("thinking") or "")
+            case "redacted_thinking":
+                pass
+            case _:
+                parts.append(_text(block))
+    return [past_answer(parts, calls, thought)]
+
+
+def _user(message: Mapping[str, Any]) -> list[Message]:
+    """The messages of a user's message: one for each result of a tool, and for the texts between them."""
+    found: list[Message] = []
+    for block in _content(message):
+        if block.get("type") == "tool_result":
+            found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""})
+        elif found and found[-1]["role"] != "tool":
+            found[-1]["content"].append(_text(block))
+        else:
+            found.append({"role": message.get("role"), "content": [_text(block)]})
+    return found
+
+
+def _content(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    return [{"type": "text", "text": content}] if isinstance(content, str) else read_list(content, "content")
+
+
+def _text(block: Mapping[str, Any]) -> _Block:
+    """A block without what is not for the policy, such as `cache_control`. One that is no text is refused with the conversation."""
+    return {"type": block.get("type"), "text": block.get("text")}
+
+
+def _tool(tool: Mapping[str, Any]) -> Message:
+    if tool.get("type") not in (None, "custom"):
+        raise bad(
+            f"expected tools with an `input_schema`; found type {tool.get('type')!r:.100}. The run has no other tools: remove it."
+        )
+    told = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    return {"type": "function", "function": told}

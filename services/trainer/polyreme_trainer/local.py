@@ -1,0 +1,66 @@
+"""A training engine in this process: the engine of a learner rank without a run, for programs of your own.
+
+Invariant: a process has one engine at a time, because its ranks join one process group.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import SftPhase
+from polyreme.rundir.input_files import read_model_files
+from polyreme.weights.manifest import ArenaSource
+from polyreme_trainer.launch.ranks import local_rendezvous
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.engine import MegatronEngine
+from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+from polyreme_trainer.megatron.training.optimizer import Adam, adam_of
+from polyreme_trainer.megatron.versions.version_writer import VersionWriter
+
+
+class LocalEngine(MegatronEngine):
+    """An `Engine` of one rank with a trained policy, the role `actor`. `open` creates one."""
+
+    def __init__(self, config: RunConfig, files: dict[str, bytes], ranks: Ranks, device: Device) -> None:
+        super().__init__(config, files, ranks, device)
+        self.config = config
+        self.actor = self.add_policy("actor", config.model.path, trainable=True)
+        self.actor.make_optimizer(adam_of(config.trainer.optimizer))
+        self._writer = VersionWriter(self.actor.model, ranks, f"{config.name}-{os.getpid()}", writes=True)
+
+    @classmethod
+    @contextmanager
+    def open(cls, config: RunConfig) -> Iterator["LocalEngine"]:
+        """Loads the weights of `model.path`, and frees everything with the block. It sets torchrun's variables in this process's environment.
+
+        Raises:
+            ConfigError: the model cannot be trained, or `trainer.parallel` has several ranks.
+        """
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **local_rendezvous()})
+        device, ranks = Device(config.device, 0, config.trainer.parallel.threads), Ranks()
+        init_parallel(config.trainer.parallel, device)
+        try:
+            device.seed(config.seed)
+            engine = cls(config, read_model_files(config.model.path), ranks, device)
+            with closing(engine._writer.open()):
+                yield engine
+        finally:
+            ranks.close()
+            close_parallel()
+
+    def begin_phase(self, phase: SftPhase) -> None:
+        """Creates the actor's optimizer for a supervised phase."""
+        self.actor.make_optimizer(Adam(beta2=phase.beta2, weight_decay=phase.weight_decay))
+
+    def begin_iterations(self) -> None:
+        """Creates the actor's optimizer for the iterations, after the supervised phases."""
+        self.actor.make_optimizer(adam_of(self.config.trainer.optimizer))
+
+    def publish(self, version: int) -> ArenaSource:
+        """Writes the actor into shared memory, for `LocalSampler.load`. It stays there for two further versions."""
+        arena = self._writer.arena
+        written = self._writer.write(version % arena.slots, version, term=0)
+        assert written.manifest is not None
+        return ArenaSource(str(arena.path), arena.nonce, written.slot, written.generation, written.manifest)

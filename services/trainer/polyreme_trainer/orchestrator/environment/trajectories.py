@@ -1,0 +1,152 @@
+"""The exact tokens of an episode: its trajectories, and the turns that the policy sampled in them.
+
+Invariant: tokens that were sampled are never encoded again, and each of them is in one trajectory, in the context in which it was sampled. A
+turn that follows none, or another one than the last of its trajectory, begins a trajectory whose prompt is its context.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from polyreme.dataset.columns import TokenIds
+from polyreme.experience.records import RewardPart, SampleRecord, ToolCall, Turn
+from polyreme_trainer.data.tail import Message, Tail, Tools
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, Span, merged
+
+
+@dataclass
+class Trajectory:
+    """Tokens that only grow: the prompt, and the context up to the end of the last turn, both int32; the turns, and their samples."""
+
+    number: int
+    prompt: np.ndarray
+    context: np.ndarray
+    turns: list[Turn] = field(default_factory=list)
+    sampled: list[PartialRollout] = field(default_factory=list)
+
+
+Begun = tuple[Trajectory, np.ndarray]
+"""What a turn belongs to, which may be new, and its context, int32."""
+
+
+class Trajectories:
+    """The trajectories of an episode. Turns have numbers from 1, in the order of sampling; number 0 is none.
+
+    Args:
+        prompt: int32 [p], the prompt of the episode's row.
+    """
+
+    def __init__(self, template: Template, tail: Tail, prompt: np.ndarray) -> None:
+        self._template, self._tail, self._prompt = template, tail, prompt
+        self._all: list[Trajectory] = []
+        self._turns: list[tuple[Trajectory, int]] = []
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return iter(self._all)
+
+    @property
+    def turns(self) -> int:
+        """The number of turns."""
+        return len(self._turns)
+
+    @property
+    def score(self) -> float:
+        """The sum of the turns' rewards."""
+        return math.fsum(turn.reward for each in self._all for turn in each.turns)
+
+    @property
+    def last(self) -> PartialRollout | None:
+        """The sample of the last turn."""
+        if not self._turns:
+            return None
+        trajectory, place = self._turns[-1]
+        return trajectory.sampled[place]
+
+    def behind_messages(self, after: int, messages: Sequence[Message], tools: Tools) -> Begun:
+        """A turn behind messages that follow a turn, or that are the whole conversation; none: the row's prompt. Raises DataError."""
+        if not after:
+            return self._behind(0, self._tail.begin(messages, tools) if messages else self._prompt)
+        exact = self._exact(after)
+        return self._behind(after, np.concatenate([exact, self._tail.after(exact, messages, tools)]))
+
+    def behind_text(self, after: int, text: str) -> Begun:
+        """A turn behind a text that follows a turn. Where the text goes on without the stop token that ended it, so does a new trajectory."""
+        if not after:
+            return self._behind(0, self._template.encode_prompts([text])[0])
+        exact, behind = self._exact(after), self._template.encode([text])[0]
+        if exact[-1] not in self._template.stop_ids:
+            return self._behind(after, np.concatenate([exact, behind]))
+        is_repeated = len(behind) and behind[0] == exact[-1]
+        return self._behind(after if is_repeated else 0, np.concatenate([exact[:-1], behind]))
+
+    def behind_ids(self, ids: TokenIds) -> Begun:
+        """A turn with this context, which follows the longest turn whose tokens are its beginning."""
+        context = np.array(ids, np.int32)
+        ends = {number: self._exact(number) for number in range(1, self.turns + 1)}
+        begins = [number for number, exact in ends.items() if np.array_equal(exact, context[: len(exact)])]
+        return self._behind(max(begins, key=lambda number: len(ends[number]), default=0), context)
+
+    def add(self, begun: Begun, sample: PartialRollout, seconds: float) -> Turn:
+        """Adds a turn that was sampled."""
+        trajectory, context = begun
+        if not trajectory.turns:
+            self._all.append(trajectory)
+        self._turns.append((trajectory, len(trajectory.turns)))
+        start = len(context) - len(trajectory.prompt)
+        turn = Turn(start, start + sample.length, seconds=seconds)
+        trajectory.context = np.concatenate([context, sample.token_ids()])
+        trajectory.turns.append(turn)
+        trajectory.sampled.append(sample)
+        return turn
+
+    def reward(self, reward: float, calls: Sequence[ToolCall]) -> None:
+        """Adds to the reward and the tool calls of the last turn."""
+        trajectory, place = self._turns[-1]
+        last = trajectory.turns[place]
+        trajectory.turns[place] = last._replace(reward=last.reward + reward, tool_calls=(*last.tool_calls, *calls))
+
+    def records(self, parts: Sequence[RewardPart], *, trained: bool) -> list[SampleRecord]:
+        """The records of all tokens, after at least one turn. Their score is the sum of all turns' rewards."""
+        return [self._record(each, parts, trained) for each in self._all]
+
+    def _record(self, trajectory: Trajectory, parts: Sequence[RewardPart], trained: bool) -> SampleRecord:
+        ids = trajectory.context[len(trajectory.prompt) :]
+        logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.uint8)
+        width = max(sample.route_bytes for sample in trajectory.sampled)
+        routes = np.zeros((len(ids), width), np.uint8) if width else None
+        spans: list[Span] = []
+        for turn, sample in zip(trajectory.turns, trajectory.sampled, strict=True):
+            logprobs[turn.start : turn.end] = sample.token_logprobs()
+            mask[turn.start : turn.end] = trained
+            spans += [(version, turn.start + first, turn.start + last) for version, first, last in sample.spans]
+            if routes is not None and (of_turn := sample.token_routes()) is not None:
+                routes[turn.start : turn.end] = of_turn
+        return SampleRecord(
+            token_ids=ids,
+            logprobs=logprobs,
+            loss_mask=mask,
+            finish_reason=trajectory.sampled[-1].finish_reason,
+            spans=merged(spans),
+            score=self.score,
+            parts=list(parts),
+            text=self._template.decode([ids.tolist()], special=False)[0],
+            routes=routes,
+            replicas=tuple(dict.fromkeys(name for sample in trajectory.sampled for name in sample.replicas)),
+            prompt_ids=None if np.array_equal(trajectory.prompt, self._prompt) else trajectory.prompt,
+            turns=tuple(trajectory.turns),
+        )
+
+    def _exact(self, number: int) -> np.ndarray:
+        """The tokens up to the end of a turn, int32."""
+        trajectory, place = self._turns[number - 1]
+        return trajectory.context[: len(trajectory.prompt) + trajectory.turns[place].end]
+
+    def _behind(self, after: int, context: np.ndarray) -> Begun:
+        """A turn with this context, which begins with the tokens of turn `after`."""
+        trajectory, place = self._turns[after - 1] if after else (None, 0)
+        if trajectory is not None and place == len(trajectory.turns) - 1:
+            return trajectory, context
+        return Trajectory(len(self._all), context, context), context  # turns before are those of another one
