@@ -12,6 +12,19 @@ from polyreme.config.section import Operational, Section
 from polyreme.config.security import SecurityConfig
 
 
+class McpServer(Section):
+    """A server of tools that speaks the Model Context Protocol. It is a `command`, or it has a `url`."""
+
+    command: list[str] = Field([], description="Program and arguments of a server that speaks on its standard input and output.")
+    url: str | None = Field(None, pattern=r"^https?://[^\s]+$", description="URL of a server that speaks HTTP.")
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> "McpServer":
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("an MCP server is a `command` or a `url`; set one of them")
+        return self
+
+
 class EnvironmentConfig(Section):
     file: Path | None = Field(
         None, description="Python file with a class that has `reset`, and `step` or tools, or with an agent's function."
@@ -38,6 +51,10 @@ class EnvironmentConfig(Section):
         None,
         min_length=1,
         description="Id of an environment of verifiers in place of `file`: a package that is installed in `venv`.",
+    )
+    tools: list[Literal["calculator"] | McpServer | Path] = Field(
+        [],
+        description="Tools for the run's data, in place of an environment: `calculator`, Python files whose public functions are tools, and MCP servers as `{command: [...]}` or `{url: ...}`. The section `reward` scores the last answer.",
     )
     nemo_gym: str | None = Field(
         None,
@@ -101,9 +118,9 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> "EnvironmentConfig":
-        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers, self.nemo_gym))) != 1:
+        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers, self.nemo_gym, self.tools))) != 1:
             raise ValueError(
-                "an environment is a `file`, an agent's `url`, `openenv`, `verifiers` or `nemo_gym`; set one of them"
+                "an environment is a `file`, an agent's `url`, `openenv`, `verifiers`, `nemo_gym` or `tools`; set one of them"
             )
         if (self.verifiers is None and self.nemo_gym is None) != (self.venv is None):
             raise ValueError("`verifiers` and `nemo_gym` need a `venv`, and nothing else has one")
@@ -113,6 +130,8 @@ class EnvironmentConfig(Section):
             raise ValueError(f"`{given[0]}` belongs to a `file`; remove it")
         if self.name is not None and self.function is not None:
             raise ValueError("`name` is for a class and `function` for an agent; set one of the two")
+        if self.tools and (given := [key for key in ("options", "correctness") if getattr(self, key)]):
+            raise ValueError(f"`{given[0]}` does not go with `tools`; remove it")
         if self.url is not None and (given := [key for key in ("name", "function", "options") if getattr(self, key)]):
             raise ValueError(f"`{given[0]}` belongs to a `file`; remove it, since `url` names another program")
         return self

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from polyreme.config.named_input import nameable, split_name
 from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
-from polyreme.config.section import Section, holds_path, known_keys, required_keys, subsections
+from polyreme.config.section import Section, holds_path, known_keys, required_keys, subsections, words
 from polyreme.config.stage import STAGES, StageConfig
 from polyreme.config.upgrade import OLD_KEYS, REWRITE
 from polyreme.config.yaml_text import load_yaml
@@ -178,7 +178,8 @@ def resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> N
         if holds_path(field) and isinstance(value, str):
             tree[name] = resolved(value, base)
         elif holds_path(field) and isinstance(value, list):
-            tree[name] = value = [resolved(each, base) if isinstance(each, str) else each for each in value]
+            kept = words(field)
+            tree[name] = value = [resolved(each, base) if isinstance(each, str) and each not in kept else each for each in value]
         if inner:
             nodes = [node for node in (value if isinstance(value, list) else [value]) if isinstance(node, dict)]
             for node, kind in product(nodes, inner):

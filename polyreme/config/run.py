@@ -199,6 +199,8 @@ class RunConfig(BaseConfig):
         """Raises ValueError for what a run with an environment cannot have."""
         if self.environment is None:
             return
+        if self.environment.tools and self.reward is None and self.teacher is None:
+            raise ValueError("environment.tools needs the section `reward`, which scores the episodes")
         if self.rollout.tokens_per_iteration is not None and self.environment.is_agent:
             raise ValueError(
                 "rollout.tokens_per_iteration does not go with an agent, whose requests would time out during a pause; use null"

@@ -53,6 +53,11 @@ def holds_path(field: FieldInfo) -> bool:
     return any(kind is Path for kind in _kinds(field.annotation))
 
 
+def words(field: FieldInfo) -> set[str]:
+    """The words that a field accepts, also in a list."""
+    return {kind for kind in _kinds(field.annotation) if isinstance(kind, str)}
+
+
 def is_operational(field: FieldInfo) -> bool:
     """Whether a field is marked `Operational`."""
     return any(isinstance(mark, _OperationalMark) for mark in field.metadata)

@@ -56,6 +56,23 @@ def test_calls_of_tools_stand_in_the_samples(tmp_path: Path) -> None:
     assert called == round(first["episode/tool_calls"] * len(samples))
 
 
+@pytest.mark.slow
+def test_the_calculator_is_at_hand_without_an_environment(tmp_path: Path) -> None:
+    run = prepared(tmp_path, "calculator")
+    for file in ("prepare.py", "calculator.py"):  # the warm start teaches the name and description of the tool that is built in
+        text = (run.parent / file).read_text().replace('"calculate"', '"calculator"').replace("calculate: ", "calculator: ")
+        text = text.replace("Calculates.", "Calculates the value of an arithmetic expression.")
+        (run.parent / file).write_text(text)
+    subprocess.run([sys.executable, str(run.parent / "prepare.py")], check=True, timeout=600)
+    tools = ("environment={tools: [calculator], max_turns: 3}", "reward={rewards: [{name: exact}]}")
+    run_dir, records = trained(tmp_path, "calculator", *tools, "iterations=2", "groups_per_iteration=8")
+    assert all(record["episode/tool_calls"] > 0 and record["mismatch_kl"] < 1e-4 for record in records)
+    samples = [json.loads(line) for line in (run_dir / "samples" / "iteration_0001.jsonl").read_text().splitlines()]
+    calls = [call for sample in samples for turn in sample["turns"] for call in turn["tool_calls"] if not call["error"]]
+    assert calls and all(float(call["result"]).is_integer() for call in calls)
+    assert {sample["score"] for sample in samples} == {0.0, 1.0}, "the reward compares the last answer with the row's"
+
+
 @pytest.mark.slow  # installs the package
 def test_the_game_is_played_over_openenv(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     port, commands = free_port(), own_venv("openenv", tmp_path_factory.mktemp("openenv"))

@@ -25,7 +25,7 @@ from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.scoring.scoring import Scoring
 from support.simulated import ROWS, IdleLearner, Replica, config_tree, idle_learner, make_run, simulated_replica
-from support.tiny_tokenizer import model_files
+from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
 WIDE = Bounds(turns=8, tokens=128, seconds=3600.0)
 
@@ -77,11 +77,11 @@ class EpisodeWorld:
 
 @asynccontextmanager
 async def episode_world(
-    redis: Redis, run_id: str, folder: Path, *engines: dict[str, Any], **sections: Any
+    redis: Redis, run_id: str, folder: Path, *engines: dict[str, Any], chat_template: str = CHAT_TEMPLATE, **sections: Any
 ) -> AsyncIterator[EpisodeWorld]:
     """Args: engines: the arguments of each replica's engine. sections: see `config_tree`."""
     config = config_tree(folder, ROWS, **sections)
-    run = await make_run(redis, run_id, config)
+    run = await make_run(redis, run_id, config, chat_template=chat_template)
     async with AsyncExitStack() as life:
         replicas = [
             await life.enter_async_context(simulated_replica(run, f"r{place}", **engine)) for place, engine in enumerate(engines)

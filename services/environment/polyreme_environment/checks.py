@@ -1,4 +1,4 @@
-"""The environment service's check before a run starts: its file and its class.
+"""The environment service's check before a run starts: its files and its class.
 
 Invariant: the check reads a user's file but never runs it.
 """
@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyreme.config.python_source import parse
+from polyreme.config.python_source import FUNCTIONS, parse
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import read_objects
 from polyreme.errors import ConfigError, PolyremeError
@@ -24,15 +24,16 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             tls.check_files(section.security)
         except ConfigError as error:
             yield error
+    for tool in section.tools:
+        if isinstance(tool, Path):
+            bound = _parsed(tool, "tools")
+            if not any(isinstance(node, FUNCTIONS) and not name.startswith("_") for name, node in bound.items()):
+                raise ConfigError(f"public functions in {tool}", "none", "Write one, with types and a docstring.")
     if section.venv is not None:
         yield from _check_package(config, section.venv)
     if section.file is None:
-        return  # another program, which may start later
-    try:
-        code = section.file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"a Python file {section.file}", str(error), "Fix environment.file.") from None
-    bound = parse(code, str(section.file))
+        return  # another program, which may start later, or tools
+    bound = _parsed(section.file, "file")
     if section.function is not None:
         if section.function not in bound and "*" not in bound:
             functions = sorted(name for name, node in bound.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -53,6 +54,15 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             f"the classes {found}",
             "Set environment.name." if found else "Write one.",
         )
+
+
+def _parsed(file: Path, key: str) -> dict[str, ast.stmt]:
+    """The names that a file binds. Raises ConfigError, which names the key."""
+    try:
+        code = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a Python file {file}", str(error), f"Fix environment.{key}.") from None
+    return parse(code, str(file))
 
 
 def _check_package(config: RunConfig, venv: Path) -> Iterator[PolyremeError]:

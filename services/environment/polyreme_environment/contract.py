@@ -41,6 +41,10 @@ class ContractError(Exception):
     """User code has returned something else than the contract says."""
 
 
+class LostError(Exception):
+    """What an episode needs was lost through no fault of the episode; it may be played again."""
+
+
 @dataclass(frozen=True)
 class Moved:
     """What follows a turn: new messages, the turn's reward, whether the episode is over, numbers to report, and the turn's tool calls.
@@ -56,6 +60,11 @@ class Moved:
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
+def own_members(module: Any) -> dict[str, object]:
+    """The classes and functions that a module defines itself."""
+    return {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+
+
 def has_step(kind: Any) -> bool:
     """Whether a class answers by `step`."""
     return callable(getattr(kind, "step", None))
@@ -63,7 +72,7 @@ def has_step(kind: Any) -> bool:
 
 def tool_names(kind: Any) -> list[str]:
     """The names of a class's tools, in the order of its definition, inherited ones last."""
-    if has_step(kind):
+    if has_step(kind) or "tools" in vars(kind):
         return list(getattr(kind, "tools", ()))
     found = [name for base in kind.__mro__[:-1] for name, value in vars(base).items() if inspect.isfunction(value)]
     return [name for name in dict.fromkeys(found) if not name.startswith("_") and name not in RESERVED]

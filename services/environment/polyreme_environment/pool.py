@@ -17,6 +17,7 @@ from polyreme.errors import ConfigError
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_environment.contract import ContractError, Moved, understood
 from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.tools.tool_class import sources_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class FullError(Exception):
 
 
 class EpisodeLostError(Exception):
-    """The process of this episode was lost because of another one."""
+    """What this episode needs was lost through no fault of it: its process, because of another one, or a server of tools."""
 
 
 class PlayError(Exception):
@@ -114,14 +115,14 @@ async def start_workers(module: str, config: EnvironmentConfig, setup: Mapping[s
         ConfigError: the file cannot be read or loaded.
         UnavailableError: loading takes longer than `start_timeout`.
     """
-    assert config.file is not None
     try:
-        code = config.file.read_text(encoding="utf-8")
+        code = "" if config.file is None else config.file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"a Python file {config.file}", str(error), "Fix environment.file. The service reads it on its own machine."
         ) from None
-    file = {"path": str(config.file), "code": code, "options": config.options, "memory_mib": config.worker_memory_mib}
+    where = "environment.tools" if config.file is None else str(config.file)
+    file = {"path": where, "code": code, "options": config.options, "memory_mib": config.worker_memory_mib}
     workers = Workers(module, "environment", {**file, **setup}, (), config.start_timeout, config.worker_environment)
     try:
         return workers, await workers.spawn_all(config.workers)
@@ -160,7 +161,8 @@ class EpisodePool:
         """Starts the workers. Raises ConfigError or UnavailableError when the environment cannot be loaded."""
         config = self._config
         setup = {"name": config.name, "max_chars": config.max_message_chars, "tool_parser": config.tool_parser}
-        self._workers, first = await start_workers("polyreme_environment.worker", config, setup)
+        tools = {"tools": sources_of(config)}
+        self._workers, first = await start_workers("polyreme_environment.worker", config, {**setup, **tools})
         self._slots = [_Slot(worker) for worker in first]
 
     async def close(self) -> None:
@@ -216,7 +218,7 @@ class EpisodePool:
                         reply = await worker.receive()
                     if reply["number"] != number:
                         raise ValueError(f"reply {reply['number']} to call {number}")
-                    answer = None if "error" in reply else understood(reply, self._config.max_message_chars)
+                    answer = None if reply.keys() & {"error", "lost"} else understood(reply, self._config.max_message_chars)
                 except TimeoutError:
                     found, reason = f"within environment.step_timeout = {self._config.step_timeout:g} s; found none", "timeout"
                     error = PlayError(f"expected {method} to return {found}, so its process was killed")
@@ -227,6 +229,8 @@ class EpisodePool:
                 else:
                     if printed := reply.pop("printed", ""):
                         logger.info("%s printed: %s", method, printed)
+                    if "lost" in reply:
+                        raise EpisodeLostError(str(reply["lost"]))
                     if answer is None:
                         raise PlayError(f"{method}: {reply['error']}")
                     return answer

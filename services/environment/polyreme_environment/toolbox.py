@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyreme.errors import ConfigError
-from polyreme_environment.contract import RESERVED, ContractError, ToolCall, result_of, tool_names
+from polyreme_environment.contract import RESERVED, ContractError, LostError, ToolCall, result_of, tool_names
 from polyreme_environment.tool_calls import Calls, Malformed, ParsedCall
 from polyreme_environment.tool_schema import Schema, tool_schema
 
@@ -29,7 +29,7 @@ class Toolbox:
         for name in self._names:
             if not inspect.isfunction(getattr(kind, str(name), None)) or str(name) in RESERVED:
                 raise ConfigError(f"names of methods as `tools` of {kind.__name__} in {where}", repr(name), "Fix `tools`.")
-        self.schemas: list[Schema] = [tool_schema(getattr(kind, name), name, where) for name in self._names]
+        self.schemas: list[Schema] = [_schema(getattr(kind, name), name, where) for name in self._names]
 
     def answer(self, episode: Any, calls: Calls, limit: int, finish: Callable[[Any], Any]) -> list[ToolCall]:
         """Makes the calls, one after the other.
@@ -51,7 +51,7 @@ class Toolbox:
             if isinstance(call, Malformed):
                 raise ValueError(f"malformed call: {call.problem}")
             result = result_of(name, finish(self._bound(episode, call)()))
-        except (ContractError, MemoryError):
+        except (ContractError, LostError, MemoryError):
             raise
         except Exception as raised:  # noqa: BLE001 a tool may raise anything
             error = _reason(raised)
@@ -64,6 +64,11 @@ class Toolbox:
         tool = getattr(episode, call.name)
         bound = inspect.signature(tool).bind(**call.arguments)
         return lambda: tool(*bound.args, **bound.kwargs)
+
+
+def _schema(tool: Any, name: str, where: str) -> Schema:
+    """The schema that a tool brings, or that of its signature."""
+    return getattr(tool, "schema", None) or tool_schema(tool, name, where)
 
 
 def cut(text: str, limit: int) -> str:

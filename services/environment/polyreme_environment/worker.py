@@ -14,17 +14,18 @@ from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme.isolation.confinement import confine, limit_memory, summary
 from polyreme.isolation.wire import encode, receive
-from polyreme_environment.contract import ContractError, Moved, begun, choose, finite, has_step, moved
+from polyreme_environment.contract import ContractError, LostError, Moved, begun, choose, finite, has_step, moved, own_members
 from polyreme_environment.tool_calls import Calls, find_calls
 from polyreme_environment.toolbox import Toolbox
+from polyreme_environment.tools.tool_class import make_class
 
 
 def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes. Returns the exit status.
 
-    The first message has `path`, `code`, `name`, `options`, `memory_mib`, `max_chars` and `tool_parser`. Then each message is a
+    The first message has `path`, `code`, `name` and `options` of a file, or `tools`; `memory_mib`, `max_chars` and `tool_parser`. Then each message is a
     call: `number`, `episode`, and `reset` ([row, seed]), `step` ([text, text with special tokens]) or `close`. Its reply has `number` and either
-    the fields of `Moved`, or `error`.
+    the fields of `Moved`, or `error`, or `lost`.
     """
     setup = receive(channel)
     if setup is None:
@@ -32,9 +33,7 @@ def main(channel: socket.socket) -> int:
     output = confine()
     limit_memory(setup["memory_mib"])
     try:
-        module = load_module(setup["path"], setup["code"])
-        kind = choose(_own_classes(module), setup["name"], setup["path"])
-        inspect.signature(kind).bind(**setup["options"])
+        kind = _load(setup)
         toolbox = Toolbox(kind, setup["path"])
     except ConfigError as error:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
@@ -42,7 +41,7 @@ def main(channel: socket.socket) -> int:
     except BaseException as error:  # noqa: BLE001 user code may raise anything
         channel.sendall(encode({"failed": ["an environment that loads", summary(error), "Fix the file."]}))
         return 2
-    digest = hashlib.sha256(repr([setup["code"], setup["name"], setup["options"]]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(repr([setup[key] for key in ("code", "name", "options", "tools")]).encode()).hexdigest()[:12]
     about = (inspect.getdoc(kind) or kind.__name__).partition("\n")[0]
     channel.sendall(encode({"ready": [[f"{kind.__name__}-{digest}", about, False]]}))
     player = Player(kind, toolbox, setup)
@@ -50,6 +49,15 @@ def main(channel: socket.socket) -> int:
     while (call := receive(channel)) is not None:
         channel.sendall(encode({"number": call["number"], **player.call(call), "printed": output.take()}))
     return 0
+
+
+def _load(setup: dict[str, Any]) -> Any:
+    """The class of a worker. Raises ConfigError, or what the user's code does."""
+    if setup["tools"]:
+        return make_class(setup["tools"])
+    kind = choose(own_members(load_module(setup["path"], setup["code"])), setup["name"], setup["path"])
+    inspect.signature(kind).bind(**setup["options"])
+    return kind
 
 
 class Player:
@@ -67,6 +75,8 @@ class Player:
         """The reply to one call, without its number."""
         try:
             return vars(self._played(call))
+        except LostError as error:
+            return {"lost": str(error)}
         except ContractError as error:
             return {"error": str(error)}
         except SystemExit as error:
@@ -119,7 +129,3 @@ def _reset_arguments(reset: Any, row: dict[str, Any], seed: int) -> tuple[tuple[
     kinds = {name: each.kind for name, each in parameters.items()}
     takes_columns = inspect.Parameter.VAR_KEYWORD in kinds.values() and kinds.get("row") in (None, inspect.Parameter.VAR_KEYWORD)
     return ((), {**row, **seeded}) if takes_columns else ((row,), seeded)
-
-
-def _own_classes(module: Any) -> dict[str, object]:
-    return {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.config.load import resolve_paths
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme_environment.checks import check
@@ -62,6 +63,9 @@ BUDGET: dict[str, Any] = {"rollout": {"tokens_per_iteration": 4}, "max_staleness
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"environment": {"file": None, "tools": ["calculator"]}}, "environment.tools needs the section `reward`"),
+        ({"environment": {"tools": ["calculator"]}}, "set one of them"),
+        ({"environment": {"file": None, "tools": [{"command": ["x"]}]}}, "environment.tools"),
         ({"trainer": {"moe": {"replay_routes": True}}}, "replay_routes does not go"),
         ({"data": {"template": "none"}}, "needs data.template: chat"),
         ({"data": {"eval": "eval.jsonl"}, "eval_answers": 2, "eval_best": "pass@2"}, "needs environment.correctness"),
@@ -78,6 +82,22 @@ def test_what_does_not_go_with_an_environment_is_refused(tmp_path: Path, changes
         tree[key] = {**(tree.get(key) or {}), **value} if isinstance(value, dict) else value
     with pytest.raises(ValueError, match=message):
         RunConfig.model_validate(tree)
+
+
+def test_files_of_tools_are_found_and_read_before_the_run(tmp_path: Path) -> None:
+    run_config(tmp_path)
+    tree = {"environment": {"tools": ["calculator", "more.py"]}}
+    resolve_paths(tree, RunConfig, tmp_path)
+    assert tree["environment"]["tools"] == ["calculator", str(tmp_path / "more.py")]
+    rewards = {"reward": {"rewards": [{"name": "exact"}]}}
+    config = RunConfig.model_validate({**run_config(tmp_path).model_dump(mode="json", exclude_unset=True), **tree, **rewards})
+    with pytest.raises(ConfigError, match=r"Fix environment\.tools"):
+        list(check(config))
+    (tmp_path / "more.py").write_text("def _hidden(): ...\n")
+    with pytest.raises(ConfigError, match="public functions"):
+        list(check(config))
+    (tmp_path / "more.py").write_text("def double(number: int) -> int: ...\n")
+    assert list(check(config)) == []
 
 
 def test_the_runs_security_is_the_environments(tmp_path: Path) -> None:

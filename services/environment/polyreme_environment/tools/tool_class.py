@@ -1,0 +1,82 @@
+"""The environment of a run with `environment.tools`: a class whose methods are the tools of all sources, and which gives no rewards.
+
+Invariant: two tools never have the same name.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from polyreme.config.environment import EnvironmentConfig, McpServer
+from polyreme.config.python_source import load_module
+from polyreme.errors import ConfigError
+from polyreme_environment.contract import own_members
+from polyreme_environment.tools.calculator import calculate
+from polyreme_environment.tools.mcp import McpClient
+
+Sources = Sequence[Mapping[str, Any]]
+
+
+def sources_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
+    """`environment.tools` as a worker gets them, with the text of the files. Raises ConfigError when one cannot be read."""
+    found: list[dict[str, Any]] = []
+    for tool in config.tools:
+        if isinstance(tool, str):
+            found.append({"built_in": tool})
+        elif isinstance(tool, McpServer):
+            found.append({"mcp": tool.model_dump()})
+        else:
+            try:
+                found.append({"path": str(tool), "code": tool.read_text(encoding="utf-8")})
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"a Python file {tool}", str(error), "Fix environment.tools.") from None
+    return found
+
+
+class RowTools:
+    """Tools for a row of the data, whose own prompt begins the conversation."""
+
+    def reset(self, row: dict[str, Any]) -> None: ...
+
+
+def calculator(self: RowTools, expression: str) -> int | float:
+    """Calculates the value of an arithmetic expression.
+
+    Args:
+        expression: numbers with + - * / // % **, parentheses, and abs, max, min, round and sqrt
+    """
+    return calculate(expression)
+
+
+BUILT_IN: Mapping[str, Callable[..., Any]] = {"calculator": calculator}
+
+
+def make_class(sources: Sources) -> type[RowTools]:
+    """The class of a worker's sources. Runs the files.
+
+    Raises:
+        ConfigError: a file has no tools, or two tools have one name.
+    """
+    tools: dict[str, Any] = {}
+    for source in sources:
+        new = _tools_of(source)
+        if twice := sorted(new.keys() & tools.keys()):
+            raise ConfigError("tools with different names in environment.tools", f"{twice[0]} twice", "Rename one.")
+        tools |= new
+    return type("RowTools", (RowTools,), {**tools, "tools": tuple(tools), "__doc__": f"The tools {', '.join(tools)}."})
+
+
+def _tools_of(source: Mapping[str, Any]) -> dict[str, Any]:
+    if "built_in" in source:
+        return {source["built_in"]: BUILT_IN[source["built_in"]]}
+    if "mcp" in source:
+        return dict(McpClient(source["mcp"]).tools())
+    path = source["path"]
+    functions = {
+        name: staticmethod(value)
+        for name, value in own_members(load_module(path, source["code"])).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
+    if not functions:
+        raise ConfigError(f"public functions in {path}", "none", "Write one, with types and a docstring.")
+    return functions

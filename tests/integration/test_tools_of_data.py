@@ -1,0 +1,185 @@
+"""Tools for data without an environment: declared and called over the service, and scored by the rewards."""
+
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack, suppress
+
+import grpc
+import httpx
+import pytest
+
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.errors import ConfigError
+from polyreme.net.ports import free_port
+from polyreme_environment.server import serve
+from polyreme_reward.server import serve as serve_rewards
+from polyreme_rollout.testing.simulated_engine import Lengths
+from polyreme_trainer.orchestrator.main import orchestrate
+from support.environment_stream import serving
+from support.episode_world import episode_world
+from support.tiny_tokenizer import CHAT_TEMPLATE
+
+SHOWS_TOOLS = "{{ tools | map(attribute='function.name') | list }}" + CHAT_TEMPLATE
+FILE = '''
+def double(number: int) -> int:
+    """Doubles.
+
+    Args:
+        number: what to double
+    """
+    return _checked(number) * 2
+
+def _checked(number):
+    if number > 100:
+        raise LookupError("too much")
+    return number
+'''
+REWARD = """
+import json
+
+def score(prompt, response, label, messages):
+    said = messages
+    assert said[0] == {"role": "user", "content": prompt} and said[-1]["content"] == response and said[-1]["role"] == "assistant"
+    return float(len(response))
+"""
+
+
+def called(tool, **arguments):
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+async def test_tools_are_declared_and_answered(tmp_path):
+    (tmp_path / "more.py").write_text(FILE)
+    async with serving(EnvironmentConfig(tools=["calculator", tmp_path / "more.py"])) as (_, stream):
+        episode = stream()
+        ask = await episode.start(prompt="2*(3+4)?", answer="14")
+        assert [tool["function"]["name"] for tool in json.loads(ask.tools_json)] == ["calculator", "double"]
+        assert not ask.messages, "the row's own prompt"
+        text = called("calculator", expression="2*(3+4)") + called("double", number=101) + called("_checked", number=1)
+        ask = await episode.answer(text + called("double", number=4))
+        assert [message.content for message in ask.messages] == [
+            "14",
+            "error: LookupError: too much",
+            "error: no tool is called '_checked'; the tools are calculator, double",
+            "8",
+        ]
+        assert [(call.name, bool(call.error)) for call in ask.calls] == [
+            ("calculator", False),
+            ("double", True),
+            ("_checked", True),
+            ("double", False),
+        ]
+        ending = await episode.answer("14")
+        assert (ending.reward, ending.error, list(ending.calls)) == (0.0, "", [])
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [("def _hidden(): ...", "public functions"), (FILE.replace("double", "calculator"), "calculator twice")]
+)
+async def test_a_file_without_usable_tools_is_refused(tmp_path, code, error):
+    (tmp_path / "more.py").write_text(code)
+    with pytest.raises(ConfigError, match=error):
+        async with serve(EnvironmentConfig(tools=["calculator", tmp_path / "more.py"])):
+            pass
+
+
+async def test_rewards_score_the_last_answer_of_an_episode(redis, run_id, tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    sections = {
+        "environment": {"tools": ["calculator"]},
+        "reward": {"rewards": [{"name": "length", "file": str(tmp_path / "reward.py")}]},
+        "data": {"eval": str(tmp_path / "eval.jsonl")},
+    }
+    async with AsyncExitStack() as life:
+        w = await life.enter_async_context(
+            episode_world(redis, run_id, tmp_path, {"lengths": Lengths(8)}, chat_template=SHOWS_TOOLS, **sections)
+        )
+        await life.enter_async_context(serve(w.config.environment, run=w.run))
+        await life.enter_async_context(serve_rewards(w.config.reward, run=w.run))
+        await asyncio.wait_for(asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas)), 120)
+        assert (await w.log.audit()).clean and sorted(w.learner.trained) == [1, 2]
+        for group in [group for groups in w.learner.trained.values() for group in groups]:
+            for sample in group.samples:
+                assert sample.score == len(sample.text)
+                assert [(part.name, part.weighted) for part in sample.parts] == [("length", sample.score), ("environment", 0.0)]
+                assert [call.status for call in sample.calls] == ["ok"]
+        evaluated = [record for _, record in await w.run.records("0", 0) if record["kind"] == "eval"]
+        assert evaluated and all(
+            record["score"] > 0 and record["parts"].keys() == {"length", "environment"} for record in evaluated
+        )
+
+
+SERVER = '''
+import os, sys
+from mcp.server import MCPServer
+
+server = MCPServer("desk")
+kept = []
+
+@server.tool()
+def keep(note: str) -> str:
+    """Keeps a note."""
+    kept.append(note)
+    return f"{len(kept)} notes"
+
+@server.tool()
+def fail(why: str) -> str:
+    """Fails."""
+    raise RuntimeError(why)
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
+
+if len(sys.argv) == 1:
+    server.run("stdio")
+else:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+'''
+
+
+async def test_tools_of_an_mcp_server_and_its_death(tmp_path):
+    (tmp_path / "desk.py").write_text(SERVER)
+    tools = ["calculator", {"command": [sys.executable, str(tmp_path / "desk.py")]}]
+    async with serving(EnvironmentConfig.model_validate({"tools": tools})) as (_, stream):
+        episode = stream()
+        declared = [tool["function"] for tool in json.loads((await episode.start(prompt="Keep!", answer="")).tools_json)]
+        assert [tool["name"] for tool in declared] == ["calculator", "keep", "fail", "die"]
+        assert declared[1]["description"] == "Keeps a note." and declared[1]["parameters"]["required"] == ["note"]
+        ask = await episode.answer(called("keep", note="a") + called("fail", why="broken") + called("keep", nota="a"))
+        assert ask.messages[0].content == "1 notes" and [bool(call.error) for call in ask.calls] == [False, True, True]
+        assert "fail" in ask.messages[1].content, "the server's own text"
+        assert await episode.answer(called("die")) is grpc.StatusCode.UNAVAILABLE, "the episode may be played again"
+        again = stream()
+        await again.start(prompt="Keep!", answer="")
+        assert (await again.answer(called("keep", note="a"))).messages[0].content == "1 notes", "a new server"
+
+
+async def test_an_mcp_server_over_http(tmp_path):
+    (tmp_path / "desk.py").write_text(SERVER)
+    port = free_port()
+    server = await asyncio.create_subprocess_exec(sys.executable, str(tmp_path / "desk.py"), str(port))
+    try:
+        async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as http:
+            while True:
+                with suppress(httpx.ConnectError):
+                    await http.get(f"http://127.0.0.1:{port}/")
+                    break
+                await asyncio.sleep(0.1)
+        config = EnvironmentConfig.model_validate({"tools": [{"url": f"http://127.0.0.1:{port}/mcp"}]})
+        async with serving(config) as (_, stream):
+            episode = stream()
+            await episode.start(prompt="Keep!", answer="")
+            assert (await episode.answer(called("keep", note="a"))).messages[0].content == "1 notes"
+    finally:
+        server.kill()
+        await server.wait()
+
+
+async def test_an_mcp_server_that_cannot_start_is_a_config_error():
+    with pytest.raises(ConfigError, match="an MCP server"):
+        async with serve(EnvironmentConfig.model_validate({"tools": [{"command": ["/no/such/program"]}]})):
+            pass
