@@ -40,14 +40,14 @@ TARGET = {"throughput_vs_engine": 0.97}
 RUN_ID = "bench-rollout"
 
 
-def demo_model(path: Path, context: int = 256) -> Path:
+def demo_model(path: Path, context: int = 256, vocabulary: int = 45) -> Path:
     """Saves a model of the demo's architecture with random weights. Returns its directory."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=45,
+        vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,
