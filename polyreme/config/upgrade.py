@@ -66,15 +66,17 @@ _BEFORE_PRESETS = {
 """What a configuration without presets trained with, where it names nothing else."""
 
 
-def upgrade(tree: Tree) -> list[str]:
+def upgrade(tree: Tree, *, keep_defaults: bool = False) -> list[str]:
     """Replaces the old keys of a configuration, in place. Returns what it changed, one line each; empty: it has no old key.
 
     Args:
         tree: the mapping of a YAML file, unchecked. A comment at the end of an old key's line moves to its successor.
+        keep_defaults: whether the defaults of version 0.1.0 are written also into the file of a run that has no old key.
     """
     before: dict[str, Any] = _plain(tree)
     found = [key for key in OLD_KEYS if _holder(tree, key) is not None]
-    if not found:
+    keep_defaults = keep_defaults and "stage" not in tree
+    if not found and not keep_defaults:
         return []
     added: dict[str, Any] = {}
     changes = []
@@ -85,7 +87,8 @@ def upgrade(tree: Tree) -> list[str]:
             _put(tree, new, converted, comment)
             added[new] = converted
         changes.append(f"{key}: {value} -> {', '.join(f'{new}: {each}' for new, each in now.items()) or 'its default'}")
-    is_before_presets = "preset" not in before.get("algorithm", {}) and found != ["algorithm.advantage.length_adaptive_alpha"]
+    has_preset = "preset" in before.get("algorithm", {})
+    is_before_presets = keep_defaults or (not has_preset and found != ["algorithm.advantage.length_adaptive_alpha"])
     for key, value in _BEFORE_PRESETS.items() if is_before_presets else ():
         if _holder(tree, key) is None:
             _put(tree, key, value, None)

@@ -113,7 +113,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(hub, folder / "run.yaml", folder / "cache", model)
 
 
-def test_every_input_may_be_a_name_and_is_fetched_once(world: World) -> None:
+def test_every_input_may_be_a_name_and_is_fetched_once(world: World, tmp_path: Path) -> None:
+    world = world._replace(cache=tmp_path / "cache")
     world.hub.requests.clear()
     done = world.polyreme("config", "check", str(world.config))
     assert done.returncode == 0, done.stderr

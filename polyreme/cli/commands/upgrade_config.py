@@ -22,6 +22,9 @@ from polyreme.rundir.run_records import write_atomically
 def upgrade_config(
     file: Annotated[Path, typer.Argument(help="The YAML file of a run or a stage, for an older version.")],
     output: Annotated[Path | None, typer.Option(help="The file to write. Default: print it.", show_default=False)] = None,
+    keep_defaults: Annotated[
+        bool, typer.Option(help="Also write the defaults of 0.1.0 that have changed into a file that has no old key.")
+    ] = False,
 ) -> None:
     """Write the configuration of an older version in today's keys, and say what changed."""
     if output is not None and output.exists():
@@ -30,8 +33,10 @@ def upgrade_config(
         old = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"a configuration file {file}", error.strerror or str(error), "Pass the path of a YAML file.") from None
-    text, changes = upgraded_text(old, str(file))
-    for change in changes or [f"{file}: no key of an older version"]:
+    text, changes = upgraded_text(old, str(file), keep_defaults=keep_defaults)
+    for change in changes or [
+        f"{file}: no key of an older version. If 0.1.0 trained it, --keep-defaults writes the defaults that it had."
+    ]:
         print(change, file=sys.stderr)
     parse_any(load_yaml(text, str(file)), file)
     if output is None:
@@ -41,8 +46,11 @@ def upgrade_config(
         print(f"{output}: written. Next: `polyreme config check {quote(str(output))}`.", file=sys.stderr)
 
 
-def upgraded_text(text: str, source: str) -> tuple[str, list[str]]:
-    """A YAML text with today's keys, and what was changed. `source` names it in errors. Raises ConfigError: it is not a mapping in YAML."""
+def upgraded_text(text: str, source: str, *, keep_defaults: bool = False) -> tuple[str, list[str]]:
+    """A YAML text with today's keys, and what was changed. `source` names it in errors. `keep_defaults`: see `upgrade`.
+
+    Raises ConfigError: it is not a mapping in YAML.
+    """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
@@ -57,7 +65,7 @@ def upgraded_text(text: str, source: str) -> tuple[str, list[str]]:
         raise ConfigError(f"YAML in {source}", str(error).replace("\n", " "), "Fix the file.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"a mapping of keys in {source}", type(tree).__name__, "Pass the YAML file of a run or a stage.")
-    changes = upgrade(tree)
+    changes = upgrade(tree, keep_defaults=keep_defaults)
     if not changes:
         return text, []
     editor.dump(tree, written := io.StringIO())

@@ -89,6 +89,15 @@ def test_before_presets_a_run_had_no_kl_and_its_own_floor() -> None:
     assert config.algorithm.kl is None and config.algorithm.advantage == GroupNorm(std_floor=1e-4)
 
 
+def test_a_file_without_an_old_key_can_keep_the_defaults_of_its_version(tmp_path: Path) -> None:
+    (tmp_path / "new.yaml").write_text(upgraded_text(NEW, "f", keep_defaults=True)[0])
+    config = load_any(tmp_path / "new.yaml")
+    assert isinstance(config, RunConfig) and config.recipe.kl is None
+    assert config.recipe.advantage == GroupNorm(std_floor=1e-4)
+    stage = "stage: sft\nmodel: {path: /model}\n"
+    assert upgraded_text(stage, "f", keep_defaults=True) == (stage, [])
+
+
 def test_importance_weights_of_samples_that_are_never_stale_stay_automatic() -> None:
     tree = old("algorithm.importance_cap", 3.0) | {"max_staleness": 0}
     assert yaml.safe_load(upgraded_text(yaml.safe_dump(tree), "the test")[0])["algorithm"]["correction"] == "auto"
