@@ -280,17 +280,18 @@ def arena(place: Place) -> dict[str, Any]:
 
 def loop(place: Place) -> dict[str, Any]:
     """The whole loop on one device: learner, transformers engine, reward and log, on the task of the demo."""
-    subprocess.run([sys.executable, ROOT / "examples/running_total/prepare.py"], check=True, timeout=120, stdout=sys.stderr)
+    example = ROOT / "examples" / "running_total"
+    subprocess.run([sys.executable, example / "prepare.py"], check=True, timeout=120, stdout=sys.stderr)
     iterations = 3 if place.on_cpu else 20
     sets = [f"device={place.device.kind}", "rollout.engine=transformers", "trainer.parallel.tensor=1", f"iterations={iterations}"]
     sets += [f"output_dir={place.folder}", "eval_interval=10", "groups_per_iteration=16", "name=accelerator"]
     if place.on_cpu:
         sets += [
-            "trainer.sft=[{data: data/sft_short.jsonl, steps: 20, batch_size: 16, lr: 2.0e-3}]",
+            f"trainer.sft=[{{data: {example}/data/sft_short.jsonl, steps: 20, batch_size: 16, lr: 2.0e-3}}]",
             "eval_samples=16",
             "eval_interval=3",
         ]
-    argv = [sys.executable, "-m", "polyreme", "up", str(ROOT / "examples/running_total/run.yaml"), *sets]
+    argv = [sys.executable, "-m", "polyreme", "up", str(example / "run.yaml"), *sets]
     began = time.perf_counter()
     subprocess.run(argv, check=True, timeout=480, stdout=sys.stderr)
     rewards = list(_rewards(place.folder))
