@@ -13,6 +13,7 @@ from polyreme.dataset.source import read_objects
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.net import tls
 from polyreme_environment.contract import METHODS
+from polyreme_environment.foreign_classes.verl_tools import TOOL_METHODS
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
@@ -48,6 +49,8 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     usable = {name: _methods(node) for name, node in classes.items() if not node.bases}
     by_tools = [name for name, methods in usable.items() if "reset" in methods and (methods - {"reset", "close"})]
     found = [name for name in by_tools if "step" in usable[name]] or by_tools
+    if not found and any(methods >= TOOL_METHODS for methods in usable.values()):
+        return
     if section.name is None and len(found) != 1 and not any(node.bases for node in classes.values()):
         raise ConfigError(
             f"one class with {METHODS} in {section.file}",

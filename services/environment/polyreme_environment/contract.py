@@ -11,7 +11,7 @@
 
 A tool is a method whose arguments have types and a docstring describes them. A class with `step` names its tools in `tools`; an answer without
 a call goes to `step`. In a class without `step` every public method is a tool; an answer without a call ends the episode, and the attributes
-`reward` (of the episode so far) and `done` say the rest.
+`reward` (of the episode so far) and `done` say the rest. With a true `rewards_calls`, `reward` also says it of the calls of a class with `step`.
 
 Each episode has an instance of its own. All methods, and `close` if there is one, may be coroutines.
 

@@ -14,7 +14,9 @@ from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme.isolation.confinement import confine, limit_memory, summary
 from polyreme.isolation.wire import encode, receive
-from polyreme_environment.contract import ContractError, LostError, Moved, begun, choose, finite, has_step, moved, own_members
+from polyreme_environment.contract import ContractError, LostError, Moved, begun, finite, has_step, moved, own_members
+from polyreme_environment.foreign_classes.choice import environment_class
+from polyreme_environment.foreign_classes.stand_ins import offer_stand_ins
 from polyreme_environment.tool_calls import Calls, find_calls
 from polyreme_environment.toolbox import Toolbox
 from polyreme_environment.tools.tool_class import make_class
@@ -33,7 +35,7 @@ def main(channel: socket.socket) -> int:
     output = confine()
     limit_memory(setup["memory_mib"])
     try:
-        kind = _load(setup)
+        kind, options = _load(setup)
         toolbox = Toolbox(kind, setup["path"])
     except ConfigError as error:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
@@ -44,28 +46,29 @@ def main(channel: socket.socket) -> int:
     digest = hashlib.sha256(repr([setup[key] for key in ("code", "name", "options", "tools")]).encode()).hexdigest()[:12]
     about = (inspect.getdoc(kind) or kind.__name__).partition("\n")[0]
     channel.sendall(encode({"ready": [[f"{kind.__name__}-{digest}", about, False]]}))
-    player = Player(kind, toolbox, setup)
+    player = Player(kind, options, toolbox, setup)
     output.take()
     while (call := receive(channel)) is not None:
         channel.sendall(encode({"number": call["number"], **player.call(call), "printed": output.take()}))
     return 0
 
 
-def _load(setup: dict[str, Any]) -> Any:
-    """The class of a worker. Raises ConfigError, or what the user's code does."""
+def _load(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class of a worker, and the arguments that make an episode. Raises ConfigError, or what the user's code does."""
     if setup["tools"]:
-        return make_class(setup["tools"])
-    kind = choose(own_members(load_module(setup["path"], setup["code"])), setup["name"], setup["path"])
-    inspect.signature(kind).bind(**setup["options"])
-    return kind
+        return make_class(setup["tools"]), setup["options"]
+    offer_stand_ins()
+    return environment_class(
+        own_members(load_module(setup["path"], setup["code"])), setup["name"], setup["options"], setup["path"]
+    )
 
 
 class Player:
     """Plays the episodes of a worker. `setup`: its first message."""
 
-    def __init__(self, kind: Any, toolbox: Toolbox, setup: dict[str, Any]) -> None:
+    def __init__(self, kind: Any, options: dict[str, Any], toolbox: Toolbox, setup: dict[str, Any]) -> None:
         self._kind, self._toolbox, self._parser = kind, toolbox, setup["tool_parser"]
-        self._options, self._limit = setup["options"], setup["max_chars"]
+        self._options, self._limit = options, setup["max_chars"]
         self._episodes: dict[int, Any] = {}
         self._rewards: dict[int, float] = {}
         self._loop = asyncio.new_event_loop()
@@ -108,7 +111,7 @@ class Player:
             return moved(self._result(episode.step(text)), self._limit)
         answered = self._toolbox.answer(episode, calls, self._limit, self._result)
         if has_step(self._kind):
-            reward, done = 0.0, False
+            reward, done = self._since(number, episode) if getattr(self._kind, "rewards_calls", False) else 0.0, False
         else:
             reward, done = self._since(number, episode), not calls or bool(getattr(episode, "done", False))
         return Moved([] if done else [("tool", result) for _, _, result, _, _ in answered], reward, done, calls=answered)

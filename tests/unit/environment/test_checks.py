@@ -12,6 +12,9 @@ from polyreme.errors import ConfigError
 from polyreme_environment.checks import check
 from support.configs import run_config
 
+TOOL = "class Tool:\n" + "".join(
+    f"    def {name}(self): ...\n" for name in ("get_openai_tool_schema", "create", "execute", "calc_reward", "release")
+)
 GOOD = "class Guess:\n    def reset(self, row): ...\n    async def step(self, message): ...\n"
 
 
@@ -31,6 +34,7 @@ def played(folder: Path, code: str | None, **section: Any) -> RunConfig:
         ("from other import Base\nclass Guess(Base):\n    pass\n", {}),
         ("from other import *\n", {"name": "Guess"}),
         ("class Tools:\n    def reset(self, row): ...\n    def search(self): ...\n", {}),
+        (TOOL, {}),
         (GOOD + "class Board:\n    def reset(self): ...\n    def move(self): ...\n", {}),
         ("async def run(task, base_url, api_key): ...\n", {"function": "run"}),
         ("from other import run\n", {"function": "run"}),
