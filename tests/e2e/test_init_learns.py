@@ -30,6 +30,10 @@ def test_sample_data(tmp_path: Path, reward: str) -> None:
     learns(tmp_path / "new", "--model tiny --data sample --reward", reward)
 
 
+def test_an_environment(tmp_path: Path) -> None:
+    learns(tmp_path / "new", "--model tiny --environment")
+
+
 def test_own_data(tmp_path: Path) -> None:
     """Every answer is one of two numbers, which the first number of the prompt decides."""
     rows = [{"question": f"{number % 2} or {number}?", "solution": number % 2 + 3} for number in range(600)]

@@ -57,8 +57,16 @@ def init(
         str | None,
         typer.Option(help="Column of the data with the reference answer. Default: the first usual name that the file has."),
     ] = None,
+    environment: Annotated[
+        bool,
+        typer.Option("--environment", help="Write an environment of several turns with its data, in place of data and reward."),
+    ] = False,
 ) -> None:
-    """Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags."""
+    """Write the files of a first run: run.yaml, a reward or environment, sample data. Ask five questions, or none with flags."""
+    if environment:
+        options = {"data": data, "data-config": data_config, "reward": reward, "prompt-key": prompt_key, "label-key": label_key}
+        _check_alone("--environment", [f"--{key}" for key, value in options.items() if value is not None])
+        data, reward = SAMPLE, "python"  # no question: the environment has its own data and gives the rewards
     usual = _NOT_IN_NAME.sub("-", folder.resolve().name.lower()).strip("-") or "run"
     answers_name = name or _ask("Name of the run", usual, re.compile(NAME).match, "lower-case letters, digits and hyphens")
     answers_model = _at_home(
@@ -97,6 +105,7 @@ def init(
         model_name=None if model_files == Path(answers_model) else answers_model,
         data_name=None if data_files == Path(answers_data) else answers_data,
         data_config=data_config,
+        environment=environment,
     )
     for path in write_new_run(folder, answers):
         print(f"wrote    {path}")
@@ -104,16 +113,27 @@ def init(
         print(_RANDOM_WEIGHTS)
         if not (folder / "sft.jsonl").exists():
             print(_NO_ANSWERS.format(label=answers.label_key))
-    print("\n".join(next_steps(folder)))
+    print("\n".join(next_steps(folder, environment)))
 
 
-def next_steps(folder: Path) -> list[str]:
+def next_steps(folder: Path, environment: bool = False) -> list[str]:
     """The commands that a new user runs next."""
     config = quote(str(folder / "run.yaml"))
     return [
         f"next     polyreme config check {config}   # check everything before a start",
+        *([f"         polyreme environment test {config}   # play an episode"] if environment else []),
         f"         polyreme up {config}             # train",
     ]
+
+
+def _check_alone(option: str, others: list[str]) -> None:
+    """Raises ConfigError if options were given that have no meaning with this one."""
+    if others:
+        raise ConfigError(
+            f"{option} without {', '.join(others)}",
+            "both",
+            "Leave out one side: the environment comes with its own data and gives the rewards.",
+        )
 
 
 def _is_terminal() -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from polyreme.cli.new_run import sample_environment
 from polyreme.cli.new_run.sample_data import rows, supervised_rows
 from polyreme.cli.new_run.tiny_model import write_tiny_model
 from polyreme.config.base import NAME
@@ -45,6 +46,7 @@ _LABELS = (
 )
 _HELD_OUT = 0.05
 """Share of the user's prompts that are held out."""
+_HELD_OUT_EPISODES = 30
 _SUPERVISED = 1600
 """Maximum number of supervised rows for the tiny model."""
 _TINY_TOKENS = 128
@@ -65,6 +67,7 @@ class Answers:
         device: device type of learner and replicas.
         prompt_key, label_key: columns of the data file.
         model_name, data_name, data_config: names for run.yaml, when `model` and `data` are the files of repositories.
+        environment: whether a sample environment plays the sample data. It gives the rewards.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Answers:
     model_name: str | None = None
     data_name: str | None = None
     data_config: str | None = None
+    environment: bool = False
 
 
 def write_new_run(folder: Path, answers: Answers) -> list[Path]:
@@ -87,16 +91,7 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
     """
     if not re.match(NAME, answers.name):
         raise ConfigError("a name of lower-case letters, digits and hyphens", repr(answers.name), "Choose such a name: --name.")
-    texts = {"run.yaml": run_yaml(answers)}
-    if answers.reward == "python":
-        texts["reward.py"] = _REWARD if answers.data == SAMPLE else _EMPTY_REWARD
-    if answers.data == SAMPLE:
-        train = rows(answers.reward, 512, 1)
-        texts |= {"train.jsonl": _lines(train), "eval.jsonl": _lines(rows(answers.reward, 64, 2, train))}
-        if answers.model == TINY:
-            texts["sft.jsonl"] = _lines(supervised_rows(answers.reward, _SUPERVISED, 3))
-    elif answers.model == TINY and (own := own_supervised_rows(answers)):
-        texts["sft.jsonl"] = _lines(own)
+    texts = {"run.yaml": run_yaml(answers)} | (_environment(answers) if answers.environment else _reward_and_data(answers))
     written = [folder / name for name in texts]
     created = [*written, folder / "model"] if answers.model == TINY else written
     if there := [path.name for path in created if path.exists()]:
@@ -111,10 +106,37 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
     return created
 
 
+def _environment(answers: Answers) -> dict[str, str]:
+    """The texts of the sample environment and its data, by file name."""
+    texts = {
+        "environment.py": sample_environment.source(),
+        "train.jsonl": _lines(sample_environment.tasks(512, 1)),
+        "eval.jsonl": _lines(sample_environment.tasks(_HELD_OUT_EPISODES, 2)),
+    }
+    if answers.model == TINY:
+        texts["sft.jsonl"] = _lines(sample_environment.conversations(_SUPERVISED, 3))
+    return texts
+
+
+def _reward_and_data(answers: Answers) -> dict[str, str]:
+    """The texts of the reward and the sample data that are asked for, by file name."""
+    texts = {}
+    if answers.reward == "python":
+        texts["reward.py"] = _REWARD if answers.data == SAMPLE else _EMPTY_REWARD
+    if answers.data == SAMPLE:
+        train = rows(answers.reward, 512, 1)
+        texts |= {"train.jsonl": _lines(train), "eval.jsonl": _lines(rows(answers.reward, 64, 2, train))}
+        if answers.model == TINY:
+            texts["sft.jsonl"] = _lines(supervised_rows(answers.reward, _SUPERVISED, 3))
+    elif answers.model == TINY and (own := own_supervised_rows(answers)):
+        texts["sft.jsonl"] = _lines(own)
+    return texts
+
+
 def run_yaml(answers: Answers) -> str:
     """The text of run.yaml. Raises ConfigError when the model, the data or the reward's file does not exist."""
     tiny, sample = answers.model == TINY, answers.data == SAMPLE
-    prompt, response = (48, 16) if tiny and sample else _lengths(answers)
+    prompt, response, length = _bounds(answers)
     learns = "the form of an answer" if sample else "to write the reference answers"
     warm_start = (
         f"  # The model starts from random weights: it first learns {learns}, then what is right.\n"
@@ -134,9 +156,9 @@ def run_yaml(answers: Answers) -> str:
         label_key="answer" if sample else _as_yaml(answers.label_key),
         prompt_tokens=prompt,
         new_tokens=response,
-        length=prompt + response,
+        length=length,
         vllm=f"  vllm: {{kv_cache_mib: {64 if tiny else 1024}}}\n" if answers.device == "cpu" else "",
-        reward=_reward(answers.reward),
+        rewards=sample_environment.SECTION if answers.environment else _reward(answers.reward),
         lr="1.0e-3" if tiny else "1.0e-6",
         sft=warm_start if tiny and (sample or own_supervised_rows(answers)) else "",
     )
@@ -195,11 +217,13 @@ def _has_row(source: DataSource) -> bool:
 
 
 def _reward(answer: str) -> str:
-    """The lines of a reward, with a comment."""
+    """The section `reward`, with a comment."""
     if answer in REWARDS:
         source = "file: reward.py" if answer == "python" else f"name: {answer}"
-        return f"{source:<28}# {REWARDS[answer]}"
-    return f"file: {_absolute('the reward', answer)}"
+        line = f"{source:<28}# {REWARDS[answer]}"
+    else:
+        line = f"file: {_absolute('the reward', answer)}"
+    return f"reward:\n  rewards:\n    - {line}\n"
 
 
 def find_columns(path: Path, prompt_key: str | None, label_key: str | None, reward: str) -> tuple[str, str]:
@@ -230,6 +254,16 @@ def _find_column(row: Row, given: str | None, usual: Sequence[str], option: str,
 def _has_column(row: Row, key: str) -> bool:
     missing = object()
     return value_at(row.fields, key, missing) is not missing
+
+
+def _bounds(answers: Answers) -> tuple[int, int, int]:
+    """Maximum tokens of a prompt, of an answer, and of a conversation."""
+    tiny, sample = answers.model == TINY, answers.data == SAMPLE
+    if answers.environment:
+        prompt, rest = (64, 64) if tiny else _lengths(answers)
+        return prompt, (8 if tiny else rest // (2 * sample_environment.TURNS)), prompt + rest
+    prompt, response = (48, 16) if tiny and sample else _lengths(answers)
+    return prompt, response, prompt + response
 
 
 def _lengths(answers: Answers) -> tuple[int, int]:
@@ -287,10 +321,7 @@ data:
   label_key: {label_key}               # column with the reference answer
   max_prompt_tokens: {prompt_tokens}
 
-reward:
-  rewards:
-    - {reward}
-
+{rewards}
 rollout:
   max_new_tokens: {new_tokens}
   max_model_len: {length}

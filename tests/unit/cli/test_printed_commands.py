@@ -8,5 +8,7 @@ from polyreme.cli.commands.init import next_steps
 
 def test_the_commands_after_init_can_be_copied() -> None:
     folder = Path("my first run/größe")
-    words = [shlex.split(line.removeprefix("next"), comments=True) for line in next_steps(folder)]
-    assert words == [["polyreme", "config", "check", str(folder / "run.yaml")], ["polyreme", "up", str(folder / "run.yaml")]]
+    words = [shlex.split(line.removeprefix("next"), comments=True) for line in next_steps(folder, environment=True)]
+    assert words == [
+        ["polyreme", *command, str(folder / "run.yaml")] for command in (["config", "check"], ["environment", "test"], ["up"])
+    ]

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from polyreme.config.run import RunConfig
+from polyreme.import_config.application import Imported
 from polyreme.import_config.rules import Fate
 from support.imports import import_text, lost_keys
 
@@ -19,11 +20,15 @@ VERL = {
 }
 
 
-def verl(values: dict[str, Any]) -> tuple[list[str], RunConfig]:
+def imported(values: dict[str, Any]) -> tuple[Imported, list[str], RunConfig]:
     text = "python3 -m verl.trainer.main_ppo " + " ".join(f"{key}={value}" for key, value in (VERL | values).items())
     found, run = import_text(text, "verl", suffix=".sh")
     assert run.environment is None or found.lost[0].fate is Fate.ANOTHER_RUN
-    return lost_keys(found), run
+    return found, lost_keys(found), run
+
+
+def verl(values: dict[str, Any]) -> tuple[list[str], RunConfig]:
+    return imported(values)[1:]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,7 @@ def test_what_an_environment_cannot_have_is_taken_out_and_said() -> None:
         "custom_reward_function.path": "score.py",
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": True,
     }
-    lost, run = verl(values)
+    found, lost, run = imported(values)
     assert lost[0] == "data.tool_config_path" and {*lost[1:]} == {
         f"{TURNS}.max_tool_response_length",
         f"{TURNS}.format",
@@ -66,6 +71,7 @@ def test_what_an_environment_cannot_have_is_taken_out_and_said() -> None:
         "trainer.moe.replay_routes",
     }
     assert run.environment is not None and str(run.environment.file) == "FILL_IN/environment.py" and run.data.eval is not None
+    assert "write this file" in found.comments["environment.file"] and "polyreme init FOLDER --environment" in found.lost[0].note
 
 
 def test_one_answer_has_no_environment() -> None:
@@ -84,6 +90,7 @@ def test_openrlhfs_agent_is_named_and_must_be_adapted() -> None:
     assert run.environment is not None and str(run.environment.file) == "/o/agent.py"
     assert run.environment.max_turns == 1000  # 3000 tokens: OpenRLHF's agent itself decides when it ends
     assert found.lost[0].key == "train.agent_func_path" and "AgentInstance" in found.lost[0].note
+    assert "adapt this file" in found.comments["environment.file"]
     assert lost_keys(found)[1:] == ["rollout.top_p", "data.template"] and run.data.template == "chat"
 
 

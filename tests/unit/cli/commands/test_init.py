@@ -16,12 +16,14 @@ from typer.testing import CliRunner
 
 from polyreme.cli.commands import init
 from polyreme.cli.main import build_app
+from polyreme.cli.new_run import sample_environment
 from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, find_columns, write_new_run
 from polyreme.cli.new_run.sample_data import EXAMPLES, rows, supervised_rows
 from polyreme.config.load import load_any, load_config
 from polyreme.dataset.source import read_objects
 from polyreme.errors import ConfigError, DataError
 from polyreme.rundir.checks import findings
+from polyreme_environment.contract import begun, choose, moved
 from support.tiny_tokenizer import model_files
 
 
@@ -273,3 +275,52 @@ def test_an_answer_that_does_not_fit_is_asked_again(
     config = load_config(tmp_path / "new" / "run.yaml")
     assert (config.name, config.model.path, config.data.train) == ("mine", tmp_path / "own-model", tmp_path / "own.jsonl")
     assert not list(answers) and capsys.readouterr().out.count("expected") == 5
+
+
+def play(path: Path, answer: str, *guesses: str) -> list[tuple[str, float, bool]]:
+    """An episode of a written environment, as the environment server understands it: each message, reward and end."""
+    names = {"__name__": "environment"}
+    exec(compile(path.read_text(), path, "exec"), names)
+    game = choose(names, None, path.name)()
+    assert begun(game.reset({"answer": answer}), 1000) == []  # the row's own prompt
+    steps = [moved(game.step(guess), 1000) for guess in guesses]
+    return [("".join(content for _, content in step.messages), step.reward, step.done) for step in steps]
+
+
+@pytest.mark.parametrize("model", [TINY, "own"])
+def test_an_environment_is_written_with_its_data(tmp_path: Path, model: str) -> None:
+    given = TINY if model == TINY else str(own_files(tmp_path)[0])
+    result = CliRunner().invoke(build_app(["init"]), ["init", str(tmp_path / "new"), "--environment", "--model", given])
+    assert result.exit_code == 0, result.output
+    assert "polyreme environment test" in result.stdout
+    config = load_config(tmp_path / "new" / "run.yaml")
+    assert findings(config).errors == () and not (tmp_path / "new" / "reward.py").exists()
+    assert config.reward is None and config.environment is not None and config.environment.file is not None
+    assert play(config.environment.file, "2", "1", "a guess", "3", " 2") == [
+        ("higher", 0.0, False),
+        ("Answer with a number.", 0.0, False),
+        ("lower", 0.0, False),
+        ("", 1.0, True),
+    ]
+    for source in config.prompt_data:
+        assert {row.fields["answer"] for row in read_objects(source)} == set("123")
+    assert bool(config.trainer.sft) is (model == TINY)
+
+
+def test_the_warm_start_of_an_environment_is_sometimes_right() -> None:
+    """A policy learns only from groups with better and worse episodes."""
+    found = sample_environment.conversations(400, 3)
+    assert found == sample_environment.conversations(400, 3) != sample_environment.conversations(400, 4)
+    episodes = [row["messages"] for row in found]
+    assert all(episode[-1]["role"] == "assistant" and len(episode) <= 2 * sample_environment.TURNS for episode in episodes)
+    secrets = [row["answer"] for row in sample_environment.tasks(400, 3)]
+    right = [episode[-1]["content"] == secret for episode, secret in zip(episodes, secrets, strict=True)]
+    assert 0.4 < sum(right) / len(right) < 0.8
+
+
+@pytest.mark.parametrize("option", ["--data", "--data-config", "--reward", "--prompt-key", "--label-key"])
+def test_an_environment_has_its_own_data_and_rewards(tmp_path: Path, option: str) -> None:
+    words = ["init", str(tmp_path / "new"), "--environment", option, "sample"]
+    refused = CliRunner().invoke(build_app(["init"]), words).exception
+    assert isinstance(refused, ConfigError) and option in refused.expected
+    assert not (tmp_path / "new").exists()
