@@ -9,6 +9,7 @@ from polyreme.import_config.rules import LOSSES, Fate, ForeignEnvironment
 PLACEHOLDER = "FILL_IN/environment.py"
 """The file of an environment that the user must write: the run does not start without it."""
 CLASS = "a class with `reset` and `step`, which gives the rewards; `polyreme init FOLDER --environment` writes an example (docs/environments.md)"
+TAKEN = "an `AgentInstance` is played as it is, an executor with a loop of its own is not (docs/environments.md)"
 _BRIEFEST = 3
 """Tokens of the briefest turn, if tokens alone bound an episode: the answer, its end and the next message."""
 _WITHOUT = {
@@ -40,8 +41,8 @@ def play(found: Imported, environment: ForeignEnvironment | None) -> None:
     if turns is None:
         turns = max(1, int(found.values.get("rollout.max_model_len", 4096)) // _BRIEFEST)
         origin = f"no {origin}: tokens alone bound an episode (rollout.max_model_len)"
-    task = "write this file" if environment.file == PLACEHOLDER else "adapt this file"
-    check = f"CHECK: {environment.origin}; {task}: {CLASS}"
+    is_missing = environment.file == PLACEHOLDER
+    check = f"CHECK: {environment.origin}; {f'write this file: {CLASS}' if is_missing else TAKEN}"
     for key, value, comment in (
         ("reward", None, "the environment gives the rewards"),
         ("environment.file", environment.file, check),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyreme.import_config.convert import path, placeholder, product, ratio
-from polyreme.import_config.environments import CLASS
+from polyreme.import_config.environments import TAKEN
 from polyreme.import_config.rules import ForeignEnvironment, Lost, Unresolved, Values
 
 PRESETS = {
@@ -117,7 +117,7 @@ def environment(values: Values) -> ForeignEnvironment | None:
         turns_origin="limit of turns: the agent decides",
         key=key,
         value=agent,
-        loss=f"an agent: change its AgentInstance or AgentExecutor into {CLASS}",
+        loss=f"an agent: {TAKEN}",
     )
 
 

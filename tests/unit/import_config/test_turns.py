@@ -80,7 +80,7 @@ def test_one_answer_has_no_environment() -> None:
     assert lost == [] and run.environment is None and run.reward is not None
 
 
-def test_openrlhfs_agent_is_named_and_must_be_adapted() -> None:
+def test_openrlhfs_agent_is_taken_as_it_is() -> None:
     text = (
         "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d --agent_func_path /o/agent.py --rollout_batch_size 8 "
         "--train_batch_size 16 --n_samples_per_prompt 4 --prompt_max_len 1000 --generate_max_len 2000 --eval_dataset e "
@@ -90,7 +90,7 @@ def test_openrlhfs_agent_is_named_and_must_be_adapted() -> None:
     assert run.environment is not None and str(run.environment.file) == "/o/agent.py"
     assert run.environment.max_turns == 1000  # 3000 tokens: OpenRLHF's agent itself decides when it ends
     assert found.lost[0].key == "train.agent_func_path" and "AgentInstance" in found.lost[0].note
-    assert "adapt this file" in found.comments["environment.file"]
+    assert "`AgentInstance` is played as it is" in found.comments["environment.file"]
     assert lost_keys(found)[1:] == ["rollout.top_p", "data.template"] and run.data.template == "chat"
 
 
