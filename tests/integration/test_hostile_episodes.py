@@ -157,22 +157,30 @@ async def test_sessions_that_are_opened_and_abandoned(sessions):
     """They are abandoned in turn, while the next ones open; their keys open nothing afterwards."""
     async with addresses(episodes=100) as (agents, lease, begin):
         open_calls, last = [], {}
-        for _ in range(sessions):
-            if len(open_calls) == 100:
-                open_calls.pop(0).cancel()
-                await asyncio.sleep(0.01)  # the server hears of it
-            open_calls.append(await begin())
-            last = await asyncio.wait_for(agents.runs.get(), 60)
-        for call in open_calls:
-            call.cancel()
         async with httpx.AsyncClient(timeout=60) as http:
+
+            async def played():
+                text = (await http.get(f"http://{lease.http_address}/metrics")).text
+                return float(text.partition("\npolyreme_environment_episodes ")[2].split()[0])
+
+            async def has_room():
+                return await played() < 100
+
+            for _ in range(sessions):
+                if len(open_calls) == 100:
+                    open_calls.pop(0).cancel()
+                    await until(has_room)  # the server has heard of it
+                open_calls.append(await begin())
+                last = await asyncio.wait_for(agents.runs.get(), 60)
+            for call in open_calls:
+                call.cancel()
             url, key = last["base_url"] + "/models", {"x-api-key": last["api_key"]}
 
             async def is_gone():
                 return (await http.get(url, headers=key)).status_code == 401
 
             async def all_are_gone():
-                return "polyreme_environment_episodes 0.0" in (await http.get(f"http://{lease.http_address}/metrics")).text
+                return await played() == 0
 
             await until(is_gone)
             await until(all_are_gone)
