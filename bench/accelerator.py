@@ -11,11 +11,13 @@ failed.
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,15 @@ def run_part(part: str, device: str, left: float) -> dict[str, Any]:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                start_new_session=True,
             )
             try:
                 output, _ = process.communicate(timeout=left)
             except subprocess.TimeoutExpired:
                 return {"error": f"no end within {left:.0f} s"}
             finally:
-                process.kill()
+                with suppress(ProcessLookupError):  # the group has what the part started, such as a whole run
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             log.seek(0)
             told = log.read()

@@ -88,7 +88,7 @@ def upgrade(tree: Tree, *, keep_defaults: bool = False) -> list[str]:
             added[new] = converted
         changes.append(f"{key}: {value} -> {', '.join(f'{new}: {each}' for new, each in now.items()) or 'its default'}")
     has_preset = "preset" in before.get("algorithm", {})
-    is_before_presets = keep_defaults or (not has_preset and found != ["algorithm.advantage.length_adaptive_alpha"])
+    is_before_presets = not has_preset and (keep_defaults or found != ["algorithm.advantage.length_adaptive_alpha"])
     for key, value in _BEFORE_PRESETS.items() if is_before_presets else ():
         if _holder(tree, key) is None:
             _put(tree, key, value, None)

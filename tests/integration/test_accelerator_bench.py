@@ -19,7 +19,7 @@ def run(*parts: str, seconds: float) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.real
-def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_LOGS", "nonsense")
     code, found = run("lora", "doctor", seconds=280)
     assert (code, found["failed"]) == (1, ["lora", "doctor"])
@@ -31,6 +31,6 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_every_part_works(tmp_path: Path) -> None:
+def test_every_part_works() -> None:
     code, found = run(seconds=800)
     assert (code, found["failed"]) == (0, [])

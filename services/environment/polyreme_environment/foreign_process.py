@@ -6,7 +6,6 @@ Invariant: a process ends with its owner, however that ends. It sees no secret o
 import asyncio
 import logging
 import os
-import random
 import signal
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
@@ -14,12 +13,13 @@ from pathlib import Path
 
 from polyreme.errors import ConfigError, PolyremeError, UnavailableError
 from polyreme.isolation.privacy import scrubbed
+from polyreme.process.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
-_REPLACE_SECONDS = 30.0
-"""Longest wait before processes are started again."""
+_BACKOFF = Backoff(1.0, longest=30.0)
+"""Seconds before processes are started again."""
 _TOLD = 1500
 """Characters of its last output in an error."""
 _OWNED = """
@@ -168,10 +168,10 @@ class KeptProcesses:
             logger.warning("a process of another package %s", how)
             await self._lost(how)
             await self._end()
-            wait = 1.0
+            failures = 0
             while not self._processes:
-                await asyncio.sleep(wait * (0.5 + random.random()))
-                wait = min(2 * wait, _REPLACE_SECONDS)
+                failures += 1
+                await asyncio.sleep(_BACKOFF.draw(failures))
                 try:
                     self._processes = await self._serve()
                 except PolyremeError as error:
