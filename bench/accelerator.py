@@ -26,7 +26,7 @@ from polyreme.process.supervisor import last_error
 PARTS = ("doctor", "parity", "packing", "recompute", "lora", "offload", "head", "arena", "speed", "forward_7b", "loop")
 SECONDS = 540.0
 """For all parts."""
-SIDE = Path(__file__).parent / "accelerator_side" / "parts.py"
+BENCH = Path(__file__).resolve().parent
 
 
 def run_part(part: str, device: str, left: float) -> dict[str, Any]:
@@ -37,8 +37,12 @@ def run_part(part: str, device: str, left: float) -> dict[str, Any]:
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         with open(Path(folder) / "log", "w+") as log:
             process = subprocess.Popen(
-                [sys.executable, SIDE, part, device, folder],
-                env={**os.environ, **rank},
+                [sys.executable, "-m", "accelerator_side.parts", part, device, folder],
+                env={
+                    **os.environ,
+                    **rank,
+                    "PYTHONPATH": os.pathsep.join([str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                },
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
