@@ -67,6 +67,8 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     finally:
         for node in found:
             node.kill()
+        for log in sorted(tmp_path.glob("*/*.log")):  # pytest shows it where the test failed
+            print(f"{log.parent.name} {log.name}:\n{log.read_text()}")
 
 
 async def until_ready(nodes: list[Node], count: int = 1) -> Node:
@@ -81,12 +83,16 @@ async def until_ready(nodes: list[Node], count: int = 1) -> Node:
 
 
 async def until_sentinels_agree(nodes: list[Node]) -> None:
-    """Waits until each Sentinel knows the others, of whom two must agree on a failover."""
+    """Waits until each Sentinel knows the others, of whom two must agree on a failover, and both replicas.
+
+    A Sentinel asks the primary for its replicas every 10 s. What it has not heard of when the primary dies, it cannot let follow another.
+    """
     async with asyncio.timeout(60):
         for node in nodes:
             async with Redis(host=node.host, port=26379, password=PASSWORD) as sentinel:
                 while True:
-                    if (await sentinel.sentinel_master("polyreme"))["num-other-sentinels"] == len(nodes) - 1:
+                    state = await sentinel.sentinel_master("polyreme")
+                    if state["num-other-sentinels"] == state["num-slaves"] == len(nodes) - 1:
                         break
                     await asyncio.sleep(0.2)
 
