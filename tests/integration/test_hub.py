@@ -193,5 +193,10 @@ def test_adapters_name_the_commit_of_their_base(world: World) -> None:
     stage = str(world.config.with_name("sft.yaml"))
     done = world.polyreme("sft", stage, "name=adapters", "trainer.lora={rank: 2}", "trainer.parallel={threads: 1}")
     assert done.returncode == 0, done.stderr
-    config = json.loads((world.config.parent / "runs" / "adapters" / "hf" / "final" / "adapter" / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["revision"]) == ("acme/tiny", world.hub.find("models", "acme/tiny", None)[0])
+    config = json.loads(
+        (world.config.parent / "runs" / "adapters" / "hf" / "final" / "adapter" / "adapter_config.json").read_text()
+    )
+    assert (config["base_model_name_or_path"], config["revision"]) == (
+        "acme/tiny",
+        world.hub.find("models", "acme/tiny", None)[0],
+    )

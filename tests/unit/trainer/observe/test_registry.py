@@ -12,6 +12,7 @@ import torch
 from polyreme.config.recipes.presets import resolve
 from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
+from polyreme.experience.metric_records import fields_of
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
@@ -149,7 +150,7 @@ def ppo_record(config: RunConfig, **algorithm: Any) -> dict[str, Any]:
     trained = train_iteration(batch, Algorithm(resolve("ppo", algorithm), longest=8), models)
     measured = trained.metrics | followers.follow(2) | {f"timing/{part}": seconds for part, seconds in trained.seconds.items()}
     seconds = {"iteration": 2.0, "learner_wait": 1.0, "train": 0.5, "write": 0.1}
-    return iteration_record(2, groups, measured, seconds, 100.0, config)
+    return fields_of(iteration_record(2, groups, measured, seconds, 100.0, config))
 
 
 KL_IN_LOSS = {"kl": {"place": "loss", "estimator": "k3"}, "entropy_coef": 0.01, "loss": {"dual": 3.0}}
