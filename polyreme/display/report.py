@@ -8,6 +8,7 @@ from typing import Any
 from polyreme.config.run import RunConfig
 from polyreme.experience.metric_records import (
     Alarm,
+    CheckpointSaved,
     EngineStart,
     Evaluation,
     EvaluationFailed,
@@ -18,7 +19,6 @@ from polyreme.experience.metric_records import (
     ReplicasChanged,
     Restart,
     Resumed,
-    Saved,
     ServiceNotice,
     StageDone,
     StageEvaluation,
@@ -82,7 +82,7 @@ def plain_line(line: Line, progress: Progress, iterations: int) -> str | None:
             return f"warm start done in {seconds:.1f} s"
         case GateMeasured():
             return f"gate {record.name}: {record.value:.3g} (limit {record.limit:.3g})"
-        case Saved():
+        case CheckpointSaved():
             return f"saved {'step' if record.iteration is None else 'iteration'} {record.number}: {record.path}"
         case ReplicasChanged(replicas=replicas):
             return "replicas: " + (", ".join(f"{name} {url}".strip() for name, url in sorted(replicas.items())) or "none")

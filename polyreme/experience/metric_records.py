@@ -205,7 +205,7 @@ class Loading(MetricRecord, kind="loading"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(_Placed, kind="saved"):
+class CheckpointSaved(_Placed, kind="saved"):
     """A checkpoint is complete. `seconds`: of writing; `stall_seconds`: the pause of training."""
 
     path: str
@@ -264,7 +264,7 @@ class StageEvaluation(_Numbered, kind="eval"):
     """The held-out rows of a stage were measured after `step`."""
 
     step: int
-    rows: int
+    rows: int = 0
     seconds: float = 0.0
 
 

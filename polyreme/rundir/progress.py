@@ -13,6 +13,7 @@ from typing import Any
 
 from polyreme.experience.metric_records import (
     Alarm,
+    CheckpointSaved,
     DoneLearning,
     EngineStart,
     Evaluation,
@@ -26,7 +27,6 @@ from polyreme.experience.metric_records import (
     ReplicasChanged,
     Restart,
     Resumed,
-    Saved,
     ServiceNotice,
     StageDone,
     StageEvaluation,
@@ -138,7 +138,7 @@ class Progress:
     sft: WarmStartStep | None = None
     _sft_first: WarmStartStep | None = None
     sft_seconds: float = 0.0
-    saved: Saved | None = None
+    saved: CheckpointSaved | None = None
     rollout: GroupsPlanned | None = None
     learning: Learning = field(default_factory=Learning)
     steps: int = 0
@@ -216,7 +216,7 @@ class Progress:
                 self._sft_first, self.sft = self._sft_first if same else record, record
             case WarmStartDone():
                 self.sft, self.sft_seconds = None, record.seconds
-            case Saved():
+            case CheckpointSaved():
                 self.saved = record
             case Alarm():
                 self.alarms.append((record.time, record.text))

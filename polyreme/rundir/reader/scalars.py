@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from polyreme.experience.metric_records import (
+    CheckpointSaved,
     Evaluation,
     GroupsPlanned,
     IterationTrained,
-    Saved,
     StageEvaluation,
     StageStep,
     VersionServed,
@@ -43,7 +43,7 @@ def scalars(line: Line) -> Iterator[tuple[str, float, int]]:
             yield from _numbers("", metrics, step)
         case VersionServed(version=version, metrics=metrics):
             yield from _numbers("weights/", {key: metrics[key] for key in sorted(COMMIT_METRICS & metrics.keys())}, version)
-        case Saved(seconds=float() | int() as seconds) as saved:
+        case CheckpointSaved(seconds=float() | int() as seconds) as saved:
             yield from _numbers("checkpoint/", {"seconds": seconds, "stall_seconds": saved.stall_seconds}, saved.number)
         case StageStep(step=step, metrics=metrics):
             yield from _numbers("train/", metrics, step)

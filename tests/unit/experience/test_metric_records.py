@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from polyreme.experience.metric_records import (
+    CheckpointSaved,
     Evaluation,
     IterationTrained,
     MetricRecord,
     Resumed,
-    Saved,
     StageEvaluation,
     StageStep,
     fields_of,
@@ -35,7 +35,7 @@ def kinds(of: type[MetricRecord] = MetricRecord) -> Iterator[type[MetricRecord]]
         Evaluation(version=2, metrics={"accuracy": 0.5, "hard/pass@2": 0.7}, held_out="a1", parts={"exact": 0.4}),
         StageEvaluation(step=2, rows=3, metrics={"loss": 0.5}),
         StageStep(step=2, steps=4, metrics={"loss": None}),
-        Saved(step=4, path="p"),
+        CheckpointSaved(step=4, path="p"),
         Resumed(iteration=4),
     ],
 )

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from polyreme.config.run import RunConfig
-from polyreme.experience.metric_records import Alarm, DoneLearning, MetricRecord, Resumed, WarmStartDone
-from polyreme.experience.metric_records import Saved as SavedRecord
+from polyreme.experience.metric_records import Alarm, CheckpointSaved, DoneLearning, MetricRecord, Resumed, WarmStartDone
 from polyreme.process.lifecycle import freeze_gc
 from polyreme.weights.manifest import Manifest, changed_tensors
 from polyreme_trainer.learner import gates
@@ -266,7 +265,7 @@ class Learner:
     async def release(self, saved: Saved, stall_seconds: float) -> None:
         """Deletes from the log the groups that no checkpoint needs and whose samples are on disk, and records the save. On rank 0."""
         await self.client.experience.release(min(saved.oldest, await self.client.run.recorded()))
-        record = SavedRecord(
+        record = CheckpointSaved(
             iteration=saved.number,
             path=str(saved.path),
             hf_path=str(saved.hf_path),

@@ -18,8 +18,7 @@ import numpy as np
 
 from polyreme.config.data import Sources
 from polyreme.config.stage import StageConfig, StageTrainer
-from polyreme.experience.metric_records import MetricRecord, Resumed, StageDone, StageEvaluation, StageStep
-from polyreme.experience.metric_records import Saved as SavedRecord
+from polyreme.experience.metric_records import CheckpointSaved, MetricRecord, Resumed, StageDone, StageEvaluation, StageStep
 from polyreme_trainer.data.stage_rows import StageRows, mismatched
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.engine import STEP, RowsLoss, Saved, StageEngine
@@ -186,7 +185,7 @@ class StageLoop:
     def report_save(self, saved: Saved, stall_seconds: float) -> None:
         """Records a completed save."""
         export = None if saved.hf_path is None else str(saved.hf_path)
-        record = SavedRecord(
+        record = CheckpointSaved(
             step=saved.number, path=str(saved.path), hf_path=export, seconds=saved.seconds, stall_seconds=stall_seconds
         )
         self.report(record)
