@@ -75,7 +75,6 @@ DOCUMENTED = [
 
 OF_OTHER_RUNS = ("ptx_loss", "reference/version", "actor/teacher_kl")
 """Metrics of supervised rows, a renewed reference and a teacher, which these runs do not have."""
-NO_METRICS = {"kind", "iteration", "time"}
 
 
 class Lookup(torch.nn.Module):
