@@ -95,7 +95,12 @@ class EnvironmentConfig(Section):
     workers: Operational[int] = Field(
         1,
         ge=1,
-        description="Worker processes of a server. Each plays several episodes: one call after the other, or each agent in a thread.",
+        description="Worker processes of a server, which share its episodes.",
+    )
+    worker_calls: Operational[int] = Field(
+        64,
+        ge=1,
+        description="Maximum number of calls that a worker process makes at once, of different episodes of a class: coroutines as tasks of one event loop, other methods in a thread of their episode. 1: one after the other in the main thread.",
     )
     worker_memory_mib: Operational[int] = Field(
         4096, ge=64, description="Memory limit of each worker process (RLIMIT_DATA), in MiB."

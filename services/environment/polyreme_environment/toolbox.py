@@ -6,7 +6,8 @@ answered with the reason: the policy sees it, and the episode goes on.
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from polyreme.errors import ConfigError
@@ -31,26 +32,30 @@ class Toolbox:
                 raise ConfigError(f"names of methods as `tools` of {kind.__name__} in {where}", repr(name), "Fix `tools`.")
         self.schemas: list[Schema] = [_schema(getattr(kind, name), name, where) for name in self._names]
 
-    def answer(self, episode: Any, calls: Calls, limit: int, finish: Callable[[Any], Any]) -> list[ToolCall]:
+    async def answer(
+        self, episode: Any, calls: Calls, limit: int, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+    ) -> list[ToolCall]:
         """Makes the calls, one after the other.
 
         Args:
             episode: the instance whose methods are called.
             limit: characters of all results together.
-            finish: awaits what a method returned, if needed.
+            make: calls a method, and awaits what it returned, if needed.
 
         Raises:
             ContractError: a tool returned what no text can stand for.
         """
-        return [self._answer(episode, call, limit // len(calls), finish) for call in calls]
+        return [await self._answer(episode, call, limit // len(calls), make) for call in calls]
 
-    def _answer(self, episode: Any, call: ParsedCall | Malformed, limit: int, finish: Callable[[Any], Any]) -> ToolCall:
+    async def _answer(
+        self, episode: Any, call: ParsedCall | Malformed, limit: int, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+    ) -> ToolCall:
         began, name = time.monotonic(), "" if isinstance(call, Malformed) else call.name
         result = error = ""
         try:
             if isinstance(call, Malformed):
                 raise ValueError(f"malformed call: {call.problem}")
-            result = result_of(name, finish(self._bound(episode, call)()))
+            result = result_of(name, await make(self._bound(episode, call)))
         except (ContractError, LostError, MemoryError):
             raise
         except Exception as raised:  # noqa: BLE001 a tool may raise anything
@@ -63,7 +68,7 @@ class Toolbox:
             raise ValueError(f"no tool is called {call.name[:100]!r}; the tools are {', '.join(self._names[:_NAMED])}{more}")
         tool = getattr(episode, call.name)
         bound = inspect.signature(tool).bind(**call.arguments)
-        return lambda: tool(*bound.args, **bound.kwargs)
+        return partial(tool, *bound.args, **bound.kwargs)
 
 
 def _schema(tool: Any, name: str, where: str) -> Schema:
