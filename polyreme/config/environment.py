@@ -77,6 +77,11 @@ class EnvironmentConfig(Section):
         description="Whether an episode's reward is 1 for a success and 0 for a failure: evaluations then have accuracy and pass@k.",
     )
     max_turns: int = Field(16, ge=1, description="Maximum number of turns of an episode.")
+    parallel_turns: int = Field(
+        16,
+        ge=1,
+        description="Maximum number of turns of an agent's episode that are sampled at the same time. More requests wait.",
+    )
     max_seconds: float = Field(600.0, gt=0, description="Maximum wall-clock seconds of an episode.")
     step_timeout: float = Field(
         30.0,

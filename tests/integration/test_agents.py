@@ -58,6 +58,23 @@ def do_rewrite(task, post, chat):
     chat([{"role": "user", "content": "summary"}])
     return 1.0
 
+def do_parallel(task, post, chat):
+    """Three sub-agents of three turns, and a summary."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    first = chat([{"role": "user", "content": "a"}])
+
+    def sub(name):
+        messages = [*first, {"role": "user", "content": name}] if name == "b" else [{"role": "user", "content": name}]
+        for _ in range(3):
+            messages = [*chat(messages), {"role": "user", "content": "on"}]
+        return messages[-2]["content"]
+
+    with ThreadPoolExecutor() as threads:
+        told = list(threads.map(sub, "bcd"))
+    chat([*first, {"role": "user", "content": "e"}, *({"role": "user", "content": text} for text in told)])
+    return 1.0
+
 def do_forget(task, post, chat):
     chat([{"role": "user", "content": "a"}])
 
@@ -184,6 +201,18 @@ async def test_an_agent_that_rewrites_its_history_has_several_trajectories(redis
         group = await w.play(client)
         assert [len(sample.turns) for sample in group.samples] == [2, 1, 1] * 3
         assert group.episode_of == [0, 0, 0, 1, 1, 1, 2, 2, 2] and {sample.score for sample in group.samples} == {1.0}
+
+
+async def test_sub_agents_ask_at_the_same_time(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "parallel", parallel_turns=2, max_turns=16)) as (w, client):
+        group = await w.play(client, bounds=WIDE.__class__(16, 128, 3600.0))
+        for number in range(3):
+            samples = [sample for sample, of in zip(group.samples, group.episode_of, strict=True) if of == number]
+            assert sorted(len(sample.turns) for sample in samples) == [1, 3, 3, 4]
+            assert [turn.reward for sample in samples for turn in sample.turns if turn.reward] == [1.0]
+            assert samples[-1].turns[-1].reward == 1.0, "the summary is the newest turn"
+            begins = [w.template.decode([group.prompt_of(sample).tolist()], special=True)[0] for sample in samples]
+            assert begins[0] == "<user>a<assistant>" and {"<user>c<assistant>", "<user>d<assistant>"} < set(begins)
 
 
 @pytest.mark.parametrize(("act", "branches"), [("text", False), ("text_without", True)])

@@ -47,6 +47,7 @@ class Opened:
 
     def __init__(self, stub: Any, agents: Agents, client: openai.AsyncOpenAI) -> None:
         self.call, self._agents, self.client = stub.Run(), agents, client
+        self.asked: list[int] = []
 
     async def start(self) -> "Opened":
         await self.call.write(pb.RunRequest(start=pb.Start(row_json=json.dumps({"prompt": "p"}), seed=7)))
@@ -62,10 +63,15 @@ class Opened:
 
     async def read(self) -> Any:
         response = await asyncio.wait_for(self.call.read(), 30)
-        return getattr(response, response.WhichOneof("body"))
+        found = getattr(response, response.WhichOneof("body"))
+        if response.HasField("ask"):
+            self.asked.append(found.agent.number)
+        return found
 
-    async def answer(self, text: str, **more: Any) -> None:
-        await self.call.write(pb.RunRequest(answer=pb.Answer(text=text, context_tokens=5, tokens=2, **more)))
+    async def answer(self, text: str = "", number: int = 0, **more: Any) -> None:
+        """Answers a request; by default, the newest one."""
+        answer = pb.Answer(text=text, number=number or self.asked[-1], context_tokens=5, tokens=2, seconds_left=60, **more)
+        await self.call.write(pb.RunRequest(answer=answer))
 
     async def turn(self, text: str, *messages: Any, **more: Any) -> tuple[Any, Any]:
         """A request with the answer `text`, its reply, and what the stream asked for."""

@@ -58,6 +58,6 @@ class Pool(Protocol):
 
     async def close(self) -> None: ...
 
-    def episode(self) -> AbstractAsyncContextManager[HostedEpisode]:
-        """An episode, until the end of the block. Raises FullError."""
+    def episode(self) -> AbstractAsyncContextManager[Any]:
+        """An episode, until the end of the block: a HostedEpisode, or an AgentEpisode. Raises FullError."""
         ...

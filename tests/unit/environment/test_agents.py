@@ -92,7 +92,7 @@ def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], 
     known: dict[Any, int] = {}
     conversation = AgentConversation()
     history: list[dict[str, str]] = []
-    for new, answer, blanks in turns:
+    for place, (new, answer, blanks) in enumerate(turns, 1):
         begins = data.draw(st.booleans())
         messages = new if begins else [*history, *new]
         plain = [(m["role"], m["content"].strip() if m["role"] == "assistant" else m["content"]) for m in messages]
@@ -101,7 +101,8 @@ def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], 
         expected = max((end for end in found if end > behind), default=0)
         number, rest = conversation.place(messages)
         assert number == (known[tuple(plain[:expected])] if expected else 0) and rest == messages[expected:]
-        known[(*plain, ("assistant", answer.strip()))] = conversation.add(messages, {"role": "assistant", "content": answer})
+        conversation.add(place, messages, {"role": "assistant", "content": answer})
+        known[(*plain, ("assistant", answer.strip()))] = place
         history = [*messages, {"role": "assistant", "content": blanks + answer.strip() + blanks}]
 
 
@@ -135,7 +136,7 @@ def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call_1", "content": "408"}
     conversation = AgentConversation()
-    assert conversation.add([HELLO], answer, [TOOL]) == 1
+    conversation.add(1, [HELLO], answer, [TOOL])
     again = {**answer, "content": "\n", "tool_calls": [{**call, "function": {"name": "multiply", "arguments": {"a": 12.0}}}]}
     assert conversation.place([HELLO, again, result], [TOOL]) == (1, [result])
     assert conversation.place([HELLO, again, result])[0] == 0, "without tools the prompt is another one"
@@ -146,7 +147,8 @@ def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
 def test_a_text_continues_the_longest_turn_that_it_repeats() -> None:
     conversation = AgentConversation()
     assert conversation.place_text("1+1=") == (0, "1+1=")
-    assert [conversation.add_text(text) for text in ("1+1=2", None, "1+1=2\n2+2=4")] == [1, 2, 3]
+    for number, text in ((3, "1+1=2\n2+2=4"), (2, None), (1, "1+1=2")):
+        conversation.add_text(number, text)
     assert conversation.place_text("1+1=2\n2+2=4") == (3, "")
     assert conversation.place_text("1+1=2\n2+2=5") == (1, "\n2+2=5")
     assert conversation.history(3) is None, "there are no messages"

@@ -1,6 +1,7 @@
 """A turn that an agent asked for.
 
-Invariant: an agent whose request gets no turn is told why, and its episode goes on: its reward comes with its end.
+Invariant: an agent whose request gets no turn is told why, and its episode goes on: its reward comes with its end. A turn begins before the
+first wait, so turns begin in the order of their requests.
 """
 
 import json
@@ -28,8 +29,8 @@ async def agent_turn(request: AgentRequest, session: EpisodeSession) -> Answer:
         EpisodeError: the request is none that an environment server may send.
         GenerateError, UnavailableError: see `EpisodeSession.answer`.
     """
-    if request.after > session.turns:
-        raise EpisodeError(f"expected messages that follow one of {session.turns} turns; found turn {request.after}")
+    if request.after and request.after not in session:
+        raise EpisodeError(f"expected messages that follow a complete turn; found turn {request.after}")
     if request.HasField("temperature") and request.temperature != session.temperature:
         found = f"expected rollout.temperature = {session.temperature:g} of the run; found {request.temperature:g}"
         return Answer(refused=f"{found}. Remove `temperature`.")
@@ -54,6 +55,7 @@ async def _sampled(request: AgentRequest, session: EpisodeSession) -> SampledTur
     if prompt is None:
         chat = read_chat(json.loads(request.messages_json), "`messages`", request.tools_json or None)
         session.tools, messages = None if chat.tools is None else list(chat.tools), chat.messages
+    bound = request.max_tokens or None
     return await session.answer(
-        messages, after=request.after, max_tokens=request.max_tokens or None, prompt=prompt, stop=request.stop
+        messages, number=request.number, after=request.after, max_tokens=bound, prompt=prompt, stop=request.stop
     )
