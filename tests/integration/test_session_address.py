@@ -53,8 +53,9 @@ async def test_tools_are_called_and_answered(stream):
         await episode.answer(f"Let me see.\n{CALL}")
         reply = await asking
         if stream:
-            first, last = [chunk.choices[0] async for chunk in reply]
-            message, finish = first.delta, last.finish_reason
+            choices = [chunk.choices[0] async for chunk in reply]
+            message, finish = choices[-1].delta, choices[-1].finish_reason
+            message.content = "".join(choice.delta.content or "" for choice in choices)
         else:
             message, finish = reply.choices[0].message, reply.choices[0].finish_reason
         (call,) = message.tool_calls

@@ -21,6 +21,10 @@ from polyreme.net.http_server import serve_http
 from polyreme_environment.server import serve
 
 HELLO = {"role": "user", "content": "hello"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "double", "description": "Doubles.", "parameters": SCHEMA}}
+FLAT: dict[str, Any] = {"type": "function", "name": "double", "description": "Doubles.", "parameters": SCHEMA}
+BLOCK = {"name": "double", "description": "Doubles.", "input_schema": SCHEMA}
 
 
 class Agents:
@@ -72,6 +76,11 @@ class Opened:
         """Answers a request; by default, the newest one."""
         answer = pb.Answer(text=text, number=number or self.asked[-1], context_tokens=5, tokens=2, seconds_left=60, **more)
         await self.call.write(pb.RunRequest(answer=answer))
+
+    async def tell(self, text: str, number: int = 0, **more: Any) -> None:
+        """Tells what a turn goes on with; by default, the newest one."""
+        delta = pb.Delta(text=text, number=number or self.asked[-1], context_tokens=5, **more)
+        await self.call.write(pb.RunRequest(delta=delta))
 
     async def turn(self, text: str, *messages: Any, **more: Any) -> tuple[Any, Any]:
         """A request with the answer `text`, its reply, and what the stream asked for."""

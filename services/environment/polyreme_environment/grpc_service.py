@@ -82,6 +82,9 @@ async def _play_agent(episode: AgentEpisode, requests: AsyncIterator[pb.RunReque
         return
     async with aclosing(episode.play(_row(first), requests)) as moves:
         async for moved in moves:
+            if moved.withdrawn:
+                yield pb.RunResponse(withdrawal=pb.Withdrawal(number=moved.withdrawn))
+                continue
             response = _response(moved, moved.seconds)
             told = response.ending if moved.done else response.ask
             told.rewards.update(moved.rewards)

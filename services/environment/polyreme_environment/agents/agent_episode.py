@@ -15,7 +15,7 @@ from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.result import Result
 from polyreme_environment.agents.runners import Runner
-from polyreme_environment.agents.session import AgentSession, Asked
+from polyreme_environment.agents.session import AgentSession, Asked, Withdrawn
 from polyreme_environment.contract import Moved
 from polyreme_environment.pool import PlayError
 
@@ -30,6 +30,7 @@ class AgentMoved(Moved):
     """A request of an agent, in place of messages, or the end.
 
     Attributes:
+        withdrawn: the number of a request that is withdrawn, in place of all else; 0: none.
         rewards: since the last one, by the numbers of their turns.
         seconds: wall-clock seconds since the last one in which no turn was sampled.
     """
@@ -37,6 +38,7 @@ class AgentMoved(Moved):
     agent: pb.AgentRequest = field(default_factory=pb.AgentRequest)
     rewards: dict[int, float] = field(default_factory=dict)
     seconds: float = 0.0
+    withdrawn: int = 0
 
 
 class AgentEpisode:
@@ -71,13 +73,17 @@ class AgentEpisode:
                 if reading.done():
                     if (request := reading.result()) is None:
                         return
-                    self._take(request.answer)
+                    if request.HasField("delta"):
+                        self._session.told(request.delta)
+                    else:
+                        self._take(request.answer)
                     reading = _read(answers)
                 if run.done():
                     yield self._ended(run)
                     return
                 if asking.done():
-                    yield self._asked(asking.result())
+                    found = asking.result()
+                    yield AgentMoved(withdrawn=found.number) if isinstance(found, Withdrawn) else self._asked(found)
                     asking = asyncio.ensure_future(self._session.next())
                 elif not self._session.sampling and time.monotonic() >= self._deadline:
                     if self._session.over:
@@ -113,6 +119,7 @@ class AgentEpisode:
             stop=request.stop,
             wants_tokens=request.wants_tokens,
             number=asked.number,
+            streams=request.streams,
         )
         idle = time.monotonic() - self._idle_since if self._session.sampling == 1 else 0.0
         return AgentMoved(rewards=self._session.take_rewards(), calls=asked.calls, agent=agent, seconds=idle)

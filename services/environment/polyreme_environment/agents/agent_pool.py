@@ -10,7 +10,8 @@ from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.address import base_url
 from polyreme_environment.agents.agent_episode import AgentEpisode
 from polyreme_environment.agents.runners import Runner
-from polyreme_environment.agents.session import SessionLimits, SessionTable
+from polyreme_environment.agents.session import SessionLimits
+from polyreme_environment.agents.session_table import SessionTable
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import FullError
 

@@ -1,26 +1,25 @@
-"""The sessions of a server: each one is an agent's way to the policy in one episode.
+"""A session: an agent's way to the policy in one episode.
 
-Invariant: a session answers only to its own key, and only while its episode is played. A repeated request gets the answer of the first one,
-which may still be sampled. What an agent can make a session keep is bounded.
+Invariant: a repeated request gets the answer of the first one,
+which may still be sampled. A request whose streams have all been closed is withdrawn. What an agent can make a session keep is bounded.
 """
 
 import asyncio
-import hmac
 import math
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import Any
 
-from polyreme.api.v1.environment_pb2 import Answer
+from polyreme.api.v1.environment_pb2 import Answer, Delta
 from polyreme_environment.agents.conversation import AgentConversation
-from polyreme_environment.agents.message import Spoken, before_stop, spoken
-from polyreme_environment.agents.reply import AgentTurn
+from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
+from polyreme_environment.agents.reply import AgentTurn, PartialTurn
 from polyreme_environment.agents.request import Message, RefusedRequestError, TurnRequest, bad
 from polyreme_environment.contract import ToolCall
-from polyreme_environment.tool_calls import ParsedCall
+from polyreme_environment.tool_calls import ParsedCall, beginning
 
 _WAITING = 64
 """Maximum number of requests of a session that wait to be asked for."""
@@ -48,12 +47,34 @@ class Asked:
     calls: list[ToolCall]
 
 
+@dataclass(frozen=True)
+class Withdrawn:
+    """The number of a request whose clients have left."""
+
+    number: int
+
+
 @dataclass(eq=False)
 class _Pending:
-    """A request and its answer to be."""
+    """A request and its answer to be.
+
+    Attributes:
+        number: 0 while it waits.
+        so_far: what is certain of the turn; None: nothing has been told of it.
+        told: what `so_far` was read from.
+        grown: set, and replaced, when more is told.
+        streams: how many callers follow it as it is sampled.
+        is_kept: whether it is sampled to its end without them.
+    """
 
     request: TurnRequest
     answer: "asyncio.Future[AgentTurn]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    number: int = 0
+    so_far: PartialTurn | None = None
+    told: str = ""
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: int = 0
+    is_kept: bool = False
 
 
 class AgentSession:
@@ -72,6 +93,7 @@ class AgentSession:
         self._known: dict[bytes, _Pending] = {}  # by the requests' digests, answered or not
         self._waiting: deque[_Pending] = deque()
         self._sampling: dict[int, _Pending] = {}  # by the requests' numbers
+        self._withdrawn: deque[int] = deque()
         self._changed = asyncio.Event()
         self._newest = 0  # number of a request
         self._last = 0  # the turn that was answered last
@@ -86,7 +108,30 @@ class AgentSession:
 
     async def answer(self, request: TurnRequest) -> AgentTurn:
         """The turn that answers a request. A caller that is cancelled leaves the request to its end. Raises RefusedRequestError."""
-        return await asyncio.shield(self._pending(request).answer)
+        pending = self._pending(request)
+        pending.is_kept = True
+        return await asyncio.shield(pending.answer)
+
+    async def stream(self, request: TurnRequest) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
+        """What is certain of the turn, as it is sampled, and at last the turn. A request of which something has been told is withdrawn when
+        its last stream is closed. Raises RefusedRequestError."""
+        pending = self._pending(request)
+        pending.streams += 1
+        try:
+            while not pending.answer.done():
+                grown = asyncio.ensure_future(pending.grown.wait())
+                if pending.so_far is not None:
+                    yield pending.so_far
+                try:
+                    waits: set[asyncio.Future[Any]] = {grown, pending.answer}
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    grown.cancel()
+            yield await asyncio.shield(pending.answer)
+        finally:
+            pending.streams -= 1
+            if pending.so_far is not None and not (pending.streams or pending.is_kept or pending.answer.done()):
+                self._withdraw(pending)
 
     def _pending(self, request: TurnRequest) -> _Pending:
         if (known := self._known.get(request.digest)) is not None:
@@ -115,14 +160,18 @@ class AgentSession:
         rewards, self._rewards = dict(self._rewards), defaultdict(float)
         return rewards
 
-    async def next(self) -> Asked:
-        """The oldest request that waits, when one more turn may be sampled. It is sampled until `sampled` or `refused`."""
+    async def next(self) -> Asked | Withdrawn:
+        """A request that was withdrawn; else the oldest one that waits, when one more turn may be sampled. It is sampled until `sampled` or
+        `refused`."""
         while True:
-            while not self._waiting or len(self._sampling) >= self._limits.at_once:
+            while not self._withdrawn and (not self._waiting or len(self._sampling) >= self._limits.at_once):
                 self._changed.clear()
                 await self._changed.wait()
+            if self._withdrawn:
+                return Withdrawn(self._withdrawn.popleft())
             self._newest += 1
             pending = self._sampling[self._newest] = self._waiting.popleft()
+            pending.number = self._newest
             asked = self._placed(self._newest, pending.request)
             chars = sum(len(message["content"]) for message in asked.messages) + len(asked.text or "")
             if chars <= (limit := self._limits.chars):
@@ -149,6 +198,24 @@ class AgentSession:
             raise bad(f"expected the id of an earlier answer of this session; found {turn!r:.100}", "not_found")
         return found
 
+    def told(self, delta: Delta) -> None:
+        """Takes what has been sampled of a turn."""
+        if (pending := self._sampling.get(delta.number)) is None:
+            return
+        pending.told += delta.text
+        request, text = pending.request, pending.told
+        if request.prompt is not None:
+            said = Spoken(beginning(text, request.stop))
+        else:
+            said = spoken_so_far(text, request.stop, self._parser(request), delta.in_thought)
+        created = int(time.time()) if pending.so_far is None else pending.so_far.created
+        pending.so_far = PartialTurn(f"{self.id}-{delta.number}", created, said, delta.context_tokens)
+        grown, pending.grown = pending.grown, asyncio.Event()
+        grown.set()
+
+    def _parser(self, request: TurnRequest) -> str | None:
+        return self._limits.tool_parser if request.calls else None
+
     def sampled(self, answer: Answer) -> None:
         """Answers a request, by its number."""
         if (pending := self._take(answer.number)) is None:
@@ -157,10 +224,11 @@ class AgentSession:
         text, stopped_by = before_stop(answer.text, request.stop)
         raw, _ = before_stop(answer.raw or answer.text, request.stop)
         is_prompt = request.prompt is not None
-        said = Spoken(text) if is_prompt else spoken(text, raw, self._limits.tool_parser if request.calls else None)
+        said = Spoken(text) if is_prompt else spoken(text, raw, self._parser(request), answer.in_thought)
         counts = answer.is_cut, answer.context_tokens, answer.tokens
         tokens = answer.sampled if request.wants_tokens else None
-        turn = AgentTurn(f"{self.id}-{number}", int(time.time()), said, *counts, stopped_by, tokens)
+        created = int(time.time()) if pending.so_far is None else pending.so_far.created
+        turn = AgentTurn(f"{self.id}-{number}", created, said, *counts, stopped_by, tokens)
         self._last, self._calls[number] = number, dict(turn.calls)
         if is_prompt:
             self._conversation.add_text(number, request.prompt + answer.text if isinstance(request.prompt, str) else None)
@@ -174,6 +242,12 @@ class AgentSession:
         made = self._calls.get(after, {})
         found = [(made.pop(message.get("tool_call_id", ""), None), message["content"]) for message in messages]
         return [(call.name, call.text, result, 0.0, "") for call, result in found if call is not None]
+
+    def _withdraw(self, pending: _Pending) -> None:
+        del self._known[pending.request.digest], self._sampling[pending.number]
+        pending.answer.cancel()
+        self._withdrawn.append(pending.number)
+        self._changed.set()
 
     def refused(self, number: int, message: str, *, over: bool = False) -> None:
         """Refuses a request, by its number; with `over`, also those that wait and all further ones."""
@@ -201,33 +275,3 @@ class AgentSession:
     def _refuse(self, pending: _Pending, error: RefusedRequestError) -> None:
         del self._known[pending.request.digest]
         pending.answer.set_exception(error)
-
-
-class SessionTable:
-    """The open sessions of a server."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, AgentSession] = {}
-        self._by_key: dict[str, AgentSession] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    @contextmanager
-    def opened(self, limits: SessionLimits) -> Iterator[AgentSession]:
-        """A session that is open until the end of the block."""
-        session = AgentSession(limits)
-        self._open[session.id] = self._by_key[session.key] = session
-        try:
-            yield session
-        finally:
-            session.end("the episode of this session has ended")
-            del self._open[session.id], self._by_key[session.key]
-
-    def find(self, key: str, id: str | None) -> AgentSession:
-        """The session of a key, and of an address if it names one. Raises RefusedRequestError."""
-        session = self._by_key.get(key)
-        if session is None or (id is not None and not hmac.compare_digest(session.id.encode(), id.encode())):
-            found = "expected the api key of an open session" + ("" if id is None else ", that of this address")
-            raise RefusedRequestError(401, f"{found}; found another one, or the episode has ended", "invalid_api_key")
-        return session

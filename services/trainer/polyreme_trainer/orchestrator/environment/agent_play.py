@@ -14,7 +14,7 @@ from polyreme_trainer.orchestrator.environment.agent_turn import agent_turn
 from polyreme_trainer.orchestrator.environment.episodes import Ending
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.environment.session import EpisodeSession
-from polyreme_trainer.orchestrator.environment.wire import finite, read_calls, send
+from polyreme_trainer.orchestrator.environment.wire import Outbox, finite, read_calls
 
 _LOOK_SECONDS = 5.0
 """Seconds after which the clock, which may have stood, is looked at again."""
@@ -36,7 +36,7 @@ class AgentPlay:
     def __init__(self, call: Any, session: EpisodeSession, at_once: int, grace: float) -> None:
         self._call, self._session, self._at_once, self._grace = call, session, at_once, grace
         self._turns: dict[int, asyncio.Task[None]] = {}
-        self._writing = asyncio.Lock()
+        self._outbox = Outbox(call)
         self._seconds, self._newest = 0.0, 0
 
     async def run(self) -> Ending:
@@ -47,7 +47,7 @@ class AgentPlay:
             EpisodeError: the agent failed, or the server broke the protocol.
             GenerateError, UnavailableError: see `EpisodeSession.answer`.
         """
-        reading = self._read()
+        reading, writing = self._read(), asyncio.create_task(self._outbox.run())
         try:
             while True:
                 done = await self._wait(reading)
@@ -58,7 +58,7 @@ class AgentPlay:
                         return ending
                     reading = self._read()
         finally:
-            await _end([reading, *self._turns.values()])
+            await _end([reading, writing, *self._turns.values()])
 
     def _read(self) -> "asyncio.Task[Any]":
         return asyncio.create_task(self._call.read())
@@ -112,11 +112,10 @@ class AgentPlay:
         return number
 
     async def _answer(self, request: pb.AgentRequest) -> None:
-        answer = await agent_turn(request, self._session)
+        answer = await agent_turn(request, self._session, self._outbox.tell)
         answer.number = request.number
         answer.seconds_left = max(0.0, self._session.clock.seconds_left)
-        async with self._writing:
-            await send(self._call, pb.RunRequest(answer=answer))
+        self._outbox.put(pb.RunRequest(answer=answer))
 
 
 async def _end(tasks: Iterable["asyncio.Task[Any]"]) -> None:

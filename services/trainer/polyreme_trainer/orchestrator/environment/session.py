@@ -5,12 +5,13 @@ messages (see `trajectories`). A turn counts only when it is complete, so a sess
 Several turns may be sampled at the same time; what they are does not depend on the order in which they end.
 """
 
+import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +21,18 @@ from polyreme.experience.records import RewardPart, SampleRecord, ToolCall
 from polyreme_trainer.data.tail import Message, Tail, Tools
 from polyreme_trainer.orchestrator.environment.episode_clock import EpisodeClock
 from polyreme_trainer.orchestrator.environment.protocol import Task
+from polyreme_trainer.orchestrator.environment.shared_budget import SharedBudget
 from polyreme_trainer.orchestrator.environment.trajectories import Begun, Trajectories, Trajectory
-from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts, Span
+from polyreme_trainer.orchestrator.environment.transcript import Transcript
+from polyreme_trainer.orchestrator.environment.turn_text import TurnText, opens_thought
+from polyreme_trainer.orchestrator.generation.generate import Generation
+from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
-from polyreme_trainer.orchestrator.generation.token_budget import NextPart, TokenBudget
+from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 
-_UNGRANTED = -1
+Tell = Callable[[np.ndarray, str], None]
+"""Gets the context of a turn, int32 [c], and what its text goes on with."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,12 @@ class EpisodeSession:
         budget: TokenBudget | None = None,
     ) -> None:
         self._sampler, self._task, self._bounds = sampler, task, bounds
-        self.number, self._temperature, self._budget = number, temperature, None if temperature is not None else budget
+        self.number, self._temperature = number, temperature
         self._trajectories = Trajectories(sampler.template, tail, task.prompt.ids)
         self._over: int = pb.OUTCOME_UNSPECIFIED
-        self._shown: dict[int, list[Message]] = {}  # by the numbers of the turns
+        self._transcript = Transcript(task.prompt.plain)
         self._begun = 0
-        self._parts: dict[
-            int, tuple[PartialRollouts, int]
-        ] = {}  # of running turns: with the minimum version of their newest call
+        self._shared = SharedBudget(None if temperature is not None else budget, task.admission.index, self._trajectories)
         self.tools: Tools = None
         self.begin()
 
@@ -104,10 +108,8 @@ class EpisodeSession:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far, for display, in the order of the turns' numbers."""
-        places = {each.number: place for place, each in enumerate(self._trajectories)}
-        shown = [message for number in sorted(self._shown) for message in self._shown[number]]
-        return [{**each, "trajectory": places[each["trajectory"]]} if "turn" in each else each for each in shown]
+        """The conversation so far, for display."""
+        return self._transcript.messages({each.number: place for place, each in enumerate(self._trajectories)})
 
     @property
     def temperature(self) -> float:
@@ -142,8 +144,9 @@ class EpisodeSession:
         max_tokens: int | None = None,
         prompt: str | TokenIds | None = None,
         stop: Sequence[str] = (),
+        tell: Tell | None = None,
     ) -> SampledTurn:
-        """Samples a turn.
+        """Samples a turn. One that is cancelled is no part of a trajectory, but is shown among the messages.
 
         Args:
             messages: what came since the answer that it follows. Without one they are the whole conversation; none: the row's prompt.
@@ -153,6 +156,7 @@ class EpisodeSession:
             prompt: in place of messages and without the chat template, what stands behind the turn that it follows, as text; or the whole
                 context, as tokens, of which those of an earlier turn may be the beginning.
             stop: texts that end it, with the token that completes one of them.
+            tell: is told what the turn's text goes on with, as it is sampled, and the turn's context.
 
         Raises:
             EpisodeOverError: the episode has reached a bound.
@@ -169,18 +173,26 @@ class EpisodeSession:
             raise self._end(pb.OUTCOME_TOKENS)
         self._begun += 1
         number = self._begun if number is None else number
-        began = time.monotonic()
-        with self._trajectories.growing(trajectory):
+        began, wanted = time.monotonic(), self._wanted(number, trajectory, context, min(room, max_tokens or room))
+        text = None if tell is None else TurnText(self._sampler.template, partial(tell, context))
+        with self._trajectories.growing(trajectory), self._shared.turn(number, wanted.blank()) as rollouts:
             try:
                 async with self.clock.limited() as limit:
-                    sample = await self._sample(number, trajectory, context, min(room, max_tokens or room))
+                    sample = await self._sample(wanted, rollouts, number, trajectory, text)
             except TimeoutError:
                 if limit.expired():
                     raise self._end(pb.OUTCOME_TIME) from None
                 raise
+            except asyncio.CancelledError:
+                (so_far,) = self._sampler.template.decode([rollouts.samples[0].token_ids().tolist()], special=False)
+                self._transcript.add_withdrawn(number, shown, so_far)
+                raise
             self._end_at(sample, stop)
             self._trajectories.add(number, behind, sample, time.monotonic() - began)
-        return self._told(number, shown, behind, sample)
+        turn = self._told(number, shown, behind, sample)
+        if text is not None:
+            text.check(turn.text)
+        return turn
 
     def reward(self, reward: float, calls: Sequence[ToolCall] = (), turn: int | None = None) -> None:
         """Adds to the reward and the tool calls of a complete turn, by its number; None: the newest one."""
@@ -193,6 +205,10 @@ class EpisodeSession:
     def token_texts(self, turn: SampledTurn) -> list[str]:
         """The text of each token of a turn; see `Template.token_texts`."""
         return self._sampler.template.token_texts(turn.ids.tolist())
+
+    def opens_thought(self, context: np.ndarray) -> bool:
+        """See `turn_text.opens_thought`."""
+        return opens_thought(self._sampler.template, context)
 
     def _end(self, outcome: int) -> EpisodeOverError:
         self._over = outcome
@@ -210,11 +226,11 @@ class EpisodeSession:
         text = prompt if isinstance(prompt, str) else self._sampler.template.render([prompt])[0]
         return [{"role": "user", "content": text}]
 
-    async def _sample(self, number: int, trajectory: Trajectory, context: np.ndarray, room: int) -> PartialRollout:
+    def _wanted(self, number: int, trajectory: Trajectory, context: np.ndarray, room: int) -> Generation:
         before = (trajectory.number << 32) + len(context) - len(trajectory.prompt)
-        group = self._sampler.of_group(self._task.admission, context)
         admission = self._task.admission
-        wanted = replace(
+        group = self._sampler.of_group(admission, context)
+        return replace(
             group,
             name=f"{group.name}-{self.number}-{number}",
             count=1,
@@ -222,38 +238,18 @@ class EpisodeSession:
             temperature=group.temperature if self._temperature is None else self._temperature,
             seed=partial(_seed, self._sampler.config.seed, admission.index, admission.attempt, self.number, before),
         )
+
+    async def _sample(
+        self, wanted: Generation, rollouts: PartialRollouts, number: int, trajectory: Trajectory, text: TurnText | None
+    ) -> PartialRollout:
         last = trajectory.sampled[-1] if trajectory.sampled else self._trajectories.last
-        next_part = None if self._budget is None else partial(self._next_part, self._budget, number)
-        prefer = last.replicas[-1] if last and last.replicas else None
-        with self._counted(number, wanted.blank()) as rollouts:
-            (sample,) = await self._sampler.sample(wanted, rollouts, next_part=next_part, prefer=prefer)
+        more: dict[str, Any] = {} if text is None else {"arrived": text}
+        if (next_part := self._shared.next_part(number, self.clock)) is not None:
+            more["next_part"] = next_part
+        (sample,) = await self._sampler.sample(
+            wanted, rollouts, prefer=last.replicas[-1] if last and last.replicas else None, **more
+        )
         return sample
-
-    @contextmanager
-    def _counted(self, number: int, rollouts: PartialRollouts) -> Iterator[PartialRollouts]:
-        """Counts a turn's tokens in the budget of the episode while they are sampled."""
-        self._parts[number] = rollouts, _UNGRANTED
-        try:
-            yield rollouts
-        finally:
-            del self._parts[number]
-            if self._budget is not None:
-                self._budget.freed(self._task.admission.index)
-
-    async def _next_part(self, budget: TokenBudget, number: int, rollouts: PartialRollouts) -> NextPart:
-        """See `TokenBudget`. The wait for it costs the episode no time."""
-        with self.clock.standing():
-            part = await budget.next_part(self._task.admission.index, rollouts, partial(self._spans_beside, number))
-        self._parts[number] = rollouts, part.min_version
-        return part
-
-    def _spans_beside(self, number: int) -> list[Span]:
-        """The spans of the episode's other turns, with one for the tokens that a running call may still add."""
-        found = [span for each in self._trajectories for sample in each.sampled for span in sample.spans]
-        for rollouts, version in (part for turn, part in self._parts.items() if turn != number):
-            found += [span for sample in rollouts.samples for span in sample.spans]
-            found += [(version, 0, rollouts.missing_tokens())] if version != _UNGRANTED else []
-        return found
 
     def _end_at(self, sample: PartialRollout, stop: Sequence[str]) -> None:
         """Drops the tokens behind the one that completes the first of these texts."""
@@ -272,16 +268,8 @@ class EpisodeSession:
         template, ids = self._sampler.template, sample.token_ids().tolist()
         (text,) = template.decode([ids], special=False)
         (raw,) = template.decode([ids[:-1] if ids[-1] in template.stop_ids else ids], special=True)
-        asked = _behind_answers(messages) if messages else [{"role": "user", "content": self._task.prompt.plain}]
-        place = {"trajectory": trajectory.number, "turn": len(trajectory.turns) - 1}
-        self._shown[number] = [*asked, {"role": "assistant", "content": text, **place}]
+        self._transcript.add(number, messages, text, trajectory.number, len(trajectory.turns) - 1)
         return SampledTurn(text, raw, _is_cut(sample), context, sample.token_ids(), sample.token_logprobs())
-
-
-def _behind_answers(messages: Sequence[Message]) -> list[Message]:
-    """The messages behind the last answer among them: those before it have been shown, or are in the trajectory's prompt."""
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    return list(messages[answers[-1] + 1 :] if answers else messages)
 
 
 def _is_cut(sample: PartialRollout) -> bool:

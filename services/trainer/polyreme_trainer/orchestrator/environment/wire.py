@@ -21,6 +21,39 @@ async def send(call: Any, request: environment_pb2.RunRequest) -> None:
         await call.write(request)
 
 
+class Outbox:
+    """Sends the messages to an agent's server in their order. What is told of a turn while earlier messages wait is one message."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._waiting: list[environment_pb2.RunRequest] = []
+        self._deltas: dict[int, environment_pb2.Delta] = {}  # those that wait, by the numbers of their requests
+        self._filled = asyncio.Event()
+
+    def put(self, request: environment_pb2.RunRequest) -> None:
+        """Adds a message."""
+        self._waiting.append(request)
+        self._filled.set()
+
+    def tell(self, delta: environment_pb2.Delta) -> None:
+        """Adds to what is told of a turn."""
+        if (waiting := self._deltas.get(delta.number)) is not None:
+            waiting.text += delta.text
+            return
+        self.put(request := environment_pb2.RunRequest(delta=delta))
+        self._deltas[delta.number] = request.delta
+
+    async def run(self) -> None:
+        """Sends. Never returns."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            while self._waiting:
+                request = self._waiting.pop(0)
+                self._deltas.pop(request.delta.number, None)
+                await send(self._call, request)
+
+
 def read_calls(message: Any) -> list[ToolCall]:
     """The tool calls of a message."""
     return [
