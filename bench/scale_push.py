@@ -7,7 +7,8 @@ It first measures, with the code of a push, how much processor time a byte costs
 comparing, applying and verifying a delta. Processor time does not depend on other work of the machine as much as elapsed time does; the
 best of a few counts. Then it simulates: every receiver takes its share of a replica's weights, a chain of receivers holds the same share, and
 a tensor is forwarded when it has arrived and is verified. A machine runs `--cores` streams in, as many out, and as many threads that compare
-and apply, which share its memory's bandwidth. docs/scale.md has the arithmetic, and names the parts that do not exist.
+and apply, which share its memory's bandwidth. docs/design.md has its results, and names the parts
+that do not exist.
 
 `full_seconds` (<= 5), `delta_seconds` (<= 1): from the sealed version to the last receiver that has verified it. `trainer_copies`: bytes
 of all senders together over those of the model.
