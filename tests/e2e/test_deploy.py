@@ -20,9 +20,8 @@ PORT = 16379
 
 def documented(address: str) -> tuple[dict[str, str], list[str]]:
     """The remote command of the guide with our address and secrets: its environment and arguments."""
-    [line] = [
-        line for line in (ROOT / "docs" / "machines.md").read_text().splitlines() if line.startswith("POLYREME_REDIS_PASSWORD=")
-    ]
+    lines = (ROOT / "docs" / "machines.md").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith("POLYREME_REDIS_PASSWORD=... ")]
     words = shlex.split(line)
     command = words[words.index("polyreme") :]
     environment = {
