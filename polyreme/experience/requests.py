@@ -37,7 +37,7 @@ _POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Place:
+class LogPlace:
     """Where a request stands.
 
     Attributes:
@@ -53,17 +53,17 @@ class Place:
     seq: int = -1
 
 
-def in_lane(model: str, seq: int) -> Place:
+def in_lane(model: str, seq: int) -> LogPlace:
     """The place of a model's request."""
-    return Place(f"{model}:{seq}", "learner", model, seq)
+    return LogPlace(f"{model}:{seq}", "learner", model, seq)
 
 
-def place_of(id: str, worker: Worker) -> Place:
+def place_of(id: str, worker: Worker) -> LogPlace:
     """The place of a request by its id."""
     if worker == "sampler":
-        return Place(id, worker)
+        return LogPlace(id, worker)
     lane, _, seq = id.rpartition(":")
-    return Place(id, worker, lane, int(seq))
+    return LogPlace(id, worker, lane, int(seq))
 
 
 class RequestLog:
@@ -77,7 +77,7 @@ class RequestLog:
     def _key(self, *parts: str) -> str:
         return key(self._name, ":".join(parts))
 
-    async def submit(self, place: Place, payload: bytes) -> Submitted:
+    async def submit(self, place: LogPlace, payload: bytes) -> Submitted:
         """Adds a request. Raises StoreError."""
         keys = [
             self._key("requests"),
@@ -91,11 +91,11 @@ class RequestLog:
         word: Submitted = answer.decode()
         return word
 
-    async def begin(self, place: Place) -> int:
+    async def begin(self, place: LogPlace) -> int:
         """Counts the beginnings of a request's execution, and returns their number: above 1 after executions that ended with their process."""
         return int(await self._redis.hincrby(self._key("begun"), place.id, 1))
 
-    async def finish(self, place: Place, result: bytes, keep: bool = False) -> bool:
+    async def finish(self, place: LogPlace, result: bytes, keep: bool = False) -> bool:
         """Stores a result. Returns False when the request has one. `keep`: a restart executes it again unless a saved state includes it."""
         names = [
             ("requests",),
@@ -113,11 +113,11 @@ class RequestLog:
         """Deletes the lane's kept requests up to `seq`, which a saved state includes."""
         await self._scripts.call("forget", seq, keys=[self._key("requests"), self._key("kept", lane), self._key("lane", lane)])
 
-    async def open(self, worker: Worker) -> list[Place]:
+    async def open(self, worker: Worker) -> list[LogPlace]:
         """The requests that wait for a worker, in the order of their arrival."""
         return [place_of(id.decode(), worker) for id in await self._redis.zrange(self._key("open", worker), 0, -1)]
 
-    async def kept(self, lane: str) -> list[Place]:
+    async def kept(self, lane: str) -> list[LogPlace]:
         """The lane's executed requests that no saved state includes, in order."""
         return [place_of(id.decode(), "learner") for id in await self._redis.zrange(self._key("kept", lane), 0, -1)]
 
@@ -125,7 +125,7 @@ class RequestLog:
         """The sequence number of the lane's newest request; -1 before the first."""
         return int(await self._redis.hget(self._key("lane", lane), "submitted") or -1)
 
-    async def payload(self, place: Place) -> bytes:
+    async def payload(self, place: LogPlace) -> bytes:
         """A request that is open or kept."""
         found = await self._redis.hget(self._key("requests"), place.id)
         assert found is not None, f"request {place.id} is neither open nor kept"

@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.experience import requests
-from polyreme.experience.requests import Place, RequestLog, in_lane
+from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 
 
 @pytest.fixture
@@ -61,13 +61,13 @@ async def test_a_full_log_takes_no_request(log: RequestLog, monkeypatch: pytest.
     assert await log.submit(in_lane("m", 1), b"") == "full"
     await log.finish(in_lane("m", 0), b"")
     assert await log.submit(in_lane("m", 1), b"") == "new"
-    assert await log.submit(Place("s", "learner"), b"") == "new"
-    assert await log.submit(Place("t", "learner"), b"") == "full"
-    assert await log.submit(Place("t", "sampler"), b"") == "new"
+    assert await log.submit(LogPlace("s", "learner"), b"") == "new"
+    assert await log.submit(LogPlace("t", "learner"), b"") == "full"
+    assert await log.submit(LogPlace("t", "sampler"), b"") == "new"
 
 
 async def test_a_waiter_gets_the_result_when_it_comes(log: RequestLog) -> None:
-    place = Place("s:0", "sampler")
+    place = LogPlace("s:0", "sampler")
     await log.submit(place, b"")
     async with log.following():
         waiting = [asyncio.create_task(log.result(place.id, 60.0)) for _ in range(2)]

@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme.experience.requests import MAX_BEGUN, Place, RequestLog
-from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, Sampling
+from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
+from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling
 from polyreme_rollout.local.weights import SavedWeights
 
 MAX_RUNNING = 1024
@@ -83,7 +83,7 @@ class ServedSampler:
         self._running: dict[asyncio.Task[None], str] = {}
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Raises EngineDeadError, LoadError or StoreError when it cannot continue."""
+        """Raises EngineDeadError or StoreError when it cannot continue."""
         last = await self._log.last_event()
         try:
             while not stop.is_set():
@@ -118,24 +118,23 @@ class ServedSampler:
             if request is not None and request.weights == self._loaded:
                 self._running[asyncio.create_task(self._answer(place, request))] = place.id
 
-    async def _load(self, place: Place) -> bool:
-        """Loads the model of a request. Returns False, and answers the request with an error, when it is no longer there."""
+    async def _load(self, place: LogPlace) -> bool:
+        """Loads the model of a request. Returns False, and answers the request with an error, when it cannot be loaded."""
         wanted = self._requests[place.id].weights
         try:
             source = await asyncio.to_thread(self._weights.write, None if wanted is None else Path(wanted))
-        except (OSError, KeyError) as error:
-            self._loaded = ""  # the arena holds a mixture
-            await self._log.finish(
-                place, _failure(f"expected the weights of {Path(wanted or '').name}; found {error}. Save them again.")
-            )
+            await self._engine.load([source])
+        except (OSError, KeyError, LoadError) as error:
+            self._loaded = ""  # arena and engine may hold a mixture
+            expected = f"expected weights that the sampler can load in {Path(wanted or '').name}; found {error}. Save them again."
+            await self._log.finish(place, _failure(expected, "server"))
             return False
-        await self._engine.load([source])
         await self._engine.resume()
         self._loads += 1
         self._loaded = wanted
         return True
 
-    async def _answer(self, place: Place, request: SampleRequest) -> None:
+    async def _answer(self, place: LogPlace, request: SampleRequest) -> None:
         room = self._engine.max_model_len - len(request.prompt)
         vocabulary = self._engine.vocab_size
         if room < 1:
@@ -151,7 +150,7 @@ class ServedSampler:
             return
         await self._log.finish(place, _failure(problem))
 
-    async def _sample(self, place: Place, request: SampleRequest, room: int) -> pb.SampleResponse:
+    async def _sample(self, place: LogPlace, request: SampleRequest, room: int) -> pb.SampleResponse:
         salt = str(self._loads)
         parts = [self._sequence(place, request, number, room, salt) for number in range(request.samples)]
         answer = pb.SampleResponse(sequences=await asyncio.gather(*parts))
@@ -160,7 +159,7 @@ class ServedSampler:
             answer.prompt_logprobs = np.array([np.nan, *values], "<f4").tobytes()
         return answer
 
-    async def _sequence(self, place: Place, request: SampleRequest, number: int, room: int, salt: str) -> pb.SampledSequence:
+    async def _sequence(self, place: LogPlace, request: SampleRequest, number: int, room: int, salt: str) -> pb.SampledSequence:
         """One answer. A stop token or the token that completes a stop string is its last."""
         stop_ids = self._stop_ids if request.stop_ids is None else tuple(request.stop_ids)
         sampling = Sampling(request.temperature, request.top_p, request.top_k or -1, stop_ids)

@@ -56,7 +56,7 @@ def run_learner(config: ServeConfig) -> None:
     """Executes requests for models until a signal."""
     with gc_disabled():
         from polyreme_trainer.service.engine import ServiceEngine
-        from polyreme_trainer.service.learner import Learner
+        from polyreme_trainer.service.learner import ModelLearner
         from polyreme_trainer.service.states import States
 
     with ServiceEngine.open(config.as_run()) as engine:
@@ -65,7 +65,7 @@ def run_learner(config: ServeConfig) -> None:
 
         async def execute(log: RequestLog, stop: asyncio.Event) -> None:
             logger.info("ready: %s", config.served_name)
-            await Learner(log, engine, states, config.served_name, config.learner.max_models).run(stop)
+            await ModelLearner(log, engine, states, config.served_name, config.learner.max_models).run(stop)
 
         asyncio.run(with_log(config, execute))
 

@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polyreme.experience.requests import Place, RequestLog, in_lane
+from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 from polyreme.net.http_server import BODY_LIMIT
 from polyreme_trainer.service import messages as m
 from polyreme_trainer.service.errors import TenantError
@@ -168,7 +168,7 @@ class ServiceApi:
         name, session = m.check_name(given.path or f"request-{given.seq_id}"), ""
         if given.path is None and given.sampling_session_seq_id is not None:
             session = f"{given.model_id.partition(':')[0]}:sample:{given.sampling_session_seq_id}"
-            path = m.Checkpoint(given.model_id, "sampler_weights", name)
+            path = m.SavedModel(given.model_id, "sampler_weights", name)
             await self._lora_of(given.model_id)
             await self._log.set_record("sampling", session, {"path": str(path)})
         fields = {"name": name, "ttl": given.ttl_seconds, "overwrite": given.overwrite, "sampling_session": session}
@@ -253,14 +253,14 @@ class ServiceApi:
             "stop_strings": [each for each in stops or () if isinstance(each, str)],
         }
         ids = [f"{name}:{number}" for number in range(given.num_samples)]
-        return await self._submit(Place(name, "sampler"), Request("sample", fields), {"sample_sequence_ids": ids})
+        return await self._submit(LogPlace(name, "sampler"), Request("sample", fields), {"sample_sequence_ids": ids})
 
     async def _into_lane(self, model: str, seq: int, request: Request) -> Response:
         """Adds a request for a model to the log."""
         await self._lora_of(model)
         return await self._submit(in_lane(model, seq), request, {"model_id": model})
 
-    async def _submit(self, place: Place, request: Request, about: dict[str, Any]) -> Response:
+    async def _submit(self, place: LogPlace, request: Request, about: dict[str, Any]) -> Response:
         became = await self._log.submit(place, request.pack())
         if became == "early":
             raise HTTPException(

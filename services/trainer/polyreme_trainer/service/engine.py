@@ -35,7 +35,7 @@ _KINDS = (WEIGHTS, *MOMENTS, MASTER)
 
 
 @dataclass(frozen=True)
-class ModelState:
+class TenantState:
     """A tenant's model in the host's memory.
 
     Attributes:
@@ -53,9 +53,9 @@ class ModelState:
         prefix = f"{kind}/"
         return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
-    def without(self, *kinds: str) -> "ModelState":
+    def without(self, *kinds: str) -> "TenantState":
         """The state without some kinds of tensors."""
-        return ModelState(self.lora, self.steps, {n: t for n, t in self.tensors.items() if n.partition("/")[0] not in kinds})
+        return TenantState(self.lora, self.steps, {n: t for n, t in self.tensors.items() if n.partition("/")[0] not in kinds})
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ServiceEngine:
         """Installs a new model: adapters that change nothing yet, or with None the base model's own weights, to be trained."""
         self._install(lora, seed)
 
-    def take(self) -> ModelState:
+    def take(self) -> TenantState:
         """The installed model, as a copy."""
         state, role = self._role.rank_state(), self._role
         shapes = {name: tensor.shape for name, tensor in role.model.state_dict().items()}
@@ -112,9 +112,9 @@ class ServiceEngine:
             for name, (_, flat) in state.get(kind, {}).items()
         }
         tensors |= {f"{GRADIENT}/{name}": tensor for name, tensor in (role.gradient() or {}).items()}
-        return ModelState(self.lora, int(state["steps"]), tensors)
+        return TenantState(self.lora, int(state["steps"]), tensors)
 
-    def put(self, state: ModelState) -> None:
+    def put(self, state: TenantState) -> None:
         """Installs a model in place of the one before."""
         self._install(state.lora, 0)
         self._role.restore(state.steps, lambda kind, names: {name: state.of(kind)[name] for name in names})

@@ -11,7 +11,7 @@ from typing import Any
 
 from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.service.errors import TenantError
-from polyreme_trainer.service.messages import Checkpoint
+from polyreme_trainer.service.messages import SavedModel
 
 FACTS = "facts.json"
 
@@ -59,17 +59,17 @@ class Folders:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def folder(self, checkpoint: Checkpoint) -> Path:
+    def folder(self, checkpoint: SavedModel) -> Path:
         return self.root / checkpoint.model / checkpoint.kind / checkpoint.name
 
-    def facts(self, checkpoint: Checkpoint) -> Facts:
+    def facts(self, checkpoint: SavedModel) -> Facts:
         """The facts of a checkpoint. Raises TenantError when there is none."""
         facts = Facts.read(self.folder(checkpoint))
         if facts is None or facts.is_expired:
             raise TenantError(f"expected a saved checkpoint; found none at {checkpoint}")
         return facts
 
-    def sampled(self, checkpoint: Checkpoint) -> Path:
+    def sampled(self, checkpoint: SavedModel) -> Path:
         """The directory of a checkpoint to sample from. Raises TenantError when there is none, or it is of the other kind."""
         if checkpoint.kind != "sampler_weights":
             raise TenantError(f"expected a checkpoint that save_weights_for_sampler wrote; found {checkpoint}")

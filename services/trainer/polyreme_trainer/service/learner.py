@@ -14,14 +14,14 @@ from typing import Any
 import xxhash
 
 from polyreme.config.trainer import LoraConfig
-from polyreme.experience.requests import MAX_BEGUN, Place, RequestLog
+from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
 from polyreme_trainer.megatron.training.optimizer import Adam
-from polyreme_trainer.service.engine import GRADIENT, ModelState, ServiceEngine
+from polyreme_trainer.service.engine import GRADIENT, ServiceEngine, TenantState
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Facts
-from polyreme_trainer.service.messages import AdamSettings, Checkpoint, LoraOptions, read_path
+from polyreme_trainer.service.messages import AdamSettings, LoraOptions, SavedModel, read_path
 from polyreme_trainer.service.states import States
-from polyreme_trainer.service.turns import Turn, next_request
+from polyreme_trainer.service.turns import LaneTurn, next_request
 from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ REPLAY_SECONDS = 20.0
 """A state is saved after an optimizer step when executing the requests since the newest state took longer than this."""
 
 
-class Learner:
+class ModelLearner:
     """Executes requests until `stop` is set.
 
     Args:
@@ -47,7 +47,7 @@ class Learner:
 
     def __init__(self, log: RequestLog, engine: ServiceEngine, states: States, base_model: str, max_models: int) -> None:
         self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
-        self._waiting: dict[str, ModelState] = {}
+        self._waiting: dict[str, TenantState] = {}
         self._installed = ""
         self._replay: dict[str, float] = {}
         """Seconds that a restart would need to execute the kept requests of each model."""
@@ -65,7 +65,7 @@ class Learner:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises StoreError when Redis is lost."""
-        turn, last = Turn(), await self._log.last_event()
+        turn, last = LaneTurn(), await self._log.last_event()
         while not stop.is_set():
             chosen = next_request(await self._log.open("learner"), turn)
             if chosen is None:
@@ -75,7 +75,7 @@ class Learner:
             await self._finish(place, Request.unpack(await self._log.payload(place)))
             await asyncio.sleep(0)  # for the signal handlers
 
-    async def _finish(self, place: Place, request: Request) -> None:
+    async def _finish(self, place: LogPlace, request: Request) -> None:
         """Executes a request and stores its result."""
         lane, began = place.lane, time.monotonic()
         if request.op == "unload_model":
@@ -94,7 +94,7 @@ class Learner:
         if keep and (request.op in ("create_from", "load_weights") or self._replay[lane] > REPLAY_SECONDS):
             await self._save_state(place)
 
-    def _execute(self, place: Place, request: Request) -> bytes:
+    def _execute(self, place: LogPlace, request: Request) -> bytes:
         """The result of a request, on the installed model."""
         try:
             if request.op not in ("create_model", "create_from", "refused"):
@@ -120,7 +120,7 @@ class Learner:
             self._execute(place, Request.unpack(await self._log.payload(place)))
         self._replay[lane] = time.monotonic() - began
 
-    async def _save_state(self, place: Place) -> None:
+    async def _save_state(self, place: LogPlace) -> None:
         """Saves the model after a request, so that a restart need not execute it again."""
         if place.lane != self._installed:  # it could not be created
             return
@@ -131,7 +131,7 @@ class Learner:
         await self._log.forget(place.lane, place.seq)
         self._replay[place.lane] = 0.0
 
-    async def _unload(self, place: Place) -> None:
+    async def _unload(self, place: LogPlace) -> None:
         self._waiting.pop(place.lane, None)
         self._installed = "" if self._installed == place.lane else self._installed
         self._states.remove(place.lane)
@@ -188,7 +188,7 @@ class Learner:
         self._engine.put(state)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
-    def _read_checkpoint(self, request: Request) -> ModelState:
+    def _read_checkpoint(self, request: Request) -> TenantState:
         """The state of a checkpoint, with or without the moments. Raises TenantError when there is none, or it is not one to continue from."""
         checkpoint = read_path(request.fields["path"])
         facts = self._states.facts(checkpoint)
@@ -197,7 +197,9 @@ class Learner:
         if facts.base_model != self._base_model:
             raise TenantError(f"expected a checkpoint of {self._base_model}; found one of {facts.base_model}")
         state = self._states.load(self._states.folder(checkpoint))
-        return state if request.fields["optimizer"] else ModelState(state.lora, 0, state.without("exp_avg", "exp_avg_sq").tensors)
+        return (
+            state if request.fields["optimizer"] else TenantState(state.lora, 0, state.without("exp_avg", "exp_avg_sq").tensors)
+        )
 
     def _forward(self, lane: str, seq: int, request: Request) -> bytes:
         call = read_batch(parse_batch(request.body))
@@ -214,7 +216,7 @@ class Learner:
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
     def _save(self, lane: str, seq: int, request: Request) -> bytes:
-        checkpoint = Checkpoint(lane, "weights", request.fields["name"])
+        checkpoint = SavedModel(lane, "weights", request.fields["name"])
         state = self._engine.take()
         facts = self._facts(seq, state.steps, request.fields["ttl"])
         self._states.save(checkpoint, state, facts, request.fields["overwrite"])
@@ -223,7 +225,7 @@ class Learner:
 
     def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
         fields = request.fields
-        checkpoint, session = Checkpoint(lane, "sampler_weights", fields["name"]), fields["sampling_session"]
+        checkpoint, session = SavedModel(lane, "sampler_weights", fields["name"]), fields["sampling_session"]
         facts = self._facts(seq, self._engine.steps, fields["ttl"] or (EPHEMERAL_SECONDS if session else None))
         self._states.save_for_sampler(checkpoint, self._write_sampler_weights, facts, fields["overwrite"])
         self._states.sweep(lane)

@@ -20,7 +20,7 @@ Kind = Literal["weights", "sampler_weights"]
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedModel:
     """A saved model: one to continue from (`weights`), or one to sample from."""
 
     model: str
@@ -31,12 +31,12 @@ class Checkpoint:
         return f"tinker://{self.model}/{self.kind}/{self.name}"
 
 
-def read_path(text: str) -> Checkpoint:
+def read_path(text: str) -> SavedModel:
     """The checkpoint of a tinker:// path. Raises TenantError."""
     found = _PATH.fullmatch(text)
     if found is None:
         raise TenantError(f"expected tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME; found {text!r:.200}")
-    return Checkpoint(found[1], "weights" if found[2] == "weights" else "sampler_weights", found[3])
+    return SavedModel(found[1], "weights" if found[2] == "weights" else "sampler_weights", found[3])
 
 
 def check_name(name: str) -> str:
@@ -137,7 +137,7 @@ class TextChunk(Message):
     tokens: list[int] = Field(max_length=1 << 20)
 
 
-class Prompt(Message):
+class SamplePrompt(Message):
     chunks: list[TextChunk] = Field(min_length=1, max_length=1 << 16)
 
 
@@ -152,7 +152,7 @@ class SamplingOptions(Message):
 
 class Sample(Message):
     num_samples: int = Field(1, ge=1, le=1024)
-    prompt: Prompt
+    prompt: SamplePrompt
     sampling_params: SamplingOptions
     base_model: str | None = None
     model_path: str | None = None

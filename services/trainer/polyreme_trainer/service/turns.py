@@ -6,14 +6,14 @@ Invariant: pure. A model's requests are executed in their order, and between two
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyreme.experience.requests import Place
+from polyreme.experience.requests import LogPlace
 
 TURN = 16
 """Most requests of a turn, which saves moving models in and out. A turn ends earlier when the model has no further request."""
 
 
 @dataclass(frozen=True)
-class Turn:
+class LaneTurn:
     """The turn of a model.
 
     Attributes:
@@ -27,17 +27,17 @@ class Turn:
     order: tuple[str, ...] = ()
 
 
-def next_request(waiting: Sequence[Place], turn: Turn) -> tuple[Place, Turn] | None:
+def next_request(waiting: Sequence[LogPlace], turn: LaneTurn) -> tuple[LogPlace, LaneTurn] | None:
     """The request to execute, and the turn with it; None when nothing waits. `waiting`: every open request, by arrival."""
-    first: dict[str, Place] = {}
+    first: dict[str, LogPlace] = {}
     for place in waiting:
         if place.lane not in first or place.seq < first[place.lane].seq:
             first[place.lane] = place
     if not first:
         return None
     if turn.lane in first and (turn.used < TURN or len(first) == 1):
-        return first[turn.lane], Turn(turn.lane, turn.used + 1, turn.order)
+        return first[turn.lane], LaneTurn(turn.lane, turn.used + 1, turn.order)
     had = {lane: number for number, lane in enumerate(turn.order)}
     others = [lane for lane in first if lane != turn.lane]
     lane = min(others, key=lambda name: had.get(name, -1))
-    return first[lane], Turn(lane, 1, (*(each for each in turn.order if each != lane), lane)[-1024:])
+    return first[lane], LaneTurn(lane, 1, (*(each for each in turn.order if each != lane), lane)[-1024:])

@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.experience.requests import Place, in_lane
-from polyreme_trainer.service.turns import TURN, Turn, next_request
+from polyreme.experience.requests import LogPlace, in_lane
+from polyreme_trainer.service.turns import TURN, LaneTurn, next_request
 
 
-def play(waiting: list[Place], steps: int) -> list[Place]:
+def play(waiting: list[LogPlace], steps: int) -> list[LogPlace]:
     """The requests in the order of their execution."""
-    turn, done = Turn(), list[Place]()
+    turn, done = LaneTurn(), list[LogPlace]()
     while len(done) < steps and (chosen := next_request(waiting, turn)) is not None:
         place, turn = chosen
         waiting.remove(place)
