@@ -198,7 +198,8 @@ class ServiceEngine:
             assert tensors is not None
             save_whole(tensors, folder)
         else:
-            adapter = model.adapter(self._engine.config.model.path)
+            config = self._engine.config
+            adapter = model.adapter(*config.published(config.model.path))
             assert adapter is not None
             adapter.write(folder)
 
