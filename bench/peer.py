@@ -62,26 +62,33 @@ def trl_python(work: Path, name: str = "trl-venv", lock: str = "peer.txt") -> Pa
     return python
 
 
-def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
-    """Runs TRL. Returns its step seconds and evaluations."""
-    command = [python, SIDE / "trl_grpo.py", "--model", task.model, "--train", task.templated(task.train), "--eval", task.templated(task.eval)]  # fmt: skip
-    settings = [
+def trl(python: Path, task: Task, steps: int, lr: float, settings: Sequence[object]) -> dict[str, Any]:
+    """Runs TRL on the task's rows as they are. Returns its step seconds, mean lengths and rewards, and evaluations."""
+    command = [
+        python,
+        SIDE / "trl_grpo.py",
+        "--model",
+        task.model,
+        "--train",
+        task.train,
         "--steps",
         steps,
         "--lr",
         lr,
-        "--max-new-tokens",
-        task.max_new_tokens,
-        "--after",
-        task.after,
-        "--eval-interval",
-        eval_interval,
+        *settings,
     ]
-    done = subprocess.run([str(word) for word in (*command, *settings)], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"TRL failed:\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def trl_text(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
+    """Runs TRL on templated prompts."""
+    evaluation = ("--eval", task.templated(task.eval), "--eval-interval", eval_interval)
+    templated = dataclasses.replace(task, train=task.templated(task.train))
+    return trl(python, templated, steps, lr, ("--max-new-tokens", task.max_new_tokens, "--after", task.after, *evaluation))
 
 
 def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
@@ -98,22 +105,24 @@ def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_inte
         task.config,
         work / "runs",
         f"{name}-{time.time_ns()}",
-        *(f"model.path={task.model}", "trainer.sft=[]"),
+        *(f"model.path={task.model}", f"data.train={task.train}", "trainer.sft=[]"),
         *FASTEST,
         *settings,
         *evaluation,
     )
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluated = {record["version"]: record for record in records if record["kind"] == "eval"}
-    seconds, lengths = [], []
+    seconds, lengths, rewards = [], [], []
     for record in records:
         if record["kind"] == "iteration":
             before = evaluated.get(record["iteration"] - 1)
             seconds.append(record["time/iteration"] - (before["seconds"] if before else 0.0))
             lengths.append(record["response_length/mean"])
+            rewards.append(record["reward/mean"])
     evaluations = [{"step": version, "accuracy": record["accuracy"], "train_seconds": sum(seconds[:version])} for version, record in sorted(evaluated.items())]  # fmt: skip
     model = run_dir / "hf" / f"iteration-{steps:06d}"
-    return {"step_seconds": seconds, "mean_lengths": lengths, "evaluations": evaluations, "model": model}
+    means = {"mean_lengths": lengths, "mean_rewards": rewards}
+    return {"step_seconds": seconds, **means, "evaluations": evaluations, "model": model}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,13 +202,13 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     python, demo, short = trl_python(work), demo_task(work), short_task(work)
 
-    demo_trl = trl(python, demo, 24, 1e-4, 2)
+    demo_trl = trl_text(python, demo, 24, 1e-4, 2)
     demo_ours = polyreme(work, "demo", demo, 24, 1e-4, 2)
     demo_parts = [parts(demo, 16), parts(dataclasses.replace(demo, model=demo_ours["model"]), 16)]
     demo_floor = at_floor(demo_ours, floor_of(*demo_parts))
     short_trl, short_ours, short_parts = [], [], []
     for _ in range(SHORT_TURNS):
-        short_trl.append(trl(python, short, 60, 1e-5, 0))
+        short_trl.append(trl_text(python, short, 60, 1e-5, 0))
         short_ours.append(polyreme(work, "short", short, 60, 1e-5, 0))
         short_parts.append(parts(short, 16))
     short_floors = [at_floor(turn, floor_of(own)) for turn, own in zip(short_ours, short_parts, strict=True)]

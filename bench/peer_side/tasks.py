@@ -1,6 +1,7 @@
-"""The two tasks of the comparison, each with a policy from Polyreme's supervised stage.
+"""The tasks of the comparison, each with a policy from Polyreme's supervised stage.
 
 demo    the running-total demo: answers of 3 to 108 tokens, long-tailed
+tool    the calculator example: a question, a call of the tool or none, an answer
 short   copying four digits: answers of 5 tokens. Some supervised answers have a wrong digit, so that rewards differ within a group
 """
 
@@ -16,6 +17,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "running_total"
+CALCULATOR = ROOT / "examples" / "calculator"
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,25 @@ def short_task(work: Path) -> Task:
     return _warmed(Task("short", folder / "run.yaml", folder / "model", folder / "train.jsonl", folder / "eval.jsonl", 8, ""))
 
 
-def _warmed(task: Task) -> Task:
+def tool_task(work: Path) -> Task:
+    """Warms up the calculator example's policy, once per `work` folder."""
+    data = work / "tool" / "data"
+    subprocess.run([sys.executable, CALCULATOR / "prepare.py", "--out", data], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    warm_up = [f"model.path={data / 'model'}", f"data.train={data / 'tasks.jsonl'}"]
+    for number, name in enumerate(("asked", "mixed")):
+        warm_up.append(f"trainer.sft.{number}.data={data / f'{name}.jsonl'}")
+    task = Task("tool", CALCULATOR / "run.yaml", work / "tool" / "model", data / "tasks.jsonl", data / "tasks.jsonl", 12, "")
+    return _warmed(task, *warm_up)
+
+
+def _warmed(task: Task, *settings: str) -> Task:
     if not (task.model / "config.json").exists():
         task.model.parent.mkdir(parents=True, exist_ok=True)
         print(f"warming up the policy of task {task.name}", flush=True)
         runs = task.model.parent / "runs"
-        run_dir = up(task.config, runs, f"warm-up-{time.time_ns()}", "iterations=1", "eval_interval=0", "data.eval=null")
+        run_dir = up(
+            task.config, runs, f"warm-up-{time.time_ns()}", "iterations=1", "eval_interval=0", "data.eval=null", *settings
+        )
         (run_dir / "hf" / "iteration-000000").rename(task.model)
     return task
 

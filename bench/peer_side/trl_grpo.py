@@ -6,15 +6,18 @@ loading and evaluations, as for Polyreme.
 
 import argparse
 import json
+import operator
 import os
+import runpy
 import statistics
 import tempfile
 import time
+from types import SimpleNamespace
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--model", required=True)
 arguments.add_argument("--train", required=True, help="JSON lines with `prompt` (templated text) and `answer`")
-arguments.add_argument("--eval", required=True)
+arguments.add_argument("--eval", default="")
 arguments.add_argument("--steps", type=int, required=True)
 arguments.add_argument("--eval-interval", type=int, default=0)
 arguments.add_argument("--eval-samples", type=int, default=200)
@@ -23,6 +26,8 @@ arguments.add_argument("--group-size", type=int, default=8)
 arguments.add_argument("--max-new-tokens", type=int, required=True)
 arguments.add_argument("--lr", type=float, required=True)
 arguments.add_argument("--after", default="", help="compare only what follows this marker")
+arguments.add_argument("--tool", default="", help="FILE:CLASS.METHOD as the tool of an environment: episodes of several turns")
+arguments.add_argument("--turns", type=int, default=1)
 arguments.add_argument("--seed", type=int, default=0)
 arguments.add_argument("--threads", type=int, default=2)
 options = arguments.parse_args()
@@ -30,8 +35,9 @@ os.environ.update(OMP_NUM_THREADS=str(options.threads), HF_HUB_OFFLINE="1", TOKE
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.chat_template_utils import qwen3_template  # noqa: E402
 
 torch.set_num_threads(options.threads)
 
@@ -41,7 +47,9 @@ def read(path: str) -> list[dict]:
         return [json.loads(line) for line in lines]
 
 
-def right(completion: str, answer: str) -> float:
+def right(completion, answer: str) -> float:
+    if options.tool:
+        completion = completion[-1]["content"] if completion[-1]["role"] == "assistant" else ""
     return float((completion.partition(options.after)[2] if options.after else completion).strip() == answer)
 
 
@@ -52,6 +60,7 @@ class Clock(TrainerCallback):
         self.rows, self.tokenizer = rows, tokenizer
         self.seconds: list[float] = []
         self.lengths: list[float] = []
+        self.rewards: list[float] = []
         self.evaluations: list[dict] = []
 
     @torch.no_grad()
@@ -76,15 +85,29 @@ class Clock(TrainerCallback):
         self.begun = time.perf_counter()
 
 
-tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
-clock = Clock(read(options.eval)[: options.eval_samples], tokenizer)
+# The file as it is: AutoTokenizer chooses a class by the model's type, and with it other rules to split text.
+tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model, padding_side="left")
+clock = Clock(read(options.eval)[: options.eval_samples] if options.eval else [], tokenizer)
 
 
 def reward(completions, completion_ids, answer, **_):
     clock.lengths.append(statistics.mean(len(ids) for ids in completion_ids))
-    return [right(completion, expected) for completion, expected in zip(completions, answer, strict=True)]
+    rewards = [right(completion, expected) for completion, expected in zip(completions, answer, strict=True)]
+    clock.rewards.append(statistics.mean(rewards))
+    return rewards
 
 
+def with_tool() -> dict:
+    """What a trainer with an environment gets: the method as its tool, the model's way to write a call, and conversations."""
+    path, _, name = options.tool.rpartition(":")
+    method = operator.attrgetter(name)(SimpleNamespace(**runpy.run_path(path)))
+    tokenizer.response_template = qwen3_template
+    return {"environment_factory": type("Tools", (), {"reset": lambda self, **row: None, method.__name__: method})}
+
+
+rows = read(options.train)
+if options.tool:
+    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
 config = GRPOConfig(
     output_dir=tempfile.mkdtemp(),
     learning_rate=options.lr,
@@ -93,6 +116,7 @@ config = GRPOConfig(
     per_device_train_batch_size=options.prompts * options.group_size,
     num_generations=options.group_size,
     max_completion_length=options.max_new_tokens,
+    max_tool_calling_iterations=options.turns - 1,
     temperature=1.0,
     beta=0.0,
     bf16=False,
@@ -105,6 +129,7 @@ config = GRPOConfig(
     seed=options.seed,
 )
 model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(read(options.train)), processing_class=tokenizer, callbacks=[clock])  # fmt: skip
+trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[clock], **(with_tool() if options.tool else {}))  # fmt: skip
 trainer.train()
-print(json.dumps({"step_seconds": clock.seconds, "mean_lengths": clock.lengths, "evaluations": clock.evaluations}))
+means = {"mean_lengths": clock.lengths, "mean_rewards": clock.rewards}
+print(json.dumps({"step_seconds": clock.seconds, **means, "evaluations": clock.evaluations}))

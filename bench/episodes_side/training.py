@@ -1,0 +1,38 @@
+"""Training with a tool in Polyreme and in TRL: the calculator example from the same warm policy, with the same batch and learning rate."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peer
+from peer_side.tasks import CALCULATOR, tool_task
+
+STEPS, WARM_UP, TURNS, LR = 10, 2, 3, 1e-4
+TOTAL_TOKENS = 40
+"""Of an episode, in TRL, which has no bound for a turn."""
+
+
+def episodes_vs_trl(work: Path, rounds: int) -> dict[str, float]:
+    """The ratio of the episodes per second. Prints those of each turn, with the mean rewards of its steps."""
+    work.mkdir(parents=True, exist_ok=True)
+    python, task = peer.trl_python(work), tool_task(work)
+    tool = ("--tool", f"{CALCULATOR / 'calculator.py'}:Calculator.calculate", "--turns", TURNS)
+    ratios = []
+    for number in range(rounds):
+        theirs = peer.trl(python, task, STEPS, LR, ("--max-new-tokens", TOTAL_TOKENS, *tool))
+        ours = peer.polyreme(work, f"tool-{time.time_ns()}", task, STEPS, LR, 0)
+        rates = [_rate(side["step_seconds"]) for side in (ours, theirs)]
+        rewards = [_rewards(side["mean_rewards"]) for side in (ours, theirs)]
+        print(f"round {number + 1}: {rates[0]:7.1f} episodes/s (rewards {rewards[0]}), TRL {rates[1]:7.1f} episodes/s (rewards {rewards[1]})", flush=True)  # fmt: skip
+        ratios.append(rates[0] / rates[1])
+    return {"episodes_vs_trl": statistics.median(ratios)}
+
+
+def _rate(seconds: Sequence[float]) -> float:
+    return peer.SAMPLES * len(seconds[WARM_UP:]) / sum(seconds[WARM_UP:])
+
+
+def _rewards(means: Sequence[Any]) -> str:
+    return f"{means[0]:.2f} to {means[-1]:.2f}"
