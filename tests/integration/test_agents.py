@@ -29,7 +29,7 @@ def run(task, base_url, api_key, act="talk"):
     """Talks over three turns."""
     def post(path, body, read=None):
         headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
-        request = urllib.request.Request(base_url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request((base_url + path).replace("/v1/..", ""), json.dumps(body).encode(), headers)
         if read is not None:
             return read(urllib.request.urlopen(request, timeout=60))
         with urllib.request.urlopen(request, timeout=60) as reply:
@@ -159,6 +159,16 @@ def do_ids(task, post, chat):
         before, ids = ids, ids + choice["token_ids"] + [10]
     post("/completions", {"prompt": before[:-1] + [11]})
     post("/completions", {"prompt": [12]})
+    return 1.0
+
+def do_inference(task, post, chat):
+    """Tokens in, tokens out; its answers also end with a token of its own."""
+    ids = [8, 9]
+    for number in range(3):
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": 16, "stop_token_ids": list(range(10, 20))}}
+        (choice,) = post("/../inference/v1/generate", body)["choices"]
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+        ids = ids + choice["token_ids"] + [10]
     return 1.0
 
 def do_stop(task, post, chat):
@@ -324,6 +334,16 @@ async def test_tokens_continue_the_turn_that_they_repeat(redis, run_id, tmp_path
         first, branch, other = group.samples[:3]
         assert first.prompt_ids.tolist() == [8, 9] and other.prompt_ids.tolist() == [12]
         assert branch.prompt_ids.tolist() == [8, 9, *first.token_ids[: first.turns[1].end].tolist(), 11]
+
+
+async def test_tokens_of_the_inference_api_end_at_its_stops(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "inference"), {"lengths": Lengths(1e9)}) as (w, client):
+        group = await w.play(client)
+        for sample in group.samples:
+            assert len(sample.turns) == 3 and sample.prompt_ids.tolist() == [8, 9]
+            for turn in sample.turns:
+                *others, last = sample.token_ids[turn.start : turn.end].tolist()
+                assert not set(range(10, 20)) & set(others) and (last in range(10, 20) or len(others) == 15)
 
 
 async def test_a_stop_text_ends_a_turn_with_its_token(redis, run_id, tmp_path, config):

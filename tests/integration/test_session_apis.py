@@ -247,3 +247,52 @@ async def test_the_address_has_the_prefix_of_nemo_gym():
                 assert reply.output_text == "hi"
                 stranger = gym.with_options(base_url=f"{server}/ng-rollout/{episode.url.split('/')[-2]}/v1")
                 assert await code_of(stranger.responses.create(model="m", input="a")) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nemo_gym_gets_the_tokens_of_each_turn_once(stream):
+    fields = {"prompt_token_ids": [3, 4], "generation_token_ids": [5, 6], "generation_log_probs": [-0.5, -1.5]}
+    async with address() as opened:
+        episode = await opened()
+        server = episode.url.partition("/s/")[0]
+        for prefix in (f"{server}/ng-rollout/{episode.key}/v1", f"{server}/ng-rollout/{episode.key}/training-token-capture/v1"):
+            gym = episode.client.with_options(base_url=prefix, api_key="none")
+            create = gym.responses.create(model="m", input=prefix, tools=[FLAT], stream=stream)
+            reply, agent = await answered(episode, create, SAID, sampled=TOKENS)
+            whole = [event async for event in reply][-1].response if stream else reply
+            *others, last = whole.to_dict()["output"]
+            assert (
+                agent.wants_tokens
+                and fields.items() <= last.items()
+                and [item["type"] for item in others] == ["reasoning", "message"]
+            )
+            assert not any(key in item for key in fields for item in others), "they are those of the whole turn"
+            messages = [{"role": "user", "content": prefix}]
+            create = gym.chat.completions.create(model="m", messages=messages, logprobs=True, stream=stream)
+            reply, _ = await answered(episode, create, "hi", sampled=TOKENS)
+            message = [chunk async for chunk in reply][-1].choices[0].delta if stream else reply.choices[0].message
+            assert fields.items() <= message.to_dict().items()
+            back = {"role": "assistant", "content": "hi", **fields}
+            create = gym.chat.completions.create(model="m", messages=[*messages, back, HELLO])
+            assert (await answered(episode, create, "on", sampled=TOKENS))[1].after == agent.number + 1
+        reply, agent = await answered(episode, episode.client.responses.create(model="m", input="a"), "hi")
+        assert not agent.wants_tokens and not fields.keys() & reply.output[0].to_dict().keys()
+
+
+async def test_inference_takes_and_gives_tokens():
+    async with address() as opened, httpx.AsyncClient(timeout=30) as http:
+        episode = await opened()
+        server, headers = episode.url.partition("/s/")[0], {"x-api-key": episode.key, "x-session-id": "any"}
+        parameters = {"max_tokens": 9, "stop_token_ids": [2, 0], "logprobs": 1, "skip_special_tokens": False}
+        for url in (episode.url.removesuffix("/v1"), server):
+            body = {"model": "policy", "token_ids": [3, 4], "sampling_params": {**parameters, "seed": len(url)}}
+            create = http.post(f"{url}/inference/v1/generate", headers=headers, json=body)
+            reply, agent = await answered(episode, create, "hi", sampled=TOKENS)
+            assert (agent.context_ids, agent.stop_ids, agent.max_tokens, agent.wants_tokens) == ([3, 4], [2, 0], 9, True)
+            (choice,) = reply.json()["choices"]
+            told = [(each["token"], each["token_id"], each["logprob"]) for each in choice["logprobs"]["content"]]
+            assert told == [("token_id:5", 5, -0.5), ("token_id:6", 6, -1.5)]
+            assert (choice["token_ids"], choice["finish_reason"], reply.json()["prompt_token_ids"]) == ([5, 6], "stop", [3, 4])
+        refused = await http.post(f"{server}/inference/v1/generate", headers=headers, json={"token_ids": []})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_request"
+        assert (await http.post(f"{server}/inference/v1/generate", json={"token_ids": [1]})).status_code == 401

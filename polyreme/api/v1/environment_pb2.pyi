@@ -125,7 +125,7 @@ class Ask(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reward: _Optional[float] = ..., seconds: _Optional[float] = ..., tools_json: _Optional[str] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ..., agent: _Optional[_Union[AgentRequest, _Mapping]] = ..., rewards: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class AgentRequest(_message.Message):
-    __slots__ = ("messages_json", "tools_json", "after", "max_tokens", "temperature", "prompt", "context_ids", "stop", "wants_tokens", "number", "streams")
+    __slots__ = ("messages_json", "tools_json", "after", "max_tokens", "temperature", "prompt", "context_ids", "stop", "wants_tokens", "number", "streams", "stop_ids")
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,7 @@ class AgentRequest(_message.Message):
     WANTS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
+    STOP_IDS_FIELD_NUMBER: _ClassVar[int]
     messages_json: str
     tools_json: str
     after: int
@@ -148,7 +149,8 @@ class AgentRequest(_message.Message):
     wants_tokens: bool
     number: int
     streams: bool
-    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., after: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., prompt: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., wants_tokens: bool = ..., number: _Optional[int] = ..., streams: bool = ...) -> None: ...
+    stop_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., after: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., prompt: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., wants_tokens: bool = ..., number: _Optional[int] = ..., streams: bool = ..., stop_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ending(_message.Message):
     __slots__ = ("reward", "parts", "error", "seconds", "calls", "rewards")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.config.environment import EnvironmentConfig
-from polyreme_environment.agents.apis import chat
+from polyreme_environment.agents.apis import APIS, chat
 from polyreme_environment.agents.conversation import AgentConversation
 from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
 from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
@@ -61,6 +61,57 @@ def test_what_changes_the_distribution_or_cannot_be_read_is_refused(key: str, va
     with pytest.raises(RefusedRequestError) as refused:
         request(**{key: value})
     assert refused.value.status == 400 and key in refused.value.message
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [HELLO]},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": [HELLO], "max_tokens": 9},
+    "/inference/v1/generate": {"token_ids": [5, 6]},
+}
+FORCED: list[tuple[str, Any]] = [
+    ("top_p", 0.9),
+    ("top_k", 5),
+    ("n", 2),
+    ("min_p", 0.1),
+    ("presence_penalty", 0.1),
+    ("frequency_penalty", 0.1),
+    ("repetition_penalty", 1.1),
+    ("logit_bias", {"5": 100}),
+    ("bad_words", ["a"]),
+    ("allowed_token_ids", [5]),
+    ("guided_regex", "a"),
+    ("guided_json", {}),
+    ("structured_outputs", {"choice": ["a"]}),
+    ("response_format", {"type": "json_object"}),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "tool", "name": "f"}),
+    ("tool_choice", {"type": "function", "name": "f"}),
+    ("text", {"format": {"type": "json_schema", "name": "a", "schema": {}}}),
+    ("output_format", {"type": "json_schema", "schema": {}}),
+    ("chat_template", "{{ messages }}"),
+    ("use_beam_search", True),
+    ("truncate_prompt_tokens", 5),
+    ("ignore_eos", True),
+    ("min_tokens", 5),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), FORCED)
+@pytest.mark.parametrize("path", sorted(APIS))
+def test_every_api_refuses_what_changes_the_distribution(path: str, key: str, value: Any) -> None:
+    api, body = APIS[path], BODIES[path]
+    assert api.read(body, lambda turn: []).digest != b""
+    bodies = [{**body, key: value}]
+    bodies += [{**body, "sampling_params": {key: value}}] if path == "/inference/v1/generate" else []
+    for each in bodies:
+        with pytest.raises(RefusedRequestError) as refused:
+            api.read(each, lambda turn: [])
+        assert refused.value.status == 400 and key in refused.value.message
+        error = api.error(400, refused.value.message, refused.value.code)
+        assert error["error"]["type"] == "invalid_request_error" and error["error"]["message"] == refused.value.message
+        assert (error.get("type") == "error") == (path == "/v1/messages")
 
 
 def test_what_changes_nothing_is_accepted() -> None:

@@ -1,10 +1,11 @@
 """The session address: the routes by which agents reach their sessions.
 
-    POST /s/ID/v1/...        an API of `APIS`
+    POST /s/ID/...           an API of `APIS`
     POST /s/ID/v1/reward     {"reward": 1.0}: adds to the reward of the last turn
     GET  /s/ID/v1/models
 
-Also under /v1, since the key alone names a session, and under NeMo Gym's prefix /ng-rollout/KEY/v1, since its agents send no key.
+Also without /s/ID, since the key alone names a session, and under NeMo Gym's prefix /ng-rollout/KEY/v1, since its agents send no key. There,
+replies to chat completions and responses have its fields of tokens.
 
 Invariant: a request without an open session's key learns nothing but that.
 """
@@ -20,18 +21,19 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from polyreme_environment.agents.apis import APIS, Api, chat
+from polyreme_environment.agents.apis import APIS, Api, chat, responses
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn, encoded, server_sent
-from polyreme_environment.agents.request import Asked, RefusedRequestError, bad, read_object
+from polyreme_environment.agents.request import TOKEN_FIELDS, Asked, RefusedRequestError, bad, read_object
 from polyreme_environment.agents.session import AgentSession
 from polyreme_environment.agents.session_table import SessionTable
 
 _GYM = "/ng-rollout/{key}"
-_PREFIXES = ("/s/{id}/v1", "/v1", f"{_GYM}/v1", f"{_GYM}/training-token-capture/v1")
-_OPEN = re.compile(r"(/s/[^/]*|/ng-rollout/[^/]*(/training-token-capture)?|)/v1/")
+_PREFIXES = ("/s/{id}", "", _GYM, f"{_GYM}/training-token-capture")
+_OPEN = re.compile(r"(/s/[^/]*|/ng-rollout/[^/]*(/training-token-capture)?|)(/inference)?/v1/")
 _MODEL = "policy"
 
-Answer = Callable[[AgentSession, bytes], Awaitable[Response]]
+Answer = Callable[[AgentSession, bytes, bool], Awaitable[Response]]
+"""Answers a request, by its body and whether it is NeMo Gym's."""
 
 
 def is_session_path(path: str) -> bool:
@@ -51,7 +53,7 @@ def session_routes(sessions: SessionTable) -> list[Route]:
         async def answered(request: Request) -> Response:
             try:
                 session = sessions.find(_key(request), request.path_params.get("id"))
-                return await answer(session, await request.body())
+                return await answer(session, await request.body(), "key" in request.path_params)
             except RefusedRequestError as refused:
                 return JSONResponse(api.error(refused.status, refused.message, refused.code), refused.status)
             except ClientDisconnect:  # within its body
@@ -60,7 +62,7 @@ def session_routes(sessions: SessionTable) -> list[Route]:
         return answered
 
     routes: list[tuple[str, str, Answer, Api]] = [("POST", path, _turn_of(api), api) for path, api in APIS.items()]
-    routes += [("POST", "/reward", _reward, chat), ("GET", "/models", _models, chat)]
+    routes += [("POST", "/v1/reward", _reward, chat), ("GET", "/v1/models", _models, chat)]
     return [
         Route(f"{prefix}{path}", guarded(answer, api), methods=[method])
         for prefix in _PREFIXES
@@ -76,8 +78,10 @@ def _key(request: Request) -> str:
 
 
 def _turn_of(api: Api) -> Answer:
-    async def answer(session: AgentSession, body: bytes) -> Response:
+    async def answer(session: AgentSession, body: bytes, is_gym: bool) -> Response:
         asked = read_object(body)
+        if is_gym and api in (chat, responses):
+            asked[TOKEN_FIELDS] = True
         request = api.read(asked, session.history)
         if not asked.get("stream"):
             return JSONResponse(api.reply(asked, await session.answer(request)))
@@ -116,7 +120,7 @@ class _EventStream(StreamingResponse):
             yield part
 
 
-async def _reward(session: AgentSession, body: bytes) -> Response:
+async def _reward(session: AgentSession, body: bytes, is_gym: bool) -> Response:
     given: Any = read_object(body).get("reward")
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise bad(f"expected a number as `reward`; found {given!r:.100}")
@@ -124,7 +128,7 @@ async def _reward(session: AgentSession, body: bytes) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def _models(session: AgentSession, body: bytes) -> Response:
+async def _models(session: AgentSession, body: bytes, is_gym: bool) -> Response:
     """The models in the forms of OpenAI and Anthropic at once."""
     model = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "polyreme"}
     model |= {"type": "model", "display_name": _MODEL, "created_at": "1970-01-01T00:00:00Z"}

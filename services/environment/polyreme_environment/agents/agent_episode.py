@@ -117,6 +117,7 @@ class AgentEpisode:
             prompt=asked.text,
             context_ids=request.prompt if isinstance(request.prompt, tuple) else (),
             stop=request.stop,
+            stop_ids=request.stop_ids,
             wants_tokens=request.wants_tokens,
             number=asked.number,
             streams=request.streams,

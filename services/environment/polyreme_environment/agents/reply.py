@@ -76,6 +76,16 @@ def usage(turn: AgentTurn) -> dict[str, int]:
     return {"prompt_tokens": turn.context_tokens, "completion_tokens": turn.tokens, "total_tokens": both}
 
 
+def token_fields(turn: AgentTurn) -> dict[str, Any]:
+    """NeMo Gym's fields of a turn's tokens. Only for a turn with `sampled`."""
+    assert turn.sampled is not None
+    return {
+        "prompt_token_ids": list(turn.sampled.context_ids),
+        "generation_token_ids": list(turn.sampled.ids),
+        "generation_log_probs": list(turn.sampled.logprobs),
+    }
+
+
 class EventWriter(Protocol):
     """The events of one streamed reply.
 

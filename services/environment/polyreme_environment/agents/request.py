@@ -47,6 +47,8 @@ IGNORED = frozenset(
     ]
 )
 """Keys of several APIs without an effect here. The run's seeds determine the tokens, and its newest policy answers, whatever `model` says."""
+TOKEN_FIELDS = "_token_fields"
+"""Key that the address adds to a request whose reply has NeMo Gym's fields of tokens."""
 _DO = "The run samples from the policy's whole distribution, which is what it trains. Remove it."
 _SHOWN = 100
 _STOPS = 64
@@ -73,6 +75,7 @@ class TurnRequest:
         max_tokens: upper bound of the answer, or None.
         temperature: the sampling temperature that the run must have, or None.
         stop: texts that end the answer and are not part of it.
+        stop_ids: tokens that end the answer, in addition to the run's.
         wants_tokens: whether the reply has tokens or their log-probabilities.
         streams: whether the reply comes as the turn is sampled.
         instructions: the number of messages at the beginning that do not belong to the conversation, should a later request name the answer.
@@ -86,6 +89,7 @@ class TurnRequest:
     max_tokens: int | None = None
     temperature: float | None = None
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     wants_tokens: bool = False
     instructions: int = 0
     streams: bool = False

@@ -6,7 +6,7 @@ Invariant: an API is a pure translation to a `TurnRequest` and from an `AgentTur
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from polyreme_environment.agents.apis import chat, completions, messages, responses
+from polyreme_environment.agents.apis import chat, completions, inference, messages, responses
 from polyreme_environment.agents.reply import AgentTurn, EventWriter
 from polyreme_environment.agents.request import Asked, Message, TurnRequest
 
@@ -30,9 +30,10 @@ class Api(Protocol):
 
 
 APIS: Mapping[str, Api] = {
-    "/chat/completions": chat,
-    "/completions": completions,
-    "/responses": responses,
-    "/messages": messages,
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/inference/v1/generate": inference,
 }
 """By their paths."""

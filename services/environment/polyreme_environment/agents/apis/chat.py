@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, usage
+from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, token_fields, usage
 from polyreme_environment.agents.request import (
     IGNORED,
     SAMPLING,
+    TOKEN_FIELDS,
     Asked,
     Keys,
     Message,
@@ -39,6 +40,7 @@ _KEYS = Keys(
             "logprobs",
             "return_token_ids",
             "return_tokens_as_token_ids",
+            TOKEN_FIELDS,
         ]
     ),
     {
@@ -71,14 +73,14 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
         max_tokens=read_bound(asked, "max_tokens", "max_completion_tokens"),
         temperature=read_temperature(asked),
         stop=read_stop(asked, "stop"),
-        wants_tokens=bool(asked.get("logprobs") or asked.get("return_token_ids")),
+        wants_tokens=bool(asked.get("logprobs") or asked.get("return_token_ids") or asked.get(TOKEN_FIELDS)),
     )
 
 
 def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
     choice = {
         "index": 0,
-        "message": {**turn.message, "refusal": None},
+        "message": {**turn.message, "refusal": None, **_fields(asked, turn)},
         "logprobs": _logprobs(asked, turn),
         "finish_reason": _finish(turn),
     }
@@ -105,7 +107,7 @@ class ChatEvents:
 
     def end(self, turn: AgentTurn) -> Iterator[Event]:
         calls = [{"index": place, **call} for place, call in enumerate(turn.message.get("tool_calls", ()))]
-        last = self._chunk(turn, {"tool_calls": calls} if calls else {})
+        last = self._chunk(turn, {**({"tool_calls": calls} if calls else {}), **_fields(self._asked, turn)})
         (choice,) = last["choices"]
         choice |= {"logprobs": _logprobs(self._asked, turn), "finish_reason": _finish(turn), "stop_reason": turn.stopped_by}
         yield _with_ids(self._asked, turn, last)
@@ -122,6 +124,10 @@ events = ChatEvents
 
 def error(status: int, message: str, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+def _fields(asked: Asked, turn: AgentTurn) -> Event:
+    return token_fields(turn) if asked.get(TOKEN_FIELDS) else {}
 
 
 def _with_ids(asked: Asked, turn: AgentTurn, whole: Event) -> Event:

@@ -79,9 +79,14 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str) and value:
         check_unicode(value, "`prompt`")
         return value
+    return read_ids(value, "prompt")
+
+
+def read_ids(value: Any, key: str) -> tuple[int, ...]:
+    """The ids of tokens, at least one. Raises RefusedRequestError."""
     if isinstance(value, list) and value and all(type(each) is int and 0 <= each < _IDS for each in value):
         return tuple(value)
-    raise bad(f"expected `prompt` to be one text or the ids of one; found {value!r:.100}. Send a request for each prompt.")
+    raise bad(f"expected `{key}` to be one text or the ids of one; found {value!r:.100}. Send a request for each one.")
 
 
 def _choice(asked: Asked, turn: AgentTurn) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from itertools import count, groupby
 from typing import Any
 
 from polyreme_environment.agents.apis.chat import error
-from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn
+from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, token_fields
 from polyreme_environment.agents.request import (
     IGNORED,
     SAMPLING,
+    TOKEN_FIELDS,
     Asked,
     Keys,
     Message,
@@ -40,6 +41,7 @@ _KEYS = Keys(
             "previous_response_id",
             "include",
             "text",
+            TOKEN_FIELDS,
         ]
     ),
     {**SAMPLING, "tool_choice": ("none", "auto"), "background": (False,)},
@@ -65,7 +67,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
         chat.tools is not None and asked.get("tool_choice") != "none",
         max_tokens=read_bound(asked, "max_output_tokens"),
         temperature=read_temperature(asked),
-        wants_tokens=_wants_logprobs(asked),
+        wants_tokens=_wants_logprobs(asked) or bool(asked.get(TOKEN_FIELDS)),
         instructions=len(instructions),
     )
 
@@ -75,7 +77,7 @@ def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
         **_response(asked, turn),
         "status": "incomplete" if turn.is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if turn.is_cut else None,
-        "output": list(_items(asked, turn)),
+        "output": _items(asked, turn),
         "usage": {
             "input_tokens": turn.context_tokens,
             "input_tokens_details": {"cached_tokens": 0},
@@ -111,7 +113,7 @@ class ResponseEvents:
             yield from self._text(_message(turn, "in_progress", []), text)
 
     def end(self, turn: AgentTurn) -> Iterator[Event]:
-        for item in list(_items(self._asked, turn))[self._ended :]:
+        for item in _items(self._asked, turn)[self._ended :]:
             if item["type"] == "function_call":
                 yield from self._begin({**item, "arguments": "", "status": "in_progress"})
                 delta = {"type": "response.function_call_arguments.delta", "delta": item["arguments"]}
@@ -184,15 +186,20 @@ def _response(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, Any]:
     }
 
 
-def _items(asked: Asked, turn: AgentTurn) -> Iterator[_Item]:
-    said = turn.said
+def _items(asked: Asked, turn: AgentTurn) -> list[_Item]:
+    """The output. The fields of tokens are those of the whole turn, so one item has them: the last one."""
+    said, items = turn.said, list[_Item]()
     if said.thought:
-        yield _thought(turn)
+        items.append(_thought(turn))
     if said.content or not said.calls:
-        yield _message(turn, "incomplete" if turn.is_cut else "completed", turn.logprobs() if _wants_logprobs(asked) else [])
+        logprobs = turn.logprobs() if _wants_logprobs(asked) else []
+        items.append(_message(turn, "incomplete" if turn.is_cut else "completed", logprobs))
     for id, call in turn.calls:
         called = {"call_id": id, "name": call.name, "arguments": call.text}
-        yield {"type": "function_call", "id": f"fc_{id}", **called, "status": "completed"}
+        items.append({"type": "function_call", "id": f"fc_{id}", **called, "status": "completed"})
+    if asked.get(TOKEN_FIELDS):
+        items[-1] |= token_fields(turn)
+    return items
 
 
 def _thought(turn: PartialTurn | AgentTurn) -> _Item:

@@ -71,5 +71,6 @@ async def _sampled(request: AgentRequest, session: EpisodeSession, tell: Callabl
         max_tokens=request.max_tokens or None,
         prompt=prompt,
         stop=request.stop,
+        stop_ids=request.stop_ids,
         tell=goes_on if request.streams else None,
     )

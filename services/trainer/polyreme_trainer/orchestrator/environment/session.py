@@ -144,6 +144,7 @@ class EpisodeSession:
         max_tokens: int | None = None,
         prompt: str | TokenIds | None = None,
         stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
         tell: Tell | None = None,
     ) -> SampledTurn:
         """Samples a turn. One that is cancelled is no part of a trajectory, but is shown among the messages.
@@ -156,6 +157,7 @@ class EpisodeSession:
             prompt: in place of messages and without the chat template, what stands behind the turn that it follows, as text; or the whole
                 context, as tokens, of which those of an earlier turn may be the beginning.
             stop: texts that end it, with the token that completes one of them.
+            stop_ids: tokens that end it too.
             tell: is told what the turn's text goes on with, as it is sampled, and the turn's context.
 
         Raises:
@@ -187,7 +189,7 @@ class EpisodeSession:
                 (so_far,) = self._sampler.template.decode([rollouts.samples[0].token_ids().tolist()], special=False)
                 self._transcript.add_withdrawn(number, shown, so_far)
                 raise
-            self._end_at(sample, stop)
+            self._end_at(sample, stop, stop_ids)
             self._trajectories.add(number, behind, sample, time.monotonic() - began)
         turn = self._told(number, shown, behind, sample)
         if text is not None:
@@ -251,16 +253,19 @@ class EpisodeSession:
         )
         return sample
 
-    def _end_at(self, sample: PartialRollout, stop: Sequence[str]) -> None:
-        """Drops the tokens behind the one that completes the first of these texts."""
+    def _end_at(self, sample: PartialRollout, stop: Sequence[str], stop_ids: Sequence[int]) -> None:
+        """Drops the tokens behind the first of these, and behind the one that completes the first of these texts."""
 
         def has_one(length: int) -> bool:
             (text,) = self._sampler.template.decode([ids[:length]], special=False)
             return any(each in text for each in stop)
 
         ids = sample.token_ids().tolist()
+        ends = [place + 1 for place, id in enumerate(ids) if id in stop_ids][:1]
         if has_one(len(ids)):
-            sample.shorten(bisect_left(range(len(ids)), True, key=has_one))
+            ends.append(bisect_left(range(len(ids)), True, key=has_one))
+        if ends:
+            sample.shorten(min(ends))
             sample.finish_reason = pb.FINISH_REASON_STOP
 
     def _told(self, number: int, messages: Sequence[Message], behind: Begun, sample: PartialRollout) -> SampledTurn:
