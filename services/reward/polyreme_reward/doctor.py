@@ -5,9 +5,9 @@ Invariant: a sandbox counts only after a program has tried to leave it.
 
 from collections.abc import Iterator, Mapping
 
+from polyreme.isolation.sandbox.modes import why_not
+from polyreme.isolation.sandbox.program import Mode
 from polyreme.terminal.verdicts import Verdict
-from polyreme_reward.sandbox.modes import why_not
-from polyreme_reward.sandbox.program import Mode
 
 _MODES = (Mode.BUBBLEWRAP, Mode.LANDLOCK)
 

@@ -49,12 +49,12 @@ def main(job: "dict[str, Any]", result_fd: int, channel_fd: int) -> None:
     else:
         _make_importable(job["folder"])
         if job["kind"] == "serve":
-            from polyreme_reward.sandbox.inside import server
+            from polyreme.isolation.sandbox.inside import server
 
             posix.close(result_fd)
             server.serve(channel_fd, lambda: _execute(job["program"], "program", {}))
         else:
-            from polyreme_reward.sandbox.inside import evaluator
+            from polyreme.isolation.sandbox.inside import evaluator
 
             posix.write(result_fd, evaluator.verdict(channel_fd, job["test"]).encode("utf-8", "replace"))
 
@@ -91,7 +91,7 @@ def _add_builtins() -> None:
 
 def _make_importable(folder: str) -> None:
     """Registers this directory under its package's name, since its parent directories do not exist here."""
-    for name in ("polyreme_reward", "polyreme_reward.sandbox", "polyreme_reward.sandbox.inside"):
+    for name in ("polyreme", "polyreme.isolation", "polyreme.isolation.sandbox", "polyreme.isolation.sandbox.inside"):
         package = type(sys)(name)
         package.__path__ = [folder]
         sys.modules[name] = package

@@ -27,8 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from polyreme.isolation.sandbox import bubblewrap, landlock, seccomp
 from polyreme.process.lifecycle import die_with_parent
-from polyreme_reward.sandbox import bubblewrap, landlock, seccomp
 
 _BOOT = "import marshal, sys; code, job = marshal.load(open(int(sys.argv[1]), 'rb')); exec(code)"
 _INSIDE = str(Path(__file__).with_name("inside"))

@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Sequence
 
 from polyreme.errors import ConfigError
-from polyreme_reward.sandbox import landlock, seccomp
-from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
-from polyreme_reward.sandbox.run import run
+from polyreme.isolation.sandbox import landlock, seccomp
+from polyreme.isolation.sandbox.program import Limits, Mode, SandboxError
+from polyreme.isolation.sandbox.run import run
 
 _PROBE = """
 import os, socket, sys
