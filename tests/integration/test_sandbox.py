@@ -25,13 +25,6 @@ LIMITS = Limits(seconds=20.0, memory_mib=128)
 SHORT = Limits(seconds=0.5, memory_mib=128)
 
 
-@pytest.fixture(params=[Mode.BUBBLEWRAP, Mode.LANDLOCK, Mode.NONE])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    if request.param is not Mode.NONE and (reason := why_not(request.param)) is not None:
-        pytest.skip(f"{request.param} does not work here: {reason}")
-    return Mode(request.param)
-
-
 def script(mode: Mode, program: str, stdin: str = "", limits: Limits = LIMITS) -> Ended:
     return run(mode, {"kind": "script", "program": program}, stdin, limits)
 

@@ -161,7 +161,7 @@ class EpisodePool:
         """Starts the workers. Raises ConfigError or UnavailableError when the environment cannot be loaded."""
         config = self._config
         setup = {"name": config.name, "max_chars": config.max_message_chars, "tool_parser": config.tool_parser}
-        tools = {"tools": sources_of(config)}
+        tools = {"tools": sources_of(config), "seconds": config.step_timeout}
         self._workers, first = await start_workers("polyreme_environment.worker", config, {**setup, **tools})
         self._slots = [_Slot(worker) for worker in first]
 

@@ -7,10 +7,11 @@ answered with the reason: the policy sees it, and the episode goes on.
 import inspect
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from polyreme.errors import ConfigError
-from polyreme_environment.contract import RESERVED, ContractError, LostError, ToolCall, result_of, tool_names
+from polyreme_environment.contract import RESERVED, ContractError, FailedCallError, LostError, ToolCall, result_of, tool_names
 from polyreme_environment.tool_calls import Calls, Malformed, ParsedCall
 from polyreme_environment.tool_schema import Schema, tool_schema
 
@@ -31,37 +32,48 @@ class Toolbox:
                 raise ConfigError(f"names of methods as `tools` of {kind.__name__} in {where}", repr(name), "Fix `tools`.")
         self.schemas: list[Schema] = [_schema(getattr(kind, name), name, where) for name in self._names]
 
-    def answer(self, episode: Any, calls: Calls, limit: int, finish: Callable[[Any], Any]) -> list[ToolCall]:
+    def answer(self, episode: Any, calls: Calls, limit: int, seconds: float, finish: Callable[[Any], Any]) -> list[ToolCall]:
         """Makes the calls, one after the other.
 
         Args:
             episode: the instance whose methods are called.
             limit: characters of all results together.
+            seconds: of all calls together. A tool that takes seconds gets an equal share of what is left.
             finish: awaits what a method returned, if needed.
 
         Raises:
             ContractError: a tool returned what no text can stand for.
         """
-        return [self._answer(episode, call, limit // len(calls), finish) for call in calls]
+        deadline, answers = time.monotonic() + seconds, list[ToolCall]()
+        for place, call in enumerate(calls):
+            share = max(0.0, deadline - time.monotonic()) / (len(calls) - place)
+            answers.append(self._answer(episode, call, limit // len(calls), share, finish))
+        return answers
 
-    def _answer(self, episode: Any, call: ParsedCall | Malformed, limit: int, finish: Callable[[Any], Any]) -> ToolCall:
+    def _answer(
+        self, episode: Any, call: ParsedCall | Malformed, limit: int, seconds: float, finish: Callable[[Any], Any]
+    ) -> ToolCall:
         began, name = time.monotonic(), "" if isinstance(call, Malformed) else call.name
         result = error = ""
         try:
             if isinstance(call, Malformed):
                 raise ValueError(f"malformed call: {call.problem}")
-            result = result_of(name, finish(self._bound(episode, call)()))
+            result = result_of(name, finish(self._bound(episode, call, seconds)()))
         except (ContractError, LostError, MemoryError):
             raise
+        except FailedCallError as failed:
+            result, error = failed.shown, str(failed)
         except Exception as raised:  # noqa: BLE001 a tool may raise anything
             error = _reason(raised)
         return name, call.text, cut(result or f"error: {error}" * bool(error), limit), time.monotonic() - began, error
 
-    def _bound(self, episode: Any, call: ParsedCall) -> Callable[[], Any]:
+    def _bound(self, episode: Any, call: ParsedCall, seconds: float) -> Callable[[], Any]:
         if call.name not in self._names:
             more = ", ..." * (len(self._names) > _NAMED)
             raise ValueError(f"no tool is called {call.name[:100]!r}; the tools are {', '.join(self._names[:_NAMED])}{more}")
         tool = getattr(episode, call.name)
+        if getattr(tool, "takes_seconds", False):
+            tool = partial(tool, seconds)
         bound = inspect.signature(tool).bind(**call.arguments)
         return lambda: tool(*bound.args, **bound.kwargs)
 

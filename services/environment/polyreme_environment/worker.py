@@ -21,11 +21,14 @@ from polyreme_environment.tool_calls import Calls, find_calls
 from polyreme_environment.toolbox import Toolbox
 from polyreme_environment.tools.tool_class import make_class
 
+_SHARE = 0.8
+"""Fraction of a call's seconds for tools that can end themselves in time. Beyond all of them, the worker is killed."""
+
 
 def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes. Returns the exit status.
 
-    The first message has `path`, `code`, `name` and `options` of a file, or `tools`; `memory_mib`, `max_chars` and `tool_parser`. Then each message is a
+    The first message has `path`, `code`, `name` and `options` of a file, or `tools`; `memory_mib`, `max_chars`, `tool_parser` and `seconds` (of a call). Then each message is a
     call: `number`, `episode`, and `reset` ([row, seed]), `step` ([text, text with special tokens]) or `close`. Its reply has `number` and either
     the fields of `Moved`, or `error`, or `lost`.
     """
@@ -68,7 +71,7 @@ class Player:
 
     def __init__(self, kind: Any, options: dict[str, Any], toolbox: Toolbox, setup: dict[str, Any]) -> None:
         self._kind, self._toolbox, self._parser = kind, toolbox, setup["tool_parser"]
-        self._options, self._limit = options, setup["max_chars"]
+        self._options, self._limit, self._seconds = options, setup["max_chars"], _SHARE * setup["seconds"]
         self._episodes: dict[int, Any] = {}
         self._rewards: dict[int, float] = {}
         self._loop = asyncio.new_event_loop()
@@ -109,7 +112,7 @@ class Player:
         episode = self._episodes[number]
         if not calls and has_step(self._kind):
             return moved(self._result(episode.step(text)), self._limit)
-        answered = self._toolbox.answer(episode, calls, self._limit, self._result)
+        answered = self._toolbox.answer(episode, calls, self._limit, self._seconds, self._result)
         if has_step(self._kind):
             reward, done = self._since(number, episode) if getattr(self._kind, "rewards_calls", False) else 0.0, False
         else:
