@@ -46,6 +46,11 @@ def score(prompt, response, label, messages):
     return float(len(response))
 """
 
+SHOWN = """
+def shown(templated_prompt):
+    return 1.0 * ("calculator" in templated_prompt) + 2.0 * ("python" in templated_prompt)
+"""
+
 
 def called(tool, **arguments):
     return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
@@ -185,6 +190,52 @@ async def test_an_mcp_server_that_cannot_start_is_a_config_error():
     with pytest.raises(ConfigError, match="an MCP server"):
         async with serve(EnvironmentConfig.model_validate({"tools": [{"command": ["/no/such/program"]}]})):
             pass
+
+
+async def test_a_row_has_the_tools_that_its_source_allows():
+    async with serving(EnvironmentConfig(tools=["calculator", "python"])) as (_, stream):
+        episode = stream()
+        ask = await episode.start(prompt="1+1?", answer="2", allowed_tools=["calculator"])
+        assert [tool["function"]["name"] for tool in json.loads(ask.tools_json)] == ["calculator"]
+        ask = await episode.answer(called("calculator", expression="1+1") + called("python", code="1+1"))
+        assert [message.content for message in ask.messages] == [
+            "2",
+            "error: no tool is called 'python'; the tools are calculator",
+        ]
+        plain = stream()
+        assert (await plain.start(prompt="Hi!", answer="", allowed_tools=[])).tools_json == ""
+        ending = await plain.answer(called("calculator", expression="1+1"))
+        assert (ending.error, list(ending.calls)) == ("", []), "text like any other"
+        for wrong in (["search"], "calculator", [3]):
+            assert "allowed_tools" in (await stream().start(prompt="?", answer="", allowed_tools=wrong)).error
+
+
+async def test_a_mixed_run_plays_each_source_with_its_tools(redis, run_id, tmp_path):
+    """The rows of one source have a tool, those of the other none; held-out rows have tools of their own."""
+    (tmp_path / "reward.py").write_text(SHOWN)
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"prompt": f"{number}+1=", "answer": "2"}))
+    sources = [{"path": str(tmp_path / f"{n}.jsonl"), "tools": tools} for n, tools in enumerate((["calculator"], [], ["python"]))]
+    sections = {
+        "environment": {"tools": ["calculator", "python"]},
+        "reward": {"rewards": [{"name": "shown", "file": str(tmp_path / "reward.py")}]},
+        "data": {"train": sources[:2], "eval": sources[2:]},
+    }
+    async with AsyncExitStack() as life:
+        w = await life.enter_async_context(
+            episode_world(redis, run_id, tmp_path, {"lengths": Lengths(8)}, chat_template=SHOWS_TOOLS, **sections)
+        )
+        await life.enter_async_context(serve(w.config.environment, run=w.run))
+        await life.enter_async_context(serve_rewards(w.config.reward, run=w.run))
+        await asyncio.wait_for(asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas)), 120)
+        assert (await w.log.audit()).clean
+        groups = [group for groups in w.learner.trained.values() for group in groups]
+        assert {("0+1=" in group.prompt, sample.score) for group in groups for sample in group.samples} == {
+            (True, 1.0),
+            (False, 0.0),
+        }
+        evaluated = [record for _, record in await w.run.records("0", 0) if record["kind"] == "eval"]
+        assert evaluated and {record["score"] for record in evaluated} == {2.0}
 
 
 async def test_python_keeps_its_state_for_an_episode():

@@ -7,9 +7,11 @@ answered with the reason: the policy sees it, and the episode goes on.
 import inspect
 import time
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
+from polyreme.dataset.source import ALLOWED_TOOLS
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import RESERVED, ContractError, FailedCallError, LostError, ToolCall, result_of, tool_names
 from polyreme_environment.tool_calls import Calls, Malformed, ParsedCall
@@ -31,6 +33,17 @@ class Toolbox:
             if not inspect.isfunction(getattr(kind, str(name), None)) or str(name) in RESERVED:
                 raise ConfigError(f"names of methods as `tools` of {kind.__name__} in {where}", repr(name), "Fix `tools`.")
         self.schemas: list[Schema] = [_schema(getattr(kind, name), name, where) for name in self._names]
+
+    def only(self, names: object) -> "Toolbox":
+        """The same with these of its tools, in its own order. Raises ContractError for another name, or for what is no list of names."""
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ContractError(f"expected a list of names of tools as the row's {ALLOWED_TOOLS}; found {names!r:.100}")
+        if others := [name for name in names if name not in self._names]:
+            raise ContractError(f"expected {ALLOWED_TOOLS} of {', '.join(map(str, self._names))}; found {others[0]!r:.100}")
+        part = copy(self)
+        part._names = [name for name in self._names if name in names]
+        part.schemas = [schema for name, schema in zip(self._names, self.schemas, strict=True) if name in names]
+        return part
 
     def answer(self, episode: Any, calls: Calls, limit: int, seconds: float, finish: Callable[[Any], Any]) -> list[ToolCall]:
         """Makes the calls, one after the other.
@@ -70,7 +83,9 @@ class Toolbox:
     def _bound(self, episode: Any, call: ParsedCall, seconds: float) -> Callable[[], Any]:
         if call.name not in self._names:
             more = ", ..." * (len(self._names) > _NAMED)
-            raise ValueError(f"no tool is called {call.name[:100]!r}; the tools are {', '.join(self._names[:_NAMED])}{more}")
+            raise ValueError(
+                f"no tool is called {call.name[:100]!r}; the tools are {', '.join(self._names[:_NAMED]) or 'none'}{more}"
+            )
         tool = getattr(episode, call.name)
         if getattr(tool, "takes_seconds", False):
             tool = partial(tool, seconds)

@@ -11,6 +11,7 @@ import socket
 from typing import Any
 
 from polyreme.config.python_source import load_module
+from polyreme.dataset.source import ALLOWED_TOOLS
 from polyreme.errors import ConfigError
 from polyreme.isolation.confinement import confine, limit_memory, summary
 from polyreme.isolation.wire import encode, receive
@@ -70,9 +71,10 @@ class Player:
     """Plays the episodes of a worker. `setup`: its first message."""
 
     def __init__(self, kind: Any, options: dict[str, Any], toolbox: Toolbox, setup: dict[str, Any]) -> None:
-        self._kind, self._toolbox, self._parser = kind, toolbox, setup["tool_parser"]
+        self._kind, self._toolbox, self._parser, self._selects = kind, toolbox, setup["tool_parser"], bool(setup["tools"])
         self._options, self._limit, self._seconds = options, setup["max_chars"], _SHARE * setup["seconds"]
         self._episodes: dict[int, Any] = {}
+        self._toolboxes: dict[int, Toolbox] = {}
         self._rewards: dict[int, float] = {}
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -94,25 +96,31 @@ class Player:
         number = call["episode"]
         if "reset" in call:
             row, seed = call["reset"]
+            tools = self._toolboxes[number] = self._tools_for(row)
             episode = self._episodes[number] = self._kind(**self._options)
             positional, named = _reset_arguments(episode.reset, row, seed)
             first = begun(self._result(episode.reset(*positional, **named)), self._limit)
             self._rewards[number] = 0.0
-            return Moved(first, tools=self._toolbox.schemas)
+            return Moved(first, tools=tools.schemas)
         if "step" in call:
             text, raw = call["step"]
-            return self._step(number, text, find_calls(raw, self._parser) if self._toolbox.schemas else [])
+            return self._step(number, text, find_calls(raw, self._parser) if self._toolboxes[number].schemas else [])
         episode = self._episodes.pop(number, None)
+        self._toolboxes.pop(number, None)
         self._rewards.pop(number, None)
         if (close := getattr(episode, "close", None)) is not None:
             self._result(close())
         return Moved()
 
+    def _tools_for(self, row: dict[str, Any]) -> Toolbox:
+        """The tools of an episode. Of a run's tools, its row may choose."""
+        return self._toolbox.only(row[ALLOWED_TOOLS]) if self._selects and ALLOWED_TOOLS in row else self._toolbox
+
     def _step(self, number: int, text: str, calls: Calls) -> Moved:
         episode = self._episodes[number]
         if not calls and has_step(self._kind):
             return moved(self._result(episode.step(text)), self._limit)
-        answered = self._toolbox.answer(episode, calls, self._limit, self._seconds, self._result)
+        answered = self._toolboxes[number].answer(episode, calls, self._limit, self._seconds, self._result)
         if has_step(self._kind):
             reward, done = self._since(number, episode) if getattr(self._kind, "rewards_calls", False) else 0.0, False
         else:
