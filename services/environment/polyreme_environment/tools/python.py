@@ -13,12 +13,21 @@ from polyreme.isolation.sandbox.interpreter import Interpreter
 from polyreme.isolation.sandbox.modes import choose
 from polyreme.isolation.sandbox.program import Limits, SandboxError
 from polyreme_environment.contract import FailedCallError, LostError
+from polyreme_environment.tool_schema import Schema
 
 _ABOUT = (
     "Runs Python code in an interpreter that keeps its variables from call to call. Returns what the code prints, the value of a last"
     " expression, and the traceback of an exception. There is no network, no input, and no file but in the current directory. A call may take"
     " {seconds:g} seconds and the interpreter {memory_mib} MiB of memory."
 )
+
+
+def python_schema(limits: PythonLimits) -> Schema:
+    """What the policy is told of the tool."""
+    about = _ABOUT.format(seconds=limits.seconds, memory_mib=limits.memory_mib)
+    code = {"type": "string", "description": "the Python code"}
+    parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+    return {"type": "function", "function": {"name": "python", "description": about, "parameters": parameters}}
 
 
 def python_tool(settings: Mapping[str, Any]) -> Callable[..., str]:
@@ -43,13 +52,6 @@ def python_tool(settings: Mapping[str, Any]) -> Callable[..., str]:
             raise FailedCallError(said.error, said.text)
         return str(said.text)
 
-    code = {"type": "string", "description": "the Python code"}
-    parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
-    function = {
-        "name": "python",
-        "description": _ABOUT.format(seconds=given.seconds, memory_mib=given.memory_mib),
-        "parameters": parameters,
-    }
-    python.schema = {"type": "function", "function": function}  # type: ignore[attr-defined]
+    python.schema = python_schema(given)  # type: ignore[attr-defined]
     python.takes_seconds = True  # type: ignore[attr-defined]
     return python

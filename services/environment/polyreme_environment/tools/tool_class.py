@@ -11,9 +11,10 @@ from polyreme.config.environment import EnvironmentConfig, McpServer, PythonLimi
 from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import own_members
+from polyreme_environment.tool_schema import Schema, tool_schema
 from polyreme_environment.tools.calculator import calculate
 from polyreme_environment.tools.mcp import McpClient
-from polyreme_environment.tools.python import python_tool
+from polyreme_environment.tools.python import python_schema, python_tool
 
 Sources = Sequence[Mapping[str, Any]]
 
@@ -68,6 +69,17 @@ def calculator(self: RowTools, expression: str) -> int | float:
 
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {"calculator": calculator}
+
+
+def declared(config: EnvironmentConfig) -> dict[str, Schema]:
+    """The schemas of the built-in tools, by name. Those of files and servers are known when these run."""
+    found: dict[str, Schema] = {}
+    for tool in config.tools:
+        if tool == "python" or isinstance(tool, PythonTool):
+            found["python"] = python_schema(tool.python if isinstance(tool, PythonTool) else PythonLimits())
+        elif isinstance(tool, str):
+            found[tool] = tool_schema(BUILT_IN[tool], tool, "environment.tools")
+    return found
 
 
 def make_class(sources: Sources) -> type[RowTools]:
