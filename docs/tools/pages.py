@@ -13,17 +13,13 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
+    **{f"{name}.md": f"{name.lower()}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG")},
+    **{
+        f"examples/{page.parent.name}/README.md": f"example-{page.parent.name.replace('_', '-')}.md"
+        for page in ROOT.glob("examples/*/README.md")
+    },
     "README.md": "index.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security.md",
-    "CHANGELOG.md": "changelog.md",
-    "examples/calculator/README.md": "example-calculator.md",
-    "examples/guess_number/README.md": "example-guess-number.md",
-    "examples/own_agent/README.md": "example-own-agent.md",
-    "examples/own_algorithm/README.md": "example-own-algorithm.md",
     "examples/recipes/README.md": "recipes.md",
-    "examples/running_total/README.md": "example-running-total.md",
-    "examples/three_steps/README.md": "example-three-steps.md",
 }
 
 

@@ -77,6 +77,10 @@ class BaseConfig(Section):
         """A path as users know it: the name of a repository, or the last part of a local path."""
         return next((str(each) for each in self.names if each.path == path), path.name)
 
+    def published(self, path: Path) -> tuple[str, str | None]:
+        """Where others find the files of `path`: name and commit of a repository; else the path itself, without a commit."""
+        return next(((each.name, each.revision) for each in self.names if each.path == path), (str(path), None))
+
     def decisive_length(self) -> dict[str, Any]:
         """The operational fields that set the length of the training, when the learning rate depends on them."""
         return {}

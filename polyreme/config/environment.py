@@ -102,6 +102,11 @@ class EnvironmentConfig(Section):
         description="Whether an episode's reward is 1 for a success and 0 for a failure: evaluations then have accuracy and pass@k.",
     )
     max_turns: int = Field(16, ge=1, description="Maximum number of turns of an episode.")
+    parallel_turns: int = Field(
+        16,
+        ge=1,
+        description="Maximum number of turns of an agent's episode that are sampled at the same time. More requests wait.",
+    )
     max_seconds: float = Field(600.0, gt=0, description="Maximum wall-clock seconds of an episode.")
     step_timeout: float = Field(
         30.0,
@@ -120,7 +125,12 @@ class EnvironmentConfig(Section):
     workers: Operational[int] = Field(
         1,
         ge=1,
-        description="Worker processes of a server. Each plays several episodes: one call after the other, or each agent in a thread.",
+        description="Worker processes of a server, which share its episodes.",
+    )
+    worker_calls: Operational[int] = Field(
+        64,
+        ge=1,
+        description="Maximum number of calls that a worker process makes at once, of different episodes of a class: coroutines as tasks of one event loop, other methods in a thread of their episode. 1: one after the other in the main thread.",
     )
     worker_memory_mib: Operational[int] = Field(
         4096, ge=64, description="Memory limit of each worker process (RLIMIT_DATA), in MiB."

@@ -58,7 +58,7 @@ def try_template(template: str, variables: Mapping[str, Any]) -> None:
 def _try(template: str, variables: str) -> None:
     given = json.dumps({"template": template, "variables": json.loads(variables), "chats": _CHATS})
     try:
-        done = subprocess.run([sys.executable, "-I", __file__], input=given.encode(), capture_output=True, timeout=_WALL_SECONDS)
+        done = subprocess.run([sys.executable, "-P", __file__], input=given.encode(), capture_output=True, timeout=_WALL_SECONDS)
     except subprocess.TimeoutExpired:
         _refuse(f"one that does not end within {_WALL_SECONDS:.0f} s")
     if done.returncode == _TOO_MUCH:

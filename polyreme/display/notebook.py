@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from polyreme.config.load import parse_config
 from polyreme.display.view import view
 from polyreme.errors import ConfigError, UnavailableError
-from polyreme.rundir.progress import Progress, Record
+from polyreme.rundir.progress import Line, Progress
 from polyreme.rundir.reader import EVERYTHING, Range, RunReader, sample_query
 from polyreme.rundir.run_records import read_summary
 from polyreme.rundir.run_source import open_source
@@ -71,7 +71,7 @@ class RunHandle:
             progress.add(record)
         return {"run": self.run_id, "state": status.state, "reason": status.reason, **progress.summary()}
 
-    def records(self, kind: str | None = None) -> list[Record]:
+    def records(self, kind: str | None = None) -> list[Line]:
         """The run's records of one kind, or all of them, in order; see docs/reference/records.md. Repeated iterations are omitted."""
         _, found = self._source.records("")
         newest, chosen = 0, []
@@ -160,7 +160,7 @@ class RunHandle:
         found = reader.read_samples(sample_query("eval" if evaluation else "train", iterations, reward, tokens, text))
         return to_table(itertools.islice(found, limit), library)
 
-    def follow(self, timeout: float | None = None) -> Iterator[Record]:
+    def follow(self, timeout: float | None = None) -> Iterator[Line]:
         """Yields the run's records, those that exist and then new ones, until the run has ended or `timeout` seconds have passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         cursor = ""

@@ -1,82 +1,106 @@
 """A run as text: one line per record while it runs, and a report at its end."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from polyreme.config.run import RunConfig
+from polyreme.experience.metric_records import (
+    Alarm,
+    CheckpointSaved,
+    EngineStart,
+    Evaluation,
+    EvaluationFailed,
+    EvaluationProgress,
+    GateMeasured,
+    IterationTrained,
+    Loading,
+    ReplicasChanged,
+    Restart,
+    Resumed,
+    ServiceNotice,
+    StageDone,
+    StageEvaluation,
+    StageStep,
+    WarmStartDone,
+    WarmStartStep,
+    read_record,
+)
 from polyreme.experience.run import RunState
 from polyreme.rundir.learning import learning_lines
-from polyreme.rundir.progress import SPLIT, Progress, Record, evaluation_of, number_of, stage_metrics
+from polyreme.rundir.progress import SPLIT, Line, Progress, evaluation_of
 
 _STEP_METRICS = ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "tokens_per_second")
 """Metrics of a stage's step that its line shows."""
 
 
-def plain_line(record: Record, progress: Progress, iterations: int) -> str | None:
+def plain_line(line: Line, progress: Progress, iterations: int) -> str | None:
     """A record as a line of text, or None for kinds that are not shown."""
-    match record["kind"]:
-        case "iteration":
-            number = f"iteration {record['iteration']:>{len(str(iterations))}}/{iterations}"
-            if record.get("repeated"):
-                return f"{number}  {replay(record['iteration'], progress.newest)}"
+    match record := read_record(line):
+        case IterationTrained(iteration=trained, metrics=metrics):
+            number = f"iteration {trained:>{len(str(iterations))}}/{iterations}"
+            if metrics.get("repeated"):
+                return f"{number}  {replay(trained, progress.newest)}"
             versions = " ".join(f"{replica}@{version}" for replica, version in sorted(progress.versions.items()))
             score = progress.score()
             return (
-                f"{number}  reward {record['reward/mean']:.3f}"
+                f"{number}  reward {metrics['reward/mean']:.3f}"
                 f"  {progress.metric} {'-' if score is None else format(score, '.3f')}"
-                f"  length {record['response_length/mean']:.1f}  tokens/s {record['tokens_per_second']:,.0f}"
-                f"  {record['time/iteration']:.2f} s ({shares_of(record, progress)}){staleness_of(record)}  {versions}"
-                + ("  ALARM" if record.get("alarms") else "")  # the alarm's own record has the text
+                f"  length {metrics['response_length/mean']:.1f}  tokens/s {metrics['tokens_per_second']:,.0f}"
+                f"  {metrics['time/iteration']:.2f} s ({shares_of(record, progress)}){staleness_of(record)}  {versions}"
+                + ("  ALARM" if record.alarms else "")  # the alarm's own record has the text
             )
-        case "step":
-            left = (record["steps"] - record["step"]) * record["time/step"]
-            numbers = _numbers(record, _STEP_METRICS)
-            return f"step {record['step']}/{record['steps']}  {numbers}" + (f"  remaining about {duration(left)}" if left else "")
-        case "eval" if "step" in record:
-            return f"held out after step {record['step']}  {_numbers(record, stage_metrics(record))}"
-        case "done":
-            return f"done           {record['hf_path']}"
-        case "eval":
+        case StageStep(step=step, steps=steps, metrics=metrics):
+            left = (steps - step) * metrics["time/step"]
+            numbers = _numbers(metrics, _STEP_METRICS)
+            return f"step {step}/{steps}  {numbers}" + (f"  remaining about {duration(left)}" if left else "")
+        case StageEvaluation(step=step, metrics=metrics):
+            return f"held out after step {step}  {_numbers(metrics, metrics)}"
+        case StageDone(hf_path=path):
+            return f"done           {path}"
+        case Evaluation(version=version):
             name, value = evaluation_of(record)
-            return f"evaluation of version {record['version']}: {name} {value:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"
-        case "eval_progress":
-            return f"evaluation of version {record['version']}: {evaluation_progress(record)}"
-        case "resumed" if number_of(record) < progress.newest:
-            return replay(number_of(record), progress.newest)
-        case "loading":
+            return f"evaluation of version {version}: {name} {value:.3f} on {record.samples} prompts in {record.seconds:.1f} s"
+        case EvaluationProgress(version=version):
+            return f"evaluation of version {version}: {evaluation_progress(record)}"
+        case Resumed(number=number) if number < progress.newest:
+            return replay(number, progress.newest)
+        case Loading():
             return loading_progress(record)
-        case "engine_start":
+        case EngineStart():
             return f"replica: {engine_progress(record)}"
-        case "eval_failed":
-            return f"EVALUATION FAILED: {record['text']}"
-        case "sft":
-            left = progress.sft_remaining_seconds()
+        case EvaluationFailed(text=text):
+            return f"EVALUATION FAILED: {text}"
+        case WarmStartStep():
+            left = progress.sft_remaining_seconds() or 0.0
             return (
-                f"warm start {record['phase']}: step {record['step']}/{record['steps']}  loss {record['loss']:.4f}"
-                f"  tokens/s {record['tokens_per_second']:,.0f}" + (f"  remaining about {duration(left)}" if left else "")
+                f"warm start {record.phase}: step {record.step}/{record.steps}  loss {_loss(record, 4)}"
+                f"  tokens/s {record.tokens_per_second:,.0f}" + (f"  remaining about {duration(left)}" if left else "")
             )
-        case "sft_done":
-            return f"warm start done in {record['seconds']:.1f} s"
-        case "gate":
-            return f"gate {record['name']}: {record['value']:.3g} (limit {record['limit']:.3g})"
-        case "saved":
-            return f"saved {'iteration' if 'iteration' in record else 'step'} {number_of(record)}: {record['path']}"
-        case "replicas":
-            return "replicas: " + (
-                ", ".join(f"{name} {url}".strip() for name, url in sorted(record["replicas"].items())) or "none"
-            )
-        case "restart":
-            return f"{record['process']} restarts: {record['text']}"
-        case "alarm":
-            return f"ALARM {record['text']}"
-        case "notice":
-            return f"{record['service']}: {record['text']}"
+        case WarmStartDone(seconds=seconds):
+            return f"warm start done in {seconds:.1f} s"
+        case GateMeasured():
+            return f"gate {record.name}: {record.value:.3g} (limit {record.limit:.3g})"
+        case CheckpointSaved():
+            return f"saved {'step' if record.iteration is None else 'iteration'} {record.number}: {record.path}"
+        case ReplicasChanged(replicas=replicas):
+            return "replicas: " + (", ".join(f"{name} {url}".strip() for name, url in sorted(replicas.items())) or "none")
+        case Restart():
+            return f"{record.process} restarts: {record.text}"
+        case Alarm(text=text):
+            return f"ALARM {text}"
+        case ServiceNotice(service=service, text=text):
+            return f"{service}: {text}"
     return None
 
 
-def _numbers(record: Record, names: Iterable[str]) -> str:
-    return "  ".join(f"{name} {record[name]:.4g}" for name in names if record.get(name) is not None)
+def _loss(record: WarmStartStep, digits: int) -> str:
+    return "nan" if record.loss is None else f"{record.loss:.{digits}f}"
+
+
+def _numbers(metrics: Mapping[str, Any], names: Iterable[str]) -> str:
+    return "  ".join(f"{name} {metrics[name]:.4g}" for name in names if metrics.get(name) is not None)
 
 
 def replay(done: int, trained: int) -> str:
@@ -89,17 +113,17 @@ def replay(done: int, trained: int) -> str:
     return f"replaying {done} of {trained} after the resume"
 
 
-def loading_progress(record: Record) -> str:
-    """The progress of loading a role's weights, from a `loading` record."""
-    left = f", remaining about {duration(record['seconds_left'])}" if record["fraction"] < 1 else ""
-    return f"loading the {record['role']}: {record['fraction']:.0%}{left}"
+def loading_progress(record: Loading) -> str:
+    """The progress of loading a role's weights."""
+    left = f", remaining about {duration(record.seconds_left)}" if record.fraction < 1 else ""
+    return f"loading the {record.role}: {record.fraction:.0%}{left}"
 
 
-def engine_progress(record: Record) -> str:
-    """The state of a replica's engine, from an `engine_start` record."""
-    if "seconds" in record:
-        return f"{record['engine']} started on {record['host']} in {record['seconds']:.1f} s"
-    return f"{record['engine']} starts on {record['host']}"
+def engine_progress(record: EngineStart) -> str:
+    """The state of a replica's engine."""
+    if record.seconds is not None:
+        return f"{record.engine} started on {record.host} in {record.seconds:.1f} s"
+    return f"{record.engine} starts on {record.host}"
 
 
 def activities(progress: Progress) -> Iterator[str]:
@@ -109,20 +133,20 @@ def activities(progress: Progress) -> Iterator[str]:
         yield replay(progress.replayed, progress.newest)
     if sft := progress.sft:
         left = progress.sft_remaining_seconds()
-        text = f"warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}"
+        text = f"warm start {sft.phase}: step {sft.step}/{sft.steps}  loss {_loss(sft, 3)}"
         yield text + ("" if left is None else f"  remaining about {duration(left)}")
     if progress.evaluating:
-        yield f"evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}"
+        yield f"evaluates version {progress.evaluating.version}: {evaluation_progress(progress.evaluating)}"
 
 
-def engine_starting(engine: Record, now: float) -> str:
+def engine_starting(engine: EngineStart, now: float) -> str:
     """As `engine_progress`, with the duration until `now` of a start that is not complete."""
-    return engine_progress(engine) + ("" if "seconds" in engine else f", for {duration(now - engine['time'])}")
+    return engine_progress(engine) + ("" if engine.seconds is not None else f", for {duration(now - engine.time)}")
 
 
-def evaluation_progress(record: Record) -> str:
-    """The progress of an evaluation, from its `eval_progress` record."""
-    return f"{record['answered']} of {record['asked']} answers, remaining about {duration(record['seconds_left'])}"
+def evaluation_progress(record: EvaluationProgress) -> str:
+    """The progress of an evaluation."""
+    return f"{record.answered} of {record.asked} answers, remaining about {duration(record.seconds_left)}"
 
 
 def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState = RunState.DONE, reason: str = "") -> list[str]:
@@ -139,8 +163,8 @@ def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState
         lines.append(f"speed    {rate:.1f} samples/s")
     lines.append(f"run      {run_dir}")
     if progress.saved:
-        lines.append(f"model    {progress.saved['hf_path']}")
-    return lines + next_lines(config, run_dir, state, progress.saved["hf_path"] if progress.saved else None)
+        lines.append(f"model    {progress.saved.hf_path}")
+    return lines + next_lines(config, run_dir, state, progress.saved.hf_path if progress.saved else None)
 
 
 def next_lines(config: RunConfig, run_dir: Path, state: RunState, model: str | None) -> list[str]:
@@ -180,7 +204,7 @@ def _result_lines(progress: Progress) -> list[str]:
         between = "" if newest < max(1, progress.first) else f", {progress.evaluations[newest]:.3f} after iteration {newest}"
         return [f"{first}{between}; version {trained} was not evaluated: the run ended before"]
     lines = [f"{first}, {after:.3f} after iteration {trained}"]
-    for example in (progress.evaluation or {}).get("examples", ())[:5]:
+    for example in (progress.evaluation.examples if progress.evaluation else ())[:5]:
         prompt, response, label = (shortened(str(example[key])) for key in ("prompt", "response", "label"))
         lines.append(f"  {example['score']:g}  {prompt} -> {response}  (right: {label})")
     return lines
@@ -192,18 +216,20 @@ def shortened(text: str, most: int = 200) -> str:
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 
 
-def shares_of(record: Record, progress: Progress, names: bool = True) -> str:
+def shares_of(record: IterationTrained, progress: Progress, names: bool = True) -> str:
     """Shares of an iteration's time: the learner's waiting, training and writing, and separately the replicas' idle time."""
-    total = record["time/iteration"] or 1.0
-    shares = [(key.removeprefix("time/").removeprefix("learner_"), record.get(key, 0.0) / total) for key in SPLIT.values()]
-    if (idle := progress.rollout_wait(record["iteration"])) is not None:
+    total = record.metrics["time/iteration"] or 1.0
+    shares = [
+        (key.removeprefix("time/").removeprefix("learner_"), record.metrics.get(key, 0.0) / total) for key in SPLIT.values()
+    ]
+    if (idle := progress.rollout_wait(record.iteration)) is not None:
         shares.append(("rollouts wait", idle))
     return " ".join(f"{name} {share:.0%}" if names else f"{share:.0%}" for name, share in shares)
 
 
-def staleness_of(record: Record) -> str:
+def staleness_of(record: IterationTrained) -> str:
     """Number of samples with staleness 0/1/..., or '' when all are on-policy."""
-    samples = record.get("staleness/samples", ())
+    samples = record.metrics.get("staleness/samples", ())
     return f"  staleness {'/'.join(map(str, samples))}" if len(samples) > 1 else ""
 
 

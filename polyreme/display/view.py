@@ -30,7 +30,8 @@ from polyreme.display.report import (
     shortened,
     staleness_of,
 )
-from polyreme.rundir.progress import NOTICE_SECONDS, RECENT, Progress, Record
+from polyreme.experience.metric_records import EngineStart, MetricRecord, ReplicasChanged, WarmStartStep, read_record
+from polyreme.rundir.progress import NOTICE_SECONDS, RECENT, Line, Progress
 
 _TALL = 30
 """Minimum height in lines of a terminal that also shows a sample."""
@@ -44,7 +45,7 @@ class View(Protocol):
 
     def __enter__(self) -> "View": ...
     def __exit__(self, *_: object) -> None: ...
-    def show(self, record: Record, progress: Progress) -> None:
+    def show(self, record: Line, progress: Progress) -> None:
         """Shows a record after it was added to `progress`."""
 
     def status(self, text: str) -> None:
@@ -78,23 +79,24 @@ class PlainView:
     def status(self, text: str) -> None:
         self._print(text)
 
-    def show(self, record: Record, progress: Progress) -> None:
-        if record["kind"] == "sft":
-            if record["time"] - self._sft_shown < _SFT_LINE_SECONDS and record["step"] < record["steps"]:
+    def show(self, line: Line, progress: Progress) -> None:
+        record = read_record(line)
+        if isinstance(record, WarmStartStep):
+            if record.time - self._sft_shown < _SFT_LINE_SECONDS and record.step < record.steps:
                 return
-            self._sft_shown = record["time"]
+            self._sft_shown = record.time
         if self._config.ends_engines and self._repeats_turn(record):
             return
-        if line := plain_line(record, progress, self._config.iterations):
-            self._print(line)
+        if text := plain_line(line, progress, self._config.iterations):
+            self._print(text)
 
-    def _repeats_turn(self, record: Record) -> bool:
+    def _repeats_turn(self, record: MetricRecord | None) -> bool:
         """Whether the record reports what happens in every turn."""
-        if record["kind"] != "engine_start":
-            return bool(record["kind"] == "replicas")
-        process = (record["host"], record["pid"])
+        if not isinstance(record, EngineStart):
+            return isinstance(record, ReplicasChanged)
+        process = (record.host, record.pid)
         repeats = process in self._started
-        if "seconds" in record:
+        if record.seconds is not None:
             self._started.add(process)
         return repeats
 
@@ -108,7 +110,7 @@ class LiveView:
     def __init__(self, config: RunConfig, console: Console, redis_url: str = "") -> None:
         self._config, self._console, self._redis_url, self._status = config, console, redis_url, "starting"
         self._progress = Progress(config.samples_per_iteration)
-        self._sample: Record | None = None
+        self._sample: Line | None = None
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
 
     def __enter__(self) -> "LiveView":
@@ -123,22 +125,22 @@ class LiveView:
     def status(self, text: str) -> None:
         self._status = text
 
-    def show(self, record: Record, progress: Progress) -> None:
+    def show(self, line: Line, progress: Progress) -> None:
         self._progress = progress
-        if record["kind"] == "iteration":  # this iteration's file may be incomplete
-            self._sample = first_sample(self._config.run_dir, record["iteration"] - 1) or self._sample
-        if record["kind"] in _LASTING and (line := plain_line(record, progress, self._config.iterations)):
-            self._console.print(Text(line), style="bold red", soft_wrap=True)  # printed above the view, where it stays
+        if line["kind"] == "iteration":  # this iteration's file may be incomplete
+            self._sample = first_sample(self._config.run_dir, line["iteration"] - 1) or self._sample
+        if line["kind"] in _LASTING and (text := plain_line(line, progress, self._config.iterations)):
+            self._console.print(Text(text), style="bold red", soft_wrap=True)  # printed above the view, where it stays
 
     def _render(self) -> RenderableType:
         size, now = self._console.size, time.time()
         return render(self._config, self._progress, self._status, size, now, self._redis_url, self._sample)
 
 
-def first_sample(run_dir: Path, iteration: int) -> Record | None:
+def first_sample(run_dir: Path, iteration: int) -> Line | None:
     """The first sample of an iteration's file in samples/, or None without such a file."""
     with suppress(FileNotFoundError, ValueError), open(run_dir / "samples" / f"iteration_{iteration:04d}.jsonl") as file:
-        sample: Record = json.loads(file.readline())
+        sample: Line = json.loads(file.readline())
         return sample
     return None
 
@@ -160,7 +162,7 @@ def render(
     size: tuple[int, int] = (100, 40),
     now: float | None = None,
     redis_url: str = "",
-    sample: Record | None = None,
+    sample: Line | None = None,
 ) -> RenderableType:
     """Renders the live view within `size` (columns, lines). Every part except the table and the sample is one line.
 
@@ -185,7 +187,7 @@ def render(
     foot = _footer(progress, now, redis_url)
     if times := _times(config, progress, now):
         parts.append(_line(times))
-    if rewards := [record["reward/mean"] for record in progress.recent]:
+    if rewards := [record.metrics["reward/mean"] for record in progress.recent]:
         sparks = sparkline(rewards[-min(60, max(1, width - 18)) :])
         parts.append(_line(f"reward   {sparks}  {rewards[-1]:.3f}", "green"))
         if len(by_part := progress.reward_parts()) > 1:
@@ -224,7 +226,7 @@ def _footer(progress: Progress, now: float, redis_url: str) -> list[RenderableTy
     elif progress.started is not None:
         lines.append(_line(f"replicas {_starting(progress, now)}", "dim"))
     lines += [_line(text, "dim") for at, text in progress.notices if now - at < NOTICE_SECONDS][-2:]
-    holding = (progress.last or {}).get("alarms", ())
+    holding = progress.last.alarms if progress.last else ()
     alarms = [text for at, text in progress.alarms if text in holding or now - at < NOTICE_SECONDS]
     return lines + [_line(f"alarm: {alarm}", "bold red") for alarm in alarms[-3:]]
 
@@ -236,7 +238,7 @@ def _starting(progress: Progress, now: float) -> str:
     return engine_starting(engine, now)
 
 
-def _sample_lines(sample: Record, width: int) -> list[RenderableType]:
+def _sample_lines(sample: Line, width: int) -> list[RenderableType]:
     """A training sample as three lines."""
     prompt, response = (shortened(str(sample[key]), max(20, width - 12)) for key in ("prompt", "response"))
     score = f"score    {sample['score']:g} in iteration {sample['iteration']}"
@@ -262,16 +264,16 @@ def _table(progress: Progress, rows: int, width: int) -> Table:
     shares = "wait/train/write" + ("/rollouts" if progress.rollout else "")
     lines = []
     for record in list(progress.recent)[-rows:]:
-        number, mismatch = record["iteration"], record.get("mismatch_kl")
+        number, metrics, mismatch = record.iteration, record.metrics, record.metrics.get("mismatch_kl")
         score = progress.evaluations.get(number)
         lines.append(
             {
                 "iteration": str(number),
-                "reward": f"{record['reward/mean']:.3f}",
+                "reward": f"{metrics['reward/mean']:.3f}",
                 progress.metric: "" if score is None else f"{score:.3f}",
-                "length": f"{record['response_length/mean']:.1f}",
-                "tokens/s": f"{record['tokens_per_second']:,.0f}",
-                "seconds": f"{record['time/iteration']:.2f}",
+                "length": f"{metrics['response_length/mean']:.1f}",
+                "tokens/s": f"{metrics['tokens_per_second']:,.0f}",
+                "seconds": f"{metrics['time/iteration']:.2f}",
                 shares: shares_of(record, progress, names=False),
                 "staleness": staleness_of(record).split()[-1] if staleness_of(record) else "",
                 "mismatch": "" if mismatch is None else f"{mismatch:.1e}",

@@ -6,7 +6,8 @@ Invariant: a load emits at most one record every REPORT_SECONDS, and none when i
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from polyreme.experience.metric_records import Loading
 
 REPORT_SECONDS = 5.0
 
@@ -24,7 +25,7 @@ class LoadingPace:
     began: float
     reported: float
 
-    def at(self, fraction: float, now: float) -> dict[str, Any] | None:
+    def at(self, role: str, fraction: float, now: float) -> Loading | None:
         """Returns the record to emit when `fraction` (above 0) of the weights is loaded; None when no record is due.
 
         A record is due REPORT_SECONDS after the previous one. If there was an earlier record, one is also due at the end, at fraction 1.
@@ -34,14 +35,14 @@ class LoadingPace:
             return None
         self.reported = now
         left = (now - self.began) * (1 - fraction) / fraction
-        return {"kind": "loading", "fraction": round(fraction, 3), "seconds_left": round(left, 1)}
+        return Loading(role=role, fraction=round(fraction, 3), seconds_left=round(left, 1))
 
 
 def unreported(role: str) -> None:
     """`LoadReports` of a process that reports nothing."""
 
 
-def reports_to(emit: Callable[[dict[str, Any]], None]) -> LoadReports:
+def reports_to(emit: Callable[[Loading], None]) -> LoadReports:
     """`LoadReports` whose records go to `emit`."""
 
     def begin(role: str) -> Loaded:
@@ -49,8 +50,8 @@ def reports_to(emit: Callable[[dict[str, Any]], None]) -> LoadReports:
         pace = LoadingPace(now, now)
 
         def loaded(fraction: float) -> None:
-            if record := pace.at(fraction, time.monotonic()):
-                emit({**record, "role": role})
+            if record := pace.at(role, fraction, time.monotonic()):
+                emit(record)
 
         return loaded
 

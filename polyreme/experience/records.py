@@ -66,7 +66,8 @@ class EpisodeRecord(NamedTuple):
     """One attempt at a task: its outcome (pb.OUTCOME_...), its messages and its seconds in the environment.
 
     The messages are JSON text, for display: a list of objects with `role` and `content`. One that the policy sampled also has `trajectory`,
-    the place among the episode's trajectories, and `turn`, the place among the turns there.
+    the place among the episode's trajectories, and `turn`, the place among the turns there. A request that was withdrawn before its answer was
+    complete has `withdrawn`, and so has what was sampled of that, which is in no trajectory.
     """
 
     outcome: int

@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StaleTermError, StoreError, UnavailableError
+from polyreme.experience.metric_records import MetricRecord, Restart, fields_of
 from polyreme.experience.scripts import Scripts, key
 from polyreme.experience.seal import check_config, check_files, seal_of
 
@@ -232,13 +233,13 @@ class Run:
 
     # -- metric records
 
-    async def emit(self, record: Mapping[str, Any]) -> None:
-        """Appends one JSON record to the durable stream `metrics`. Non-finite numbers become null."""
-        text = json.dumps(_plain(record), allow_nan=False)
+    async def emit(self, record: MetricRecord) -> None:
+        """Appends a record to the durable stream `metrics`. Non-finite numbers become null."""
+        text = json.dumps(_plain(fields_of(record)), allow_nan=False)
         keys = [self.key("metrics"), self.once()]
         await self.scripts.call("publish", METRICS_BOUND, text, keys=keys)
 
-    def report(self, record: Mapping[str, Any]) -> None:
+    def report(self, record: MetricRecord) -> None:
         """Emits a record in the background, after those of earlier calls, so that a lost Redis delays nothing. Call it in the event
         loop."""
 
@@ -253,7 +254,7 @@ class Run:
 
     def report_restart(self, process: str, found: str) -> None:
         """Emits the record of a restart in the background."""
-        self.report({"kind": "restart", "process": process, "text": found})
+        self.report(Restart(process=process, text=found))
 
     async def records(self, after_id: str, block_ms: int, count: int = 1000) -> list[tuple[str, dict[str, Any]]]:
         """Records after `after_id` ("0": all), in order. Waits up to `block_ms` milliseconds for one (0: does not wait)."""

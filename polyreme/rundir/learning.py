@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, pvariance
 from typing import Any
 
+from polyreme.experience.metric_records import Evaluation
+
 _ENOUGH = 10
 """Iterations before which nothing is claimed."""
 _COMPARED = 20
@@ -34,29 +36,29 @@ class Learning:
     equal: float = 0.0
     distils: bool = False
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Adds an `iteration` record. One without rewards, of an older release, says nothing."""
-        if (mean := record.get("reward/mean")) is None:
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Adds the metrics of an iteration. One without rewards, of an older release, says nothing."""
+        if (mean := metrics.get("reward/mean")) is None:
             return
         reward = float(mean)
         self.iterations += 1
         if len(self.first) < _COMPARED:
             self.first.append(reward)
         self.newest.append(reward)
-        self.lowest = min(self.lowest, record.get("critic/score/min", reward))
-        self.highest = max(self.highest, record.get("critic/score/max", reward))
-        self.rate = max(self.rate, record.get("actor/lr", 1.0))
-        self.gradient = max(self.gradient, record.get("grad_norm", 1.0))
-        self.cut += record.get("stop/length_fraction", 0.0)
-        self.equal += record.get("zero_variance_group_fraction", 0.0)
-        self.distils = self.distils or "actor/teacher_kl" in record
+        self.lowest = min(self.lowest, metrics.get("critic/score/min", reward))
+        self.highest = max(self.highest, metrics.get("critic/score/max", reward))
+        self.rate = max(self.rate, metrics.get("actor/lr", 1.0))
+        self.gradient = max(self.gradient, metrics.get("grad_norm", 1.0))
+        self.cut += metrics.get("stop/length_fraction", 0.0)
+        self.equal += metrics.get("zero_variance_group_fraction", 0.0)
+        self.distils = self.distils or "actor/teacher_kl" in metrics
 
-    def findings(self, evaluations: Mapping[int, float], newest: Mapping[str, Any] | None) -> list[str]:
+    def findings(self, evaluations: Mapping[int, float], newest: Evaluation | None) -> list[str]:
         """That nothing was learned, then what may be the cause, each as a sentence; empty when something was, or too early to say.
 
         Args:
             evaluations: result by version.
-            newest: the newest `eval` record, or None.
+            newest: the newest evaluation, or None.
         """
         count = min(_COMPARED, self.iterations // 3)
         if self.iterations < _ENOUGH or self.distils:
@@ -70,9 +72,9 @@ class Learning:
             head += f"; evaluations {evaluations[min(evaluations)]:.3f} and {evaluations[max(evaluations)]:.3f}"
         return [head, *self._causes(newest)]
 
-    def _causes(self, newest: Mapping[str, Any] | None) -> list[str]:
+    def _causes(self, newest: Evaluation | None) -> list[str]:
         cut, equal = self.cut / self.iterations, self.equal / self.iterations
-        labels = [example.get("label") for example in (newest or {}).get("examples", ())]
+        labels = [example.get("label") for example in (newest.examples if newest else ())]
         found = []
         if self.rate == 0:
             found.append("the learning rate was 0 in every iteration")
@@ -95,13 +97,13 @@ class Learning:
         ]
 
 
-def _improved(evaluations: Mapping[int, float], newest: Mapping[str, Any] | None) -> bool:
+def _improved(evaluations: Mapping[int, float], newest: Evaluation | None) -> bool:
     """Whether the newest result is above the first by more than the noise of so many prompts with results between 0 and 1."""
     if len(evaluations) < 2 or newest is None:
         return False
     before, after = evaluations[min(evaluations)], evaluations[max(evaluations)]
     spread = max(0.01, after * (1 - after)) if 0 <= after <= 1 else 0.0
-    return after - before > 2 * math.sqrt(2 * spread / max(1, newest.get("samples", 1)))
+    return after - before > 2 * math.sqrt(2 * spread / max(1, newest.samples))
 
 
 def learning_lines(found: Sequence[str]) -> list[str]:

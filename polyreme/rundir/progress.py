@@ -6,13 +6,42 @@ since a repetition does not wait for samples and its rates are meaningless.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from polyreme.experience.metric_records import (
+    Alarm,
+    CheckpointSaved,
+    DoneLearning,
+    EngineStart,
+    Evaluation,
+    EvaluationFailed,
+    EvaluationProgress,
+    GateMeasured,
+    GroupsPlanned,
+    IterationTrained,
+    Loading,
+    MetricRecord,
+    ReplicasChanged,
+    Restart,
+    Resumed,
+    ServiceNotice,
+    StageDone,
+    StageEvaluation,
+    StageStep,
+    Started,
+    TrackerFailed,
+    VersionServed,
+    WarmStartDone,
+    WarmStartStep,
+    read_record,
+)
 from polyreme.rundir.learning import Learning
 
-Record = dict[str, Any]
+Line = dict[str, Any]
+"""The JSON object of a record."""
 
 SPLIT = {"waiting for samples": "time/learner_wait", "training": "time/train", "writing weights": "time/write"}
 """Parts of an iteration's wall time, with the record key of each. The remainder is overhead."""
@@ -24,33 +53,28 @@ NOTICE_SECONDS = 300.0
 """Seconds for which a notice or an alarm is shown."""
 
 
-def number_of(record: Record) -> int:
-    """The iteration of a run's record, or the step of a stage's."""
-    return int(record["iteration"] if "iteration" in record else record["step"])
-
-
 def stream_time(stream_id: str) -> float:
     """Unix time in seconds at which Redis received an entry. The first half of its id is that time in milliseconds."""
     return int(stream_id.partition("-")[0]) / 1000
 
 
-def evaluation_of(record: Record) -> tuple[str, float]:
-    """The name and value of an `eval` record's deciding result: that of `eval_best` if it is set, otherwise `accuracy` when every answer is
+def evaluation_of(record: Evaluation) -> tuple[str, float]:
+    """The name and value of an evaluation's deciding result: that of `eval_best` if it is set, otherwise `accuracy` when every answer is
     right or wrong, or the mean `score`."""
-    if result := record.get("result"):
+    if result := record.result:
         return str(result["metric"]), float(result["value"])
-    name = "accuracy" if "accuracy" in record else "score"
-    return name, float(record[name])
+    name = "accuracy" if "accuracy" in record.metrics else "score"
+    return name, float(record.metrics[name])
 
 
-def comparable(one: Record, other: Record) -> bool:
-    """Whether the results of two `eval` records have the same meaning: the same metric, on the same held-out prompts, answered in the same
+def comparable(one: Evaluation, other: Evaluation) -> bool:
+    """Whether the results of two evaluations have the same meaning: the same metric, on the same held-out prompts, answered in the same
     way. The mean of a set is called `score` as soon as an answer is partly right. A record without `held_out` fits every other."""
-    prompts = {record["held_out"] for record in (one, other) if "held_out" in record}
+    prompts = {record.held_out for record in (one, other) if record.held_out is not None}
     return len(prompts) <= 1 and _metric(one) == _metric(other)
 
 
-def _metric(record: Record) -> str:
+def _metric(record: Evaluation) -> str:
     return _mean_as_score(evaluation_of(record)[0])
 
 
@@ -58,20 +82,6 @@ def _mean_as_score(metric: str) -> str:
     prefix, slash, last = metric.rpartition("/")
     is_reward = prefix.rpartition("/")[2] == "reward"  # it may also be called `accuracy`
     return f"{prefix}{slash}score" if last == "accuracy" and not is_reward else metric
-
-
-def evaluation_metrics(record: Record) -> dict[str, float]:
-    """The means of an `eval` record and its metrics over several answers, by name; those of a named set begin with SET/."""
-    return {key: float(value) for key, value in record.items() if key in ("accuracy", "score") or "@" in key or "/" in key}
-
-
-NO_METRICS = ("run", "time", "kind", "step", "steps", "rows", "seconds")
-"""Fields of a stage's `step` and `eval` records that are not its metrics."""
-
-
-def stage_metrics(record: Record) -> list[str]:
-    """The names of the metrics in a stage's `step` or `eval` record."""
-    return [name for name in record if name not in NO_METRICS]
 
 
 @dataclass
@@ -102,38 +112,38 @@ class Progress:
 
     samples_per_iteration: int
     time: float = 0.0
-    recent: deque[Record] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: deque[IterationTrained] = field(default_factory=lambda: deque(maxlen=RECENT))
     first: int = 0
     newest: int = 0
     iterations: int = 0
     evaluations: dict[int, float] = field(default_factory=dict)
     metric: str = "accuracy"
-    evaluation: Record | None = None
-    evaluating: Record | None = None
-    loading: dict[str, Record] = field(default_factory=dict)
-    engine_start: Record | None = None
+    evaluation: Evaluation | None = None
+    evaluating: EvaluationProgress | None = None
+    loading: dict[str, Loading] = field(default_factory=dict)
+    engine_start: EngineStart | None = None
     failed_evaluations: dict[int, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
     replayed: int | None = None
     starts: int = 0
     started: float | None = None
-    forked_from: Record | None = None
+    forked_from: Mapping[str, Any] | None = None
     restarts: dict[str, int] = field(default_factory=dict)
     alarms: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=5))
     alarm_count: int = 0
     notices: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=5))
     tracker_failures: dict[str, int] = field(default_factory=dict)
-    gates: dict[str, Record] = field(default_factory=dict)
-    sft: Record | None = None
-    _sft_first: Record | None = None
+    gates: dict[str, GateMeasured] = field(default_factory=dict)
+    sft: WarmStartStep | None = None
+    _sft_first: WarmStartStep | None = None
     sft_seconds: float = 0.0
-    saved: Record | None = None
-    rollout: Record | None = None
+    saved: CheckpointSaved | None = None
+    rollout: GroupsPlanned | None = None
     learning: Learning = field(default_factory=Learning)
     steps: int = 0
     loss: float | None = None
-    held_out: list[Record] = field(default_factory=list)
+    held_out: list[StageEvaluation] = field(default_factory=list)
     hf_path: str | None = None
     complete: bool = False
     _seconds: float = 0.0
@@ -145,84 +155,86 @@ class Progress:
     _staleness: list[int] = field(default_factory=list)
     _mismatch: float | None = None
 
-    def repeats(self, record: Record) -> bool:
+    def repeats(self, line: Line) -> bool:
         """Whether the record repeats an iteration, or a stage's step or evaluation, that has been counted."""
+        return self._repeats(read_record(line))
+
+    def _repeats(self, record: MetricRecord | None) -> bool:
         match record:
-            case {"kind": "iteration", "iteration": number} | {"kind": "step", "step": number}:
-                return bool(number <= self.newest)
-            case {"kind": "eval", "step": number}:
-                return bool(self.held_out) and bool(number <= self.held_out[-1]["step"])
+            case IterationTrained(iteration=number) | StageStep(step=number):
+                return number <= self.newest
+            case StageEvaluation(step=number):
+                return bool(self.held_out) and number <= self.held_out[-1].step
         return False
 
-    def add(self, record: Record) -> None:
+    def add(self, line: Line) -> None:
         """Adds the next record, which has a `time`. Ignores unknown kinds; a repeated iteration or step is only noted as `replayed`."""
-        self.complete = record.get("kind") == "done"
-        match record.get("kind"):
-            case "start":
+        record = read_record(line)
+        self.complete = isinstance(record, StageDone)
+        match record:
+            case Started():
                 self._start(record)
-            case "iteration" if not self.repeats(record):
+            case IterationTrained() if not self._repeats(record):
                 self._iterate(record)
-            case "step" if not self.repeats(record):
-                self.newest, self.steps, self.loss, self.replayed = record["step"], record["steps"], record["loss"], None
-                self._seconds += record["time/step"]
-            case "iteration" | "step" | "resumed":
-                number = number_of(record)
+            case StageStep() if not self._repeats(record):
+                self.newest, self.steps, self.loss, self.replayed = record.step, record.steps, record.metrics["loss"], None
+                self._seconds += record.metrics["time/step"]
+            case IterationTrained(iteration=number) | StageStep(step=number) | Resumed(number=number):
                 self.replayed = number if number < self.newest else None
-            case "eval" if "step" in record:
-                evaluation = {name: record[name] for name in ("step", "rows", *stage_metrics(record))}
-                self.held_out = [*self.held_out[:1], evaluation]
-            case "done":
-                self.hf_path = record["hf_path"]
-            case "rollout":
+            case StageEvaluation():
+                self.held_out = [*self.held_out[:1], record]
+            case StageDone():
+                self.hf_path = record.hf_path
+            case GroupsPlanned():
                 self._wait(record)
-            case "eval":
+            case Evaluation():
                 self.evaluating = None
                 self._evaluate(record)
-            case "eval_progress":
+            case EvaluationProgress():
                 self.evaluating = record
-            case "loading":
-                self.loading.pop(record["role"], None)
-                if record["fraction"] < 1:
-                    self.loading[record["role"]] = record
-            case "engine_start":
+            case Loading():
+                self.loading.pop(record.role, None)
+                if record.fraction < 1:
+                    self.loading[record.role] = record
+            case EngineStart():
                 self.engine_start = record
-            case "eval_failed":
+            case EvaluationFailed():
                 self.evaluating = None
-                self.failed_evaluations[record["version"]] = record["text"]
+                self.failed_evaluations[record.version] = record.text
                 _keep_newest(self.failed_evaluations)
-            case "commit":
-                self.versions[record["replica"]] = record["version"]
-            case "replicas":
-                self.replicas = dict(record["replicas"])
+            case VersionServed():
+                self.versions[record.replica] = record.version
+            case ReplicasChanged():
+                self.replicas = dict(record.replicas)
                 self.versions = {name: version for name, version in self.versions.items() if name in self.replicas}
                 self.engine_start = None if self.replicas else self.engine_start
-            case "restart":
-                self.restarts[record["process"]] = self.restarts.get(record["process"], 0) + 1
+            case Restart():
+                self.restarts[record.process] = self.restarts.get(record.process, 0) + 1
                 self.loading, self.engine_start = {}, None
-            case "sft":
-                same = self._sft_first is not None and self._sft_first["phase"] == record["phase"]
+            case WarmStartStep():
+                same = self._sft_first is not None and self._sft_first.phase == record.phase
                 self._sft_first, self.sft = self._sft_first if same else record, record
-            case "sft_done":
-                self.sft, self.sft_seconds = None, record["seconds"]
-            case "saved":
+            case WarmStartDone():
+                self.sft, self.sft_seconds = None, record.seconds
+            case CheckpointSaved():
                 self.saved = record
-            case "alarm":
-                self.alarms.append((record["time"], record["text"]))
+            case Alarm():
+                self.alarms.append((record.time, record.text))
                 self.alarm_count += 1
-            case "notice":
-                self.notices.append((record["time"], f"{record['service']}: {record['text']}"))
-            case "tracker_failed":
-                self.tracker_failures[record["tracker"]] = record["failures"]
-            case "gate":
-                self.gates[record["name"]] = record
-            case "done_learning":
+            case ServiceNotice():
+                self.notices.append((record.time, f"{record.service}: {record.text}"))
+            case TrackerFailed():
+                self.tracker_failures[record.tracker] = record.failures
+            case GateMeasured():
+                self.gates[record.name] = record
+            case DoneLearning():
                 pass  # its time counts
             case _:
                 return
-        self.time = max(self.time, record["time"])
+        self.time = max(self.time, record.time)
 
     @property
-    def last(self) -> Record | None:
+    def last(self) -> IterationTrained | None:
         """The record of the newest iteration."""
         return self.recent[-1] if self.recent else None
 
@@ -256,28 +268,28 @@ class Progress:
 
     def remaining_seconds(self, iterations: int) -> float | None:
         """Estimated seconds for the remaining iterations, from the mean of the newest ones; None before the first."""
-        newest = [float(record["time/iteration"]) for record in self.recent][-20:]
+        newest = [float(record.metrics["time/iteration"]) for record in self.recent][-20:]
         trained = self.newest if self.replayed is None else self.replayed
         return max(0, iterations - trained) * sum(newest) / len(newest) if newest else None
 
     def sft_remaining_seconds(self) -> float | None:
         """Estimated seconds for the remaining steps of the warm start's phase; None before its second record."""
-        if self.sft is None or self._sft_first is None or self.sft["step"] <= self._sft_first["step"]:
+        if self.sft is None or self._sft_first is None or self.sft.step <= self._sft_first.step:
             return None
-        pace = (self.sft["time"] - self._sft_first["time"]) / (self.sft["step"] - self._sft_first["step"])
-        return float((self.sft["steps"] - self.sft["step"]) * pace)
+        pace = (self.sft.time - self._sft_first.time) / (self.sft.step - self._sft_first.step)
+        return (self.sft.steps - self.sft.step) * pace
 
     def reward_parts(self) -> dict[str, float]:
         """Mean unweighted value of each reward and sub-part in the newest iteration."""
-        record = self.last or {}
-        names = (name for name in record if name.startswith("reward/") and name not in ("reward/mean", "reward/std"))
-        return {name.removeprefix("reward/"): float(record[name]) for name in names}
+        metrics = self.last.metrics if self.last else {}
+        names = (name for name in metrics if name.startswith("reward/") and name not in ("reward/mean", "reward/std"))
+        return {name.removeprefix("reward/"): float(metrics[name]) for name in names}
 
     def not_learned(self) -> list[str]:
         """That the run has learned nothing, and what may be the cause; see `Learning.findings`."""
         return self.learning.findings(self.evaluations, self.evaluation)
 
-    def summary(self) -> Record:
+    def summary(self) -> Line:
         """The values of summary.json."""
         seconds, split = self._seconds, self.time_split()
         return {
@@ -288,7 +300,7 @@ class Progress:
             "iterations": self.iterations,
             "iteration": self.newest,
             "replayed": self.replayed,
-            "reward": self.last["reward/mean"] if self.last else None,
+            "reward": self.last.metrics["reward/mean"] if self.last else None,
             "versions": dict(self.versions),
             "updated": self.time,
             "samples_per_second": round(self.iterations * self.samples_per_iteration / seconds, 2) if seconds else None,
@@ -297,11 +309,10 @@ class Progress:
             "staleness": self.staleness(),
             "mismatch_kl_max": self._mismatch,
             "evaluations": {str(version): value for version, value in sorted(self.evaluations.items())},
-            "newest_evaluation": self.evaluation
-            and {"version": self.evaluation["version"], **evaluation_metrics(self.evaluation)},
+            "newest_evaluation": self.evaluation and {"version": self.evaluation.version, **self.evaluation.metrics},
             "failed_evaluations": {str(version): text for version, text in sorted(self.failed_evaluations.items())},
-            "checkpoint": self.saved and self.saved["path"],
-            "hf_path": self.saved and self.saved["hf_path"],
+            "checkpoint": self.saved and self.saved.path,
+            "hf_path": self.saved and self.saved.hf_path,
             "not_learned": self.not_learned(),
             "alarms": [text for _, text in self.alarms],
             "tracker_failures": dict(self.tracker_failures),
@@ -309,7 +320,7 @@ class Progress:
             "forked_from": self.forked_from,
         }
 
-    def stage_summary(self) -> Record:
+    def stage_summary(self) -> Line:
         """The values of a stage's summary.json."""
         return {
             "step": self.newest,
@@ -317,60 +328,65 @@ class Progress:
             "replayed": self.replayed,
             "loss": self.loss,
             "step_seconds": self._seconds,
-            "eval_before": self.held_out[0] if self.held_out else None,
-            "eval_after": self.held_out[-1] if self.held_out else None,
+            "eval_before": _measured(self.held_out[0]) if self.held_out else None,
+            "eval_after": _measured(self.held_out[-1]) if self.held_out else None,
             "hf_path": self.hf_path,
             "updated": self.time or None,
         }
 
-    def _start(self, record: Record) -> None:
+    def _start(self, record: Started) -> None:
         """Resets the state of the processes, since those of the previous start have ended."""
-        self.starts, self.started = record["start"], record["time"]
-        self.forked_from, self.replayed = record.get("forked_from") or self.forked_from, None
+        self.starts, self.started = record.start, record.time
+        self.forked_from, self.replayed = record.forked_from or self.forked_from, None
         self.sft, self._sft_first, self.evaluating, self.loading, self.engine_start = None, None, None, {}, None
         self._planned = None
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
-    def _iterate(self, record: Record) -> None:
+    def _iterate(self, record: IterationTrained) -> None:
+        metrics = record.metrics
         self.iterations += 1
-        self.newest, self.replayed = record["iteration"], None
-        self.loading = {role: load for role, load in self.loading.items() if record["time"] - load["time"] < LOADING_SECONDS}
-        seconds = float(record["time/iteration"])
+        self.newest, self.replayed = record.iteration, None
+        self.loading = {role: load for role, load in self.loading.items() if record.time - load.time < LOADING_SECONDS}
+        seconds = float(metrics["time/iteration"])
         if not self.first:
             self.first = self.newest
             before = self.evaluation
-            if before and before["version"] == self.newest - 1:
-                seconds = min(seconds, float(record["time"] - before["time"]))
-        excess = record["time/iteration"] - seconds
+            if before and before.version == self.newest - 1:
+                seconds = min(seconds, record.time - before.time)
+        excess = metrics["time/iteration"] - seconds
         self._seconds += seconds
         for name, key in SPLIT.items():
-            self._split[name] += record.get(key, 0.0) - (excess if key == "time/learner_wait" else 0.0)
-        counts = record.get("staleness/samples", ())
+            self._split[name] += metrics.get(key, 0.0) - (excess if key == "time/learner_wait" else 0.0)
+        counts = metrics.get("staleness/samples", ())
         self._staleness = [sum(pair) for pair in zip_longest(self._staleness, counts, fillvalue=0)]
-        self._mismatch = max(self._mismatch or 0.0, record.get("mismatch_kl") or 0.0)
+        self._mismatch = max(self._mismatch or 0.0, metrics.get("mismatch_kl") or 0.0)
         self.recent.append(record)
-        self.learning.add(record)
+        self.learning.add(metrics)
 
-    def _wait(self, record: Record) -> None:
-        seconds, before = record["time/rollout_wait"], self._planned
-        self.rollout, self._planned = record, record["time"]
-        if record["iteration"] > self._newest_wait:
-            self._newest_wait = record["iteration"]
+    def _wait(self, record: GroupsPlanned) -> None:
+        seconds, before = record.metrics["time/rollout_wait"], self._planned
+        self.rollout, self._planned = record, record.time
+        if record.iteration > self._newest_wait:
+            self._newest_wait = record.iteration
             self._wait_seconds += seconds
-            if before is not None and record["time"] > before:
-                self._waits[record["iteration"]] = min(1.0, seconds / (record["time"] - before))
+            if before is not None and record.time > before:
+                self._waits[record.iteration] = min(1.0, seconds / (record.time - before))
                 _keep_newest(self._waits)
 
-    def _evaluate(self, record: Record) -> None:
+    def _evaluate(self, record: Evaluation) -> None:
         name, value = evaluation_of(record)
         if self.evaluation is None or not comparable(record, self.evaluation):
             self.evaluations.clear()
             self.metric, self.evaluation = name, None
-        self.evaluations[record["version"]] = value
+        self.evaluations[record.version] = value
         self.metric = max(name, self.metric)  # `score` rather than `accuracy`
-        if self.evaluation is None or record["version"] >= self.evaluation["version"]:
+        if self.evaluation is None or record.version >= self.evaluation.version:
             self.evaluation = record
-        self.failed_evaluations.pop(record["version"], None)
+        self.failed_evaluations.pop(record.version, None)
+
+
+def _measured(record: StageEvaluation) -> Line:
+    return {"step": record.step, "rows": record.rows, **record.metrics}
 
 
 def _keep_newest(by_number: dict[int, Any]) -> None:

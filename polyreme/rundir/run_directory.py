@@ -29,6 +29,7 @@ from polyreme.config.yaml_text import load_yaml
 from polyreme.dataset.source import digest_of
 from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import embedded_url
+from polyreme.experience.metric_records import Started
 from polyreme.experience.run import Run
 from polyreme.experience.seal import SEAL
 from polyreme.rundir.checkpoint_manifest import numbered
@@ -163,7 +164,7 @@ async def open_run(
     os.environ[SEAL] = run.seal
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
     write_run_file(config.run_dir, found)
-    await run.emit({"kind": "start", "start": run.start, "forked_from": asdict(origin) if origin else None})
+    await run.emit(Started(start=run.start, forked_from=asdict(origin) if origin else None))
     return run
 
 

@@ -14,7 +14,7 @@ from polyreme.experience.listing import list_run
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import connect
 from polyreme.net.redis_url import without_password
-from polyreme.rundir.progress import Record, stream_time
+from polyreme.rundir.progress import Line, stream_time
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, no_run, read_run_file, read_settings, redis_of
 from polyreme.rundir.run_records import parsed
 from polyreme.rundir.run_status import RunStatus, directory_status, redis_status
@@ -38,7 +38,7 @@ class RunSource(Protocol):
     def settings(self) -> dict[str, Any]:
         """The resolved configuration as plain values."""
 
-    def records(self, after: str) -> tuple[str, list[Record]]:
+    def records(self, after: str) -> tuple[str, list[Line]]:
         """The records after a cursor ("": from the first one on), and the new cursor. Each has its Unix `time`."""
 
     def ask_to_stop(self) -> None:
@@ -61,7 +61,7 @@ class DirectorySource:
     def settings(self) -> dict[str, Any]:
         return read_settings(self._folder)
 
-    def records(self, after: str) -> tuple[str, list[Record]]:
+    def records(self, after: str) -> tuple[str, list[Line]]:
         offset, found = int(after or 0), []
         try:
             with open(self._folder / "metrics.jsonl", "rb") as file:
@@ -102,8 +102,8 @@ class RedisSource:
 
         return in_redis(self._url, self.run_id, look)
 
-    def records(self, after: str) -> tuple[str, list[Record]]:
-        async def look(run: Run) -> tuple[str, list[Record]]:
+    def records(self, after: str) -> tuple[str, list[Line]]:
+        async def look(run: Run) -> tuple[str, list[Line]]:
             cursor, found = after or "0", []
             while batch := await run.records(cursor, block_ms=0):
                 cursor = batch[-1][0]

@@ -76,7 +76,7 @@ def redis_status(listed: ListedRun, url: str) -> RunStatus:
         replayed=progress.replayed,
         metric=progress.metric if progress.evaluations else "",
         value=progress.score(),
-        reward=progress.last["reward/mean"] if progress.last else None,
+        reward=progress.last.metrics["reward/mean"] if progress.last else None,
         replicas={name: progress.versions.get(name) for name in listed.replicas},
         updated=progress.time or None,
     )

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import venv
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,7 +19,6 @@ from polyreme_trainer.orchestrator.environment.environment_client import Environ
 from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.environment.session import Bounds
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
-from support import guide
 from support.episode_world import EpisodeWorld
 from support.multiplying_policy import ARGUMENTS, CONTEXT, THOUGHT, VOCABULARY, logprob, write_policy
 from support.replicas import Learner, hf_weights, model_files, replica
@@ -26,6 +26,7 @@ from support.simulated import config_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements" / "clients.txt"
+EXAMPLES = ROOT / "examples" / "clients"
 HOST = ROOT / "tests" / "support" / "agent_host.py"
 OWN = ("chat", "chat_stream", "completions", "responses", "responses_stream", "messages", "messages_stream")
 PACKAGES = ("anthropic_agent", "openai_agents_agent", "openai_agents_chat", "langgraph_agent", "litellm_agent", "inspect_agent")
@@ -187,8 +188,8 @@ def packages(tmp_path_factory):
 
 @asynccontextmanager
 async def host(python, folder):
-    """Yields the URL of a program that runs the guide's agents."""
-    guide.write_files("agents.md", folder)
+    """Yields the URL of a program that runs the agents of the examples."""
+    shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True)
     chat = (folder / "openai_agents_agent.py").read_text().replace("OpenAIResponsesModel", "OpenAIChatCompletionsModel")
     (folder / "openai_agents_chat.py").write_text(chat)
     variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}

@@ -11,7 +11,7 @@ from polyreme.api.v1 import experience_pb2
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme_environment.server import serve
-from polyreme_rollout.testing.simulated_engine import Lengths
+from polyreme_rollout.testing.simulated_engine import Failures, Lengths
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
 from polyreme_trainer.orchestrator.environment.episodes import HostLostError
@@ -20,15 +20,18 @@ from polyreme_trainer.orchestrator.main import orchestrate
 from support import guide
 from support.episode_world import WIDE, episode_world
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
+from support.waiting import until
 
 AGENT = '''
 import json, time, urllib.error, urllib.request
 
 def run(task, base_url, api_key, act="talk"):
     """Talks over three turns."""
-    def post(path, body, key=api_key):
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    def post(path, body, read=None):
+        headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
         request = urllib.request.Request(base_url + path, json.dumps(body).encode(), headers)
+        if read is not None:
+            return read(urllib.request.urlopen(request, timeout=60))
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.load(reply)
 
@@ -57,6 +60,48 @@ def do_rewrite(task, post, chat):
     chat([*first, {"role": "user", "content": "c"}])
     chat([{"role": "user", "content": "summary"}])
     return 1.0
+
+def do_parallel(task, post, chat):
+    """Three sub-agents of three turns, and a summary."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    first = chat([{"role": "user", "content": "a"}])
+
+    def sub(name):
+        messages = [*first, {"role": "user", "content": name}] if name == "b" else [{"role": "user", "content": name}]
+        for _ in range(3):
+            messages = [*chat(messages), {"role": "user", "content": "on"}]
+        return messages[-2]["content"]
+
+    with ThreadPoolExecutor() as threads:
+        told = list(threads.map(sub, "bcd"))
+    chat([*first, {"role": "user", "content": "e"}, *({"role": "user", "content": text} for text in told)])
+    return 1.0
+
+def do_stream(task, post, chat):
+    """As `do_talk`, streamed."""
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for number in range(3):
+        chunks = list(events(post, messages))
+        said = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+        assert chunks[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+        messages = [*messages, {"role": "assistant", "content": "".join(said)}, {"role": "user", "content": f"turn {number}"}]
+    return {"reward": 2, "metrics": {"messages": len(messages)}}
+
+def do_leave(task, post, chat):
+    """Closes its first stream, at the first piece of text, and asks again for something else."""
+    for chunk in (stream := events(post, [{"role": "user", "content": "a"}])):
+        if chunk["choices"][0]["delta"].get("content"):
+            break
+    stream.close()
+    chat([{"role": "user", "content": "b"}], max_tokens=4)
+    return 1.0
+
+def events(post, messages):
+    with post("/chat/completions", {"model": "any", "messages": messages, "stream": True}, read=lambda reply: reply) as reply:
+        for line in reply:
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
 
 def do_forget(task, post, chat):
     chat([{"role": "user", "content": "a"}])
@@ -140,10 +185,10 @@ def config(tmp_path):
 
 
 @asynccontextmanager
-async def hosted(redis, run_id, folder, config, **sections):
+async def hosted(redis, run_id, folder, config, *engines, **sections):
     """A run with an environment server for agents."""
     section = config.model_dump(mode="json", exclude_defaults=True)
-    async with episode_world(redis, run_id, folder, SHORT, reward=None, environment=section, **sections) as w:
+    async with episode_world(redis, run_id, folder, *(engines or [SHORT]), reward=None, environment=section, **sections) as w:
         client = EnvironmentClient(w.run, config, w.config.data, w.config.seed)
         async with serve(config, run=w.run, grace=0.0):
             await client.refresh()
@@ -184,6 +229,72 @@ async def test_an_agent_that_rewrites_its_history_has_several_trajectories(redis
         group = await w.play(client)
         assert [len(sample.turns) for sample in group.samples] == [2, 1, 1] * 3
         assert group.episode_of == [0, 0, 0, 1, 1, 1, 2, 2, 2] and {sample.score for sample in group.samples} == {1.0}
+
+
+async def test_sub_agents_ask_at_the_same_time(redis, run_id, tmp_path, config):
+    async with hosted(redis, run_id, tmp_path, acting(config, "parallel", parallel_turns=2, max_turns=16)) as (w, client):
+        group = await w.play(client, bounds=WIDE.__class__(16, 128, 3600.0))
+        for number in range(3):
+            samples = [sample for sample, of in zip(group.samples, group.episode_of, strict=True) if of == number]
+            assert sorted(len(sample.turns) for sample in samples) == [1, 3, 3, 4]
+            assert [turn.reward for sample in samples for turn in sample.turns if turn.reward] == [1.0]
+            assert samples[-1].turns[-1].reward == 1.0, "the summary is the newest turn"
+            begins = [w.template.decode([group.prompt_of(sample).tolist()], special=True)[0] for sample in samples]
+            assert begins[0] == "<user>a<assistant>" and {"<user>c<assistant>", "<user>d<assistant>"} < set(begins)
+
+
+def recorded(group):
+    """What of a group depends on no time, and on no replica."""
+    return [
+        (each.token_ids.tolist(), each.logprobs.tolist(), each.loss_mask.tolist(), each.spans, each.score, each.parts, each.text)
+        for each in group.samples
+    ], [(each.outcome, each.messages) for each in group.episodes]
+
+
+async def test_a_stream_is_recorded_as_any_other_reply(redis, run_id, tmp_path, config):
+    found = []
+    for act in ("talk", "stream"):
+        sections = {"rollout": {"max_new_tokens": 24}}
+        async with hosted(redis, f"{run_id}-{act}", tmp_path, acting(config, act), {"lengths": Lengths(40)}, **sections) as (
+            w,
+            client,
+        ):
+            found.append(recorded(group := await w.play(client)))
+    assert found[0] == found[1]
+    assert max(turn.end - turn.start for sample in group.samples for turn in sample.turns) > 16, "more than one piece"
+
+
+async def test_a_stream_goes_on_when_its_replica_dies(redis, run_id, tmp_path, config):
+    long, rollout = {"lengths": Lengths(40)}, {"max_new_tokens": 24}
+    mortal = {**long, "failures": Failures(die_after=60)}
+    async with hosted(redis, run_id, tmp_path, acting(config, "stream"), mortal, long, rollout=rollout) as (w, client):
+        group = await w.play(client)
+        assert w.replicas[0].engine.dead and any(len(sample.replicas) > 1 for sample in group.samples)
+        assert [len(sample.turns) for sample in group.samples] == [3, 3, 3], "the client has repeated what it was told"
+
+
+async def test_a_stream_goes_on_over_a_swap(redis, run_id, tmp_path, config):
+    slow = {"lengths": Lengths(1e9), "step_seconds": 0.01}
+    async with hosted(redis, run_id, tmp_path, acting(config, "stream"), slow, rollout={"max_new_tokens": 32}) as (w, client):
+        playing = asyncio.create_task(w.play(client))
+        await until(lambda: w.replicas[0].engine.tokens >= 20)
+        await w.learner.write(1)
+        await w.learner.push(w.replicas[0])
+        group = await playing
+        assert {version for sample in group.samples for version, _, _ in sample.spans} == {0, 1}
+        assert [len(sample.turns) for sample in group.samples] == [3, 3, 3]
+
+
+async def test_a_stream_that_is_closed_ends_its_turn(redis, run_id, tmp_path, config):
+    endless = {"lengths": Lengths(1e9), "step_seconds": 0.1}
+    async with hosted(redis, run_id, tmp_path, acting(config, "leave"), endless) as (w, client):
+        group = await asyncio.wait_for(w.play(client), 60)
+        for sample, episode in zip(group.samples, group.episodes, strict=True):
+            assert len(sample.turns) == 1 and len(sample) == 4, "the tokens of the withdrawn turn are no part of it"
+            asked, cut, again, answer = json.loads(episode.messages)
+            assert (asked["content"], again["content"], answer["turn"]) == ("a", "b", 0)
+            assert asked["withdrawn"] and cut["withdrawn"] and "turn" not in cut
+            assert 0 < len(cut["content"]) < w.config.rollout.max_new_tokens, "each token is a character"
 
 
 @pytest.mark.parametrize(("act", "branches"), [("text", False), ("text_without", True)])
@@ -259,7 +370,7 @@ async def test_a_failed_agent_is_no_reward(redis, run_id, tmp_path, config, act,
 
 async def test_a_process_that_ends_costs_its_episodes_a_try(redis, run_id, tmp_path, config):
     async with hosted(redis, run_id, tmp_path, acting(config, "exit")) as (w, client):
-        with pytest.raises(HostLostError, match="exited with status 3"):
+        with pytest.raises((HostLostError, EpisodeError), match="exited with status 3"):
             await w.play(client, tries=1)
 
 

@@ -164,7 +164,7 @@ async def test_the_clock_of_an_episode_stands_while_it_is_paused(redis, run_id, 
         async def play(self, task, session):
             for place in range(3):
                 await session.answer([{"role": "user", "content": "more"}] if place else [])
-                deadlines.append((session.number, session.deadline))
+                deadlines.append((session.number, session.clock.deadline))
             return Ending(session.outcome)
 
     rollout = {"max_new_tokens": 16, "tokens_per_iteration": 12}

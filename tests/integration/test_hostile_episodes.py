@@ -142,7 +142,7 @@ async def test_a_connection_that_closes_in_mid_stream_and_an_endless_body():
             asking = asyncio.create_task(http.post(url, json=body))
             assert json.loads((await said(call)).agent.messages_json)[0]["content"] == "hello"
             asking.cancel()
-            await call.write(pb.RunRequest(answer=pb.Answer(text="hi", context_tokens=5, tokens=2)))
+            await call.write(pb.RunRequest(answer=pb.Answer(number=1, seconds_left=60, text="hi", context_tokens=5, tokens=2)))
             assert (await http.post(url, content=endless())).status_code == 413
             async with http.stream("POST", url, json=body) as reply:
                 assert reply.status_code == 200  # it closes before the end

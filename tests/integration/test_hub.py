@@ -186,3 +186,17 @@ def test_init_writes_names_and_its_run_can_start(world: World, tmp_path: Path) -
     assert "path: acme/tiny" in text and text.count("{path: acme/digits, config: main, split: [") == 2
     checked = world.polyreme("config", "check", str(tmp_path / "new" / "run.yaml"))
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.real
+def test_adapters_name_the_commit_of_their_base(world: World) -> None:
+    stage = str(world.config.with_name("sft.yaml"))
+    done = world.polyreme("sft", stage, "name=adapters", "trainer.lora={rank: 2}", "trainer.parallel={threads: 1}")
+    assert done.returncode == 0, done.stderr
+    config = json.loads(
+        (world.config.parent / "runs" / "adapters" / "hf" / "final" / "adapter" / "adapter_config.json").read_text()
+    )
+    assert (config["base_model_name_or_path"], config["revision"]) == (
+        "acme/tiny",
+        world.hub.find("models", "acme/tiny", None)[0],
+    )

@@ -53,8 +53,9 @@ async def test_tools_are_called_and_answered(stream):
         await episode.answer(f"Let me see.\n{CALL}")
         reply = await asking
         if stream:
-            first, last = [chunk.choices[0] async for chunk in reply]
-            message, finish = first.delta, last.finish_reason
+            choices = [chunk.choices[0] async for chunk in reply]
+            message, finish = choices[-1].delta, choices[-1].finish_reason
+            message.content = "".join(choice.delta.content or "" for choice in choices)
         else:
             message, finish = reply.choices[0].message, reply.choices[0].finish_reason
         (call,) = message.tool_calls
@@ -141,15 +142,15 @@ async def test_what_a_session_refuses_costs_no_turn():
         assert await code_of(episode.ask({"role": "user", "content": "a" * 11})) == (400, "invalid_request")
         refused = episode.ask(HELLO, temperature=0.5)
         assert (await episode.read()).agent.temperature == 0.5
-        await episode.call.write(pb.RunRequest(answer=pb.Answer(refused="another temperature")))
+        await episode.answer(refused="another temperature")
         assert await code_of(refused) == (400, "invalid_request")
         async with httpx.AsyncClient(headers={"x-api-key": episode.key}) as http:
             for body in ({"reward": "1"}, {"reward": True}, {}, {"reward": 1}):
                 assert (await http.post(f"{episode.url}/reward", json=body)).status_code == 400, "there is no turn yet"
             for content in (b"[]", b"{", b"\xff"):
                 assert (await http.post(f"{episode.url}/chat/completions", content=content)).status_code == 400
-        reply, ask = await episode.turn("hi", HELLO)
-        assert reply.id.endswith("-1") and not ask.agent.HasField("temperature")
+        _, ask = await episode.turn("hi", HELLO)
+        assert asked(ask) == (0, [("user", "hello")]) and not ask.agent.HasField("temperature")
 
 
 async def test_after_a_bound_a_session_replays_and_refuses():
@@ -161,7 +162,7 @@ async def test_after_a_bound_a_session_replays_and_refuses():
         more = {"role": "user", "content": "more"}
         refused = episode.ask(more)
         await episode.read()
-        await episode.call.write(pb.RunRequest(answer=pb.Answer(refused="too many turns", over=True)))
+        await episode.answer(refused="too many turns", over=True)
         assert await code_of(refused) == (400, "episode_over")
         assert await code_of(episode.ask(more)) == (400, "episode_over")
         assert await episode.ask(HELLO) == first
@@ -169,8 +170,75 @@ async def test_after_a_bound_a_session_replays_and_refuses():
         assert (ending.reward, ending.error) == (0.0, ""), "the posted reward came with the last ask"
 
 
-async def test_requests_that_wait_are_bounded():
+def said(*texts):
+    """A conversation: messages of the user and answers in turn."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+async def test_requests_at_once_are_asked_and_answered_in_any_order():
+    async with address(parallel_turns=3) as opened:
+        episode = await opened()
+        await episode.turn("hi", HELLO)
+        asking = [episode.ask(*said("hello", "hi", text)) for text in ("a", "b")]
+        asking.append(episode.ask(*said("c")))
+        asks = [asked(await episode.read()) for _ in range(3)]
+        assert sorted(asks) == [(0, [("user", "c")]), (1, [("user", "a")]), (1, [("user", "b")])]
+        late = episode.ask(*said("d"))
+        again = episode.ask(*said("c"))
+        texts = {text: f"to {text}" for text in "abc"}
+        numbers = {ask[1][0][1]: number for ask, number in zip(asks, episode.asked[1:], strict=True)}
+        for text in ("c", "b"):
+            await episode.answer(texts[text], numbers[text])
+        assert [(await reply).choices[0].message.content for reply in asking[1:]] == ["to b", "to c"]
+        assert (await again) == (await asking[2]), "it joined the one that was sampled"
+        assert asked(await episode.read()) == (0, [("user", "d")]), "there was no room before"
+        assert not asking[0].done()
+        await episode.answer("to d")
+        await episode.answer("to a", numbers["a"])
+        assert (await late).choices[0].message.content == "to d"
+        assert (await asking[0]).choices[0].message.content == "to a"
+        for text in ("a", "b"):
+            _, ask = await episode.turn("on", *said("hello", "hi", text, f"to {text}", "and"))
+            assert asked(ask) == (numbers[text], [("user", "and")])
+
+
+async def test_a_reward_belongs_to_the_turn_before_it_and_calls_to_theirs():
     async with address() as opened:
+        episode = await opened()
+        replies = [(await episode.turn(CALL, *said(text), tools=[TOOL]))[0] for text in ("a", "b")]
+        async with httpx.AsyncClient(headers={"x-api-key": episode.key}) as http:
+            assert (await http.post(f"{episode.url}/reward", json={"reward": 0.5})).status_code == 200
+        asking = episode.ask(*said("c"))
+        assert dict((await episode.read()).rewards) == {2: 0.5}
+        messages = [reply.choices[0].message for reply in replies]
+        results = [{"role": "tool", "tool_call_id": each.tool_calls[0].id, "content": "4"} for each in messages]
+        back = [[*said(text), m.to_dict(), result] for text, m, result in zip("ab", messages, results, strict=True)]
+        _, ask = await episode.turn("4", *back[0], tools=[TOOL])
+        assert (ask.agent.after, [call.name for call in ask.calls], dict(ask.rewards)) == (1, ["multiply"], {})
+        await episode.answer("to c", 3)
+        await asking
+        async with httpx.AsyncClient(headers={"x-api-key": episode.key}) as http:
+            assert (await http.post(f"{episode.url}/reward", json={"reward": 0.25})).status_code == 200
+        ending = await episode.end(1.0)
+        assert (ending.reward, dict(ending.rewards)) == (1.0, {3: 0.25}), "the turn that was answered last"
+
+
+async def test_a_bound_ends_no_turn_that_is_sampled():
+    async with address(parallel_turns=2) as opened:
+        episode = await opened()
+        asking = [episode.ask(*said(text)) for text in "abc"]
+        asks = [asked(await episode.read())[1][0][1] for _ in range(2)]
+        await episode.answer(refused="too many turns", over=True, number=episode.asked[1])
+        done = {text: asking["abc".index(text)] for text in "abc"}
+        waits = next(text for text in "abc" if text not in asks)
+        assert await code_of(done[asks[1]]) == await code_of(done[waits]) == (400, "episode_over")
+        await episode.answer("hi", episode.asked[0])
+        assert (await done[asks[0]]).choices[0].message.content == "hi"
+        assert await code_of(episode.ask(HELLO)) == (400, "episode_over")
+
+
+async def test_requests_that_wait_are_bounded():
+    async with address(parallel_turns=2) as opened:
         episode = await opened()
         waiting = [episode.ask({"role": "user", "content": f"{number}"}) for number in range(70)]
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -9,12 +9,8 @@ import openai
 import pytest
 
 from polyreme.api.v1 import environment_pb2 as pb
-from support.agent_address import HELLO, address, code_of
+from support.agent_address import BLOCK, FLAT, HELLO, TOOL, address, code_of
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-TOOL = {"type": "function", "function": {"name": "double", "description": "Doubles.", "parameters": SCHEMA}}
-FLAT = {"type": "function", **TOOL["function"]}
-BLOCK = {"name": "double", "description": "Doubles.", "input_schema": SCHEMA}
 SAID = '<think>\nuse it\n</think>\n\nLet me see.\n<tool_call>\n{"name": "double", "arguments": {"a":  4}}\n</tool_call>'
 TOKENS = pb.TurnTokens(context_ids=[3, 4], ids=[5, 6], logprobs=[-0.5, -1.5], texts=["h", "i"])
 LOGPROBS = [("h", -0.5), ("i", -1.5)]
@@ -74,8 +70,9 @@ async def test_chat_completions_have_log_probabilities_and_stop(stream):
         await episode.answer("hi\nho", sampled=TOKENS)
         reply = await asking
         if stream:
-            chunk, last = [chunk async for chunk in reply]
-            choice, content, finish, prompt = chunk.choices[0], chunk.choices[0].delta.content, last.choices[0], chunk
+            chunks = [chunk async for chunk in reply]
+            content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            choice, finish, prompt = chunks[-1].choices[0], chunks[-1].choices[0], chunks[-1]
         else:
             choice, content, finish, prompt = reply.choices[0], reply.choices[0].message.content, reply.choices[0], reply
         assert [(each.token, each.logprob) for each in choice.logprobs.content] == LOGPROBS

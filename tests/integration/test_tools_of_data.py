@@ -119,11 +119,17 @@ async def test_rewards_score_the_last_answer_of_an_episode(redis, run_id, tmp_pa
 
 
 SERVER = '''
-import os, sys
+import asyncio, os, sys
 from mcp.server import MCPServer
 
 server = MCPServer("desk")
 kept = []
+barrier = asyncio.Barrier(2)
+
+@server.tool()
+async def meet() -> str:
+    """Waits for another call."""
+    return str(await barrier.wait())
 
 @server.tool()
 def keep(note: str) -> str:
@@ -148,17 +154,27 @@ else:
 '''
 
 
+async def assert_calls_meet(stream):
+    """Calls of two episodes are in the server at the same time."""
+    episodes = [stream(), stream()]
+    for episode in episodes:
+        await episode.start(prompt="Meet!", answer="")
+    met = await asyncio.gather(*(episode.answer(called("meet")) for episode in episodes))
+    assert sorted(ask.messages[0].content for ask in met) == ["0", "1"]
+
+
 async def test_tools_of_an_mcp_server_and_its_death(tmp_path):
     (tmp_path / "desk.py").write_text(SERVER)
     tools = ["calculator", {"command": [sys.executable, str(tmp_path / "desk.py")]}]
     async with serving(EnvironmentConfig.model_validate({"tools": tools})) as (_, stream):
         episode = stream()
         declared = [tool["function"] for tool in json.loads((await episode.start(prompt="Keep!", answer="")).tools_json)]
-        assert [tool["name"] for tool in declared] == ["calculator", "keep", "fail", "die"]
-        assert declared[1]["description"] == "Keeps a note." and declared[1]["parameters"]["required"] == ["note"]
+        assert [tool["name"] for tool in declared] == ["calculator", "meet", "keep", "fail", "die"]
+        assert declared[2]["description"] == "Keeps a note." and declared[2]["parameters"]["required"] == ["note"]
         ask = await episode.answer(called("keep", note="a") + called("fail", why="broken") + called("keep", nota="a"))
         assert ask.messages[0].content == "1 notes" and [bool(call.error) for call in ask.calls] == [False, True, True]
         assert "fail" in ask.messages[1].content, "the server's own text"
+        await assert_calls_meet(stream)
         assert await episode.answer(called("die")) is grpc.StatusCode.UNAVAILABLE, "the episode may be played again"
         again = stream()
         await again.start(prompt="Keep!", answer="")
@@ -181,6 +197,7 @@ async def test_an_mcp_server_over_http(tmp_path):
             episode = stream()
             await episode.start(prompt="Keep!", answer="")
             assert (await episode.answer(called("keep", note="a"))).messages[0].content == "1 notes"
+            await assert_calls_meet(stream)
     finally:
         server.kill()
         await server.wait()

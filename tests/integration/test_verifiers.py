@@ -63,7 +63,7 @@ async def test_episodes_run_side_by_side(config):
             for episode in episodes:
                 ask = await (episode.start(**ROW) if answer == "2" else episode.read())
                 assert ask.agent.messages_json
-                await episode.call.write(pb.RunRequest(answer=pb.Answer(text=answer)))
+                await episode.write(answer=pb.Answer(text=answer))
         assert [(await episode.read()).reward for episode in episodes] == [1.0] * 8
 
 

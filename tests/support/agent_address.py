@@ -21,6 +21,10 @@ from polyreme.net.http_server import serve_http
 from polyreme_environment.server import serve
 
 HELLO = {"role": "user", "content": "hello"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "double", "description": "Doubles.", "parameters": SCHEMA}}
+FLAT: dict[str, Any] = {"type": "function", "name": "double", "description": "Doubles.", "parameters": SCHEMA}
+BLOCK = {"name": "double", "description": "Doubles.", "input_schema": SCHEMA}
 
 
 class Agents:
@@ -47,6 +51,7 @@ class Opened:
 
     def __init__(self, stub: Any, agents: Agents, client: openai.AsyncOpenAI) -> None:
         self.call, self._agents, self.client = stub.Run(), agents, client
+        self.asked: list[int] = []
 
     async def start(self) -> "Opened":
         await self.call.write(pb.RunRequest(start=pb.Start(row_json=json.dumps({"prompt": "p"}), seed=7)))
@@ -62,10 +67,20 @@ class Opened:
 
     async def read(self) -> Any:
         response = await asyncio.wait_for(self.call.read(), 30)
-        return getattr(response, response.WhichOneof("body"))
+        found = getattr(response, response.WhichOneof("body"))
+        if response.HasField("ask"):
+            self.asked.append(found.agent.number)
+        return found
 
-    async def answer(self, text: str, **more: Any) -> None:
-        await self.call.write(pb.RunRequest(answer=pb.Answer(text=text, context_tokens=5, tokens=2, **more)))
+    async def answer(self, text: str = "", number: int = 0, **more: Any) -> None:
+        """Answers a request; by default, the newest one."""
+        answer = pb.Answer(text=text, number=number or self.asked[-1], context_tokens=5, tokens=2, seconds_left=60, **more)
+        await self.call.write(pb.RunRequest(answer=answer))
+
+    async def tell(self, text: str, number: int = 0, **more: Any) -> None:
+        """Tells what a turn goes on with; by default, the newest one."""
+        delta = pb.Delta(text=text, number=number or self.asked[-1], context_tokens=5, **more)
+        await self.call.write(pb.RunRequest(delta=delta))
 
     async def turn(self, text: str, *messages: Any, **more: Any) -> tuple[Any, Any]:
         """A request with the answer `text`, its reply, and what the stream asked for."""

@@ -22,6 +22,7 @@ class Stream:
 
     def __init__(self, stub: environment_pb2_grpc.EnvironmentServiceStub) -> None:
         self.call = stub.Run()
+        self._newest = 0  # request of an agent
 
     async def start(self, **row: Any) -> Any:
         """Begins with a row. Returns what `read` does."""
@@ -33,9 +34,15 @@ class Stream:
 
     async def send(self, **body: Any) -> Any:
         """Sends a message. Returns what `read` does."""
+        await self.write(**body)
+        return await self.read()
+
+    async def write(self, **body: Any) -> None:
+        """Sends a message; an answer is for an agent's newest request."""
+        if "answer" in body:
+            body["answer"].MergeFrom(pb.Answer(number=self._newest, seconds_left=60.0))
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the call has ended, as the read says
             await self.call.write(pb.RunRequest(**body))
-        return await self.read()
 
     async def read(self) -> Any:
         """The next Ask or Ending, or the status code if there is none."""
@@ -45,7 +52,9 @@ class Stream:
             return error.code()
         if response is grpc.aio.EOF:
             return await self.call.code()
-        return getattr(response, response.WhichOneof("body"))
+        found = getattr(response, response.WhichOneof("body"))
+        self._newest = found.agent.number if response.HasField("ask") else 0
+        return found
 
 
 async def started(stream: Callable[[], Stream]) -> Any:

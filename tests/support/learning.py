@@ -17,6 +17,7 @@ from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_S
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, SftPhase
+from polyreme.experience.metric_records import WarmStartStep
 from polyreme.experience.record_codec import encode_group
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.data.stage_rows import StageRows
@@ -150,15 +151,15 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
 def warm_start(rank: Rank) -> list[float]:
     phase = SftPhase(data=Path("unused"), steps=3, batch_size=5, lr=LR)
     rows = supervised_rows(rank.engine.policy.arch.vocab)
-    reports: list[dict[str, float]] = []
+    reports: list[float | None] = []
     rank.engine.begin_iterations()  # with the epsilon of the test's configuration
 
-    def report(values: dict[str, float]) -> bool:
-        reports.append(values)
+    def report(record: WarmStartStep) -> bool:
+        reports.append(record.loss)
         return False
 
     assert sft.run_phase(rank.engine, phase, rows, (0, 0), 0, report) == phase.steps
-    return [report["loss"] for report in reports]
+    return [loss for loss in reports if loss is not None]
 
 
 class HeldWork(BackgroundWork[Any]):

@@ -67,7 +67,7 @@ def check_case(case: Case, out: Path, device: Device) -> None:
 
     tensors = policy.full_tensors()
     assert tensors is not None
-    export_hf(out, Export(tensors, {"config.json": (case.model / "config.json").read_bytes()}, policy.adapter(case.model)))
+    export_hf(out, Export(tensors, {"config.json": (case.model / "config.json").read_bytes()}, policy.adapter(str(case.model))))
     theirs = peft.PeftModel.from_pretrained(plain, str(out / ADAPTER), is_trainable=True)
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert_close(theirs(ids).logits, merged(ids).logits, rtol=0, atol=TOLERANCE)

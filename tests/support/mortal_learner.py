@@ -21,6 +21,7 @@ import torch
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.metric_records import DoneLearning
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import die_with_parent
 from polyreme.weights.arena import Arena
@@ -156,7 +157,7 @@ class AloneLearner(Learner):
         pass
 
     async def finish(self) -> None:
-        await self.client.run.emit({"kind": "done_learning"})
+        await self.client.run.emit(DoneLearning())
 
 
 def live(life: dict[str, Any], rank: int, world: int) -> None:

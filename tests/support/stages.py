@@ -13,6 +13,7 @@ import numpy as np
 
 from polyreme.config.load import parse
 from polyreme.config.stage import STAGES, StageConfig
+from polyreme.experience.metric_records import MetricRecord, fields_of
 from polyreme.rundir.run_directory import open_stage, read_run_file, read_stage_config
 from polyreme_trainer.algorithms.metrics import combine, finish
 from polyreme_trainer.data.stage_rows import StageRows
@@ -87,8 +88,8 @@ class Recorded:
         self.records: list[dict[str, Any]] = []
         self.until = until
 
-    async def emit(self, record: Mapping[str, Any]) -> None:
-        self.records.append(dict(record))
+    async def emit(self, record: MetricRecord) -> None:
+        self.records.append(fields_of(record))
 
     def drains(self) -> bool:
         return self.until is not None and len(self.records) >= self.until

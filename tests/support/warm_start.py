@@ -1,8 +1,8 @@
 """A program for the ranks of test_warm_start: a warm start on synthetic rows that may be asked to drain. All ranks run it."""
 
 from pathlib import Path
-from typing import Any
 
+from polyreme.experience.metric_records import MetricRecord, WarmStartSaved, WarmStartStep
 from polyreme_trainer.stages import sft
 from support.learning import Rank, start
 from support.tiny_tokenizer import model_files
@@ -14,11 +14,13 @@ def warm_up(config_json: str, reports: str, out: str) -> None:
     rank, steps, saves = Rank(config, device), [], []
     files = model_files() | {"config.json": Path(config.model.path, "config.json").read_bytes()}
 
-    def report(record: dict[str, Any]) -> bool:
-        if record["kind"] == "sft_saved":
-            saves.append(record["step"])
-            return False
-        steps.append((record["phase"], record["step"]))
+    def report(record: MetricRecord) -> bool:
+        match record:
+            case WarmStartSaved(step=step):
+                saves.append(step)
+                return False
+            case WarmStartStep(phase=phase, step=step):
+                steps.append((phase, step))
         return len(steps) >= int(reports)
 
     complete = sft.warm_start(rank.engine, config, files, rank.ranks, report)

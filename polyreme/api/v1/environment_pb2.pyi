@@ -8,12 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunRequest(_message.Message):
-    __slots__ = ("start", "answer")
+    __slots__ = ("start", "answer", "delta")
     START_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     start: Start
     answer: Answer
-    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
+    delta: Delta
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("row_json", "seed")
@@ -24,7 +26,7 @@ class Start(_message.Message):
     def __init__(self, row_json: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("text", "raw", "refused", "over", "is_cut", "context_tokens", "tokens", "sampled")
+    __slots__ = ("text", "raw", "refused", "over", "is_cut", "context_tokens", "tokens", "sampled", "number", "seconds_left", "in_thought")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +35,9 @@ class Answer(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    IN_THOUGHT_FIELD_NUMBER: _ClassVar[int]
     text: str
     raw: str
     refused: str
@@ -41,7 +46,22 @@ class Answer(_message.Message):
     context_tokens: int
     tokens: int
     sampled: TurnTokens
-    def __init__(self, text: _Optional[str] = ..., raw: _Optional[str] = ..., refused: _Optional[str] = ..., over: bool = ..., is_cut: bool = ..., context_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sampled: _Optional[_Union[TurnTokens, _Mapping]] = ...) -> None: ...
+    number: int
+    seconds_left: float
+    in_thought: bool
+    def __init__(self, text: _Optional[str] = ..., raw: _Optional[str] = ..., refused: _Optional[str] = ..., over: bool = ..., is_cut: bool = ..., context_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sampled: _Optional[_Union[TurnTokens, _Mapping]] = ..., number: _Optional[int] = ..., seconds_left: _Optional[float] = ..., in_thought: bool = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("number", "text", "context_tokens", "in_thought")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IN_THOUGHT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    text: str
+    context_tokens: int
+    in_thought: bool
+    def __init__(self, number: _Optional[int] = ..., text: _Optional[str] = ..., context_tokens: _Optional[int] = ..., in_thought: bool = ...) -> None: ...
 
 class TurnTokens(_message.Message):
     __slots__ = ("context_ids", "ids", "logprobs", "texts")
@@ -56,12 +76,20 @@ class TurnTokens(_message.Message):
     def __init__(self, context_ids: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunResponse(_message.Message):
-    __slots__ = ("ask", "ending")
+    __slots__ = ("ask", "ending", "withdrawal")
     ASK_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
     ask: Ask
     ending: Ending
-    def __init__(self, ask: _Optional[_Union[Ask, _Mapping]] = ..., ending: _Optional[_Union[Ending, _Mapping]] = ...) -> None: ...
+    withdrawal: Withdrawal
+    def __init__(self, ask: _Optional[_Union[Ask, _Mapping]] = ..., ending: _Optional[_Union[Ending, _Mapping]] = ..., withdrawal: _Optional[_Union[Withdrawal, _Mapping]] = ...) -> None: ...
+
+class Withdrawal(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
@@ -72,23 +100,32 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("messages", "reward", "seconds", "tools_json", "calls", "agent")
+    __slots__ = ("messages", "reward", "seconds", "tools_json", "calls", "agent", "rewards")
+    class RewardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     AGENT_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     reward: float
     seconds: float
     tools_json: str
     calls: _containers.RepeatedCompositeFieldContainer[_experience_pb2.ToolCall]
     agent: AgentRequest
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reward: _Optional[float] = ..., seconds: _Optional[float] = ..., tools_json: _Optional[str] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ..., agent: _Optional[_Union[AgentRequest, _Mapping]] = ...) -> None: ...
+    rewards: _containers.ScalarMap[int, float]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reward: _Optional[float] = ..., seconds: _Optional[float] = ..., tools_json: _Optional[str] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ..., agent: _Optional[_Union[AgentRequest, _Mapping]] = ..., rewards: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class AgentRequest(_message.Message):
-    __slots__ = ("messages_json", "tools_json", "after", "max_tokens", "temperature", "prompt", "context_ids", "stop", "wants_tokens")
+    __slots__ = ("messages_json", "tools_json", "after", "max_tokens", "temperature", "prompt", "context_ids", "stop", "wants_tokens", "number", "streams")
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +135,8 @@ class AgentRequest(_message.Message):
     CONTEXT_IDS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     WANTS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
     messages_json: str
     tools_json: str
     after: int
@@ -107,10 +146,12 @@ class AgentRequest(_message.Message):
     context_ids: _containers.RepeatedScalarFieldContainer[int]
     stop: _containers.RepeatedScalarFieldContainer[str]
     wants_tokens: bool
-    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., after: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., prompt: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., wants_tokens: bool = ...) -> None: ...
+    number: int
+    streams: bool
+    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., after: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., prompt: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., wants_tokens: bool = ..., number: _Optional[int] = ..., streams: bool = ...) -> None: ...
 
 class Ending(_message.Message):
-    __slots__ = ("reward", "parts", "error", "seconds", "calls")
+    __slots__ = ("reward", "parts", "error", "seconds", "calls", "rewards")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -118,14 +159,23 @@ class Ending(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class RewardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     REWARD_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
     reward: float
     parts: _containers.ScalarMap[str, float]
     error: str
     seconds: float
     calls: _containers.RepeatedCompositeFieldContainer[_experience_pb2.ToolCall]
-    def __init__(self, reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ...) -> None: ...
+    rewards: _containers.ScalarMap[int, float]
+    def __init__(self, reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ..., rewards: _Optional[_Mapping[int, float]] = ...) -> None: ...

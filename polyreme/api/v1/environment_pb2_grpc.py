@@ -48,7 +48,7 @@ class EnvironmentServiceServicer(object):
 
     def Run(self, request_iterator, context):
         """One episode. The caller sends Start. The server asks for answers; each Ask is followed by one Answer. Ending is the last message. The end of
-        the stream, for whatever reason, ends the episode.
+        the stream, for whatever reason, ends the episode. An agent may ask for several answers at once: they come in any order.
 
         RESOURCE_EXHAUSTED: the server plays as many episodes as it can. UNAVAILABLE: the server ends, or the process of this episode was lost
         through no fault of the episode; it may be played again. INVALID_ARGUMENT: a message that the protocol does not allow here.

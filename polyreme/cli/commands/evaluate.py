@@ -17,8 +17,8 @@ import typer
 from polyreme.cli.commands.up import train
 from polyreme.config.load import load_config
 from polyreme.errors import RunFailedError
+from polyreme.experience.metric_records import Evaluation, read_record
 from polyreme.net.redis_url import redis_option
-from polyreme.rundir.progress import Record, evaluation_metrics
 from polyreme.rundir.run_records import read_records
 from polyreme.rundir.start import prepared
 from polyreme.terminal.completion import Overrides
@@ -60,7 +60,8 @@ def evaluate(
     for copies in ("checkpoints", "hf"):
         shutil.rmtree(run_dir / copies, ignore_errors=True)
     run_id = json.loads((run_dir / "run.json").read_text())["run_id"]
-    found = [record for record in read_records(run_dir, run_id) if record["kind"] == "eval"]
+    recorded = map(read_record, read_records(run_dir, run_id))
+    found = [record for record in recorded if isinstance(record, Evaluation)]
     if not found:
         raise RunFailedError(
             "a result of the evaluation", "none", f"See {run_dir / 'metrics.jsonl'} and `polyreme logs {quote(str(run_dir))}`."
@@ -72,10 +73,10 @@ def evaluate(
     console.print("\n".join([*lines, f"answers  {run_dir / 'samples' / 'evaluation_0000.jsonl'}"]), soft_wrap=True)
 
 
-def results(record: Record) -> dict[str, Any]:
-    """The metrics of an `eval` record by name: its mean, the metrics over several answers, the prompts, the mean of each reward."""
-    rewards = {f"reward/{name}": value for name, value in record["parts"].items()}
-    return {**evaluation_metrics(record), "samples": record["samples"], **rewards}
+def results(record: Evaluation) -> dict[str, Any]:
+    """The metrics of an evaluation by name: its mean, the metrics over several answers, the prompts, the mean of each reward."""
+    rewards = {f"reward/{name}": value for name, value in record.parts.items()}
+    return {**record.metrics, "samples": record.samples, **rewards}
 
 
 def evaluation_overrides(config: Path, overrides: list[str], model: Path | None) -> list[str]:

@@ -77,7 +77,8 @@ def conversation_text(sample: Sample) -> list[str]:
     """The messages of an episode, each on one line; below a turn of the sample's trajectory its reward and its tool calls."""
     lines = list[str]()
     for message in sample["messages"]:
-        lines.append(f"  {message['role']:9} {_shown(message.get('content') or '')}")
+        note = " (withdrawn)" if message.get("withdrawn") else ""
+        lines.append(f"  {message['role']:9} {_shown(message.get('content') or '')}{note}")
         if message.get("trajectory") == sample.get("trajectory", 0):
             turn = sample["turns"][message["turn"]]
             lines += [

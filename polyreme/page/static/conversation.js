@@ -26,7 +26,7 @@ export function Conversation({sample}) {
   return html`<ol class="conversation" aria-label="Conversation">${sample.messages.map((message) => {
     const turn = message.trajectory === own ? sample.turns[message.turn] : null, other = message.trajectory !== undefined && !turn;
     return html`<li class=${turn ? "sampled" : "written"}><header><h3>${message.role}</h3>${turn ? html`<${Turn} turn=${turn} place=${message.turn} />` : null}
-      ${other ? html`<span class="soft">in trajectory ${message.trajectory + 1}</span>` : null}</header>
+      ${other ? html`<span class="soft">in trajectory ${message.trajectory + 1}</span>` : null}${message.withdrawn ? html`<span class="soft">withdrawn</span>` : null}</header>
       <pre tabindex="0">${text(message.content) || "(empty)"}</pre>${turn?.tool_calls.map((call) => html`<${ToolCall} call=${call} />`)}</li>`;
   })}</ol>`;
 }

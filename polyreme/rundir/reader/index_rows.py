@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme.rundir.progress import Record, number_of
+from polyreme.experience.metric_records import Evaluation, IterationTrained, StageStep, read_record
+from polyreme.rundir.progress import Line
 from polyreme.rundir.reader.scalars import scalars
 
 WALL_TIME = "time"
@@ -49,7 +50,7 @@ class SampleRow:
     score_seconds: float
 
 
-def sample_row(line: Record) -> SampleRow:
+def sample_row(line: Line) -> SampleRow:
     """The row of a line of `samples/iteration_N.jsonl` or `samples/evaluation_N.jsonl`."""
     trained = "group" in line
     versions = [span[0] for span in line.get("spans", ())] or ([] if trained else [line["version"]])
@@ -77,44 +78,47 @@ def sample_row(line: Record) -> SampleRow:
     )
 
 
-def sample_id(line: Record) -> str:
+def sample_id(line: Line) -> str:
     """The id of a sample within its run."""
     if "group" in line:
         return f"{line['group']}.{line['sample']}"
     return f"v{line['version']}.{line['row']}" + (f".{line['answer']}" if "answer" in line else "")
 
 
-def points_of(record: Record) -> Iterator[tuple[str, float, int]]:
+def points_of(record: Line) -> Iterator[tuple[str, float, int]]:
     """The numbers of a record that can be plotted: (name, value, step)."""
     yield from scalars(record)
     if step := step_of(record):
         yield WALL_TIME, record["time"], step
 
 
-def step_of(record: Record) -> int:
+def step_of(line: Line) -> int:
     """The progress of the run or stage at this record, in iterations or steps; 0 for a record of another kind."""
-    return number_of(record) if record["kind"] in ("iteration", "step") else 0
+    match read_record(line):
+        case IterationTrained(iteration=number) | StageStep(step=number):
+            return number
+    return 0
 
 
-def sample_files_of(record: Record) -> list[str]:
+def sample_files_of(line: Line) -> list[str]:
     """The names of the sample files that are complete when this record is written. A file is missing if its iteration's groups had been
     deleted."""
-    match record:
-        case {"kind": "iteration", "iteration": number}:
+    match read_record(line):
+        case IterationTrained(iteration=number):
             return [f"iteration_{number:04d}.jsonl"]
-        case {"kind": "eval", "version": number}:
+        case Evaluation(version=number):
             return [f"evaluation_{number:04d}.jsonl"]
     return []
 
 
-def event_of(record: Record) -> dict[str, Any] | None:
+def event_of(record: Line) -> dict[str, Any] | None:
     """The index's entry for a record that is not a row of numbers; None for any other."""
     if record["kind"] in _WITHOUT_EVENT:
         return {"iteration": record["iteration"], "alarms": record["alarms"]} if record.get("alarms") else None
     return {key: value for key, value in record.items() if key not in ("run", "id", "kind", "time", "examples")}
 
 
-def _mean(values: list[float], turns: Sequence[Record]) -> float | None:
+def _mean(values: list[float], turns: Sequence[Line]) -> float | None:
     """The mean over a response's sampled tokens, which are all of them unless it has turns. None: there are no numbers."""
     if turns:
         values = [value for turn in turns for value in values[turn["start"] : turn["end"]]]

@@ -1,10 +1,21 @@
 """The numbers of records that can be plotted, with their names and steps. Trackers, TensorBoard and the run page show the same numbers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from polyreme.rundir.progress import Record, evaluation_metrics, number_of, stage_metrics
+from polyreme.experience.metric_records import (
+    CheckpointSaved,
+    Evaluation,
+    GroupsPlanned,
+    IterationTrained,
+    StageEvaluation,
+    StageStep,
+    VersionServed,
+    WarmStartStep,
+    read_record,
+)
+from polyreme.rundir.progress import Line
 
 COMMIT_METRICS = {
     "stall_seconds",
@@ -19,34 +30,31 @@ COMMIT_METRICS = {
 }
 
 
-def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
+def scalars(line: Line) -> Iterator[tuple[str, float, int]]:
     """The scalars of a record: (tag, value, step). A step is an iteration, a version, or an optimizer step of a warm start or a stage."""
-    match line["kind"]:
-        case "iteration":
-            step = line["iteration"]
-            for key, value in line.items():
-                if key not in ("iteration", "time") and is_number(value):
+    match read_record(line):
+        case IterationTrained(iteration=step, metrics=metrics):
+            for key, value in metrics.items():
+                if is_number(value):
                     yield key, float(value), step
                 elif key == "staleness/samples":
                     yield from ((f"{key}_{staleness}", float(count), step) for staleness, count in enumerate(value))
-        case "rollout":
-            numbers = ((key, value) for key, value in line.items() if key not in ("iteration", "time") and is_number(value))
-            yield from ((key, float(value), line["iteration"]) for key, value in numbers)
-        case "eval" if "version" in line:
-            yield from ((name, value, line["version"]) for name, value in evaluation_metrics(line).items())
-        case "commit":
-            for key in sorted(COMMIT_METRICS & line.keys()):
-                yield f"weights/{key}", float(line[key]), line["version"]
-        case "saved" if "seconds" in line:
-            for key in sorted({"seconds", "stall_seconds"} & line.keys()):
-                yield f"checkpoint/{key}", float(line[key]), number_of(line)
-        case "step" | "eval" if "step" in line:
-            group = "train" if line["kind"] == "step" else "eval"
-            for key in stage_metrics(line):
-                if is_number(line[key]):
-                    yield f"{group}/{key}", float(line[key]), line["step"]
-        case "sft":
-            yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
+        case GroupsPlanned(iteration=step, metrics=metrics) | Evaluation(version=step, metrics=metrics):
+            yield from _numbers("", metrics, step)
+        case VersionServed(version=version, metrics=metrics):
+            yield from _numbers("weights/", {key: metrics[key] for key in sorted(COMMIT_METRICS & metrics.keys())}, version)
+        case CheckpointSaved(seconds=float() | int() as seconds) as saved:
+            yield from _numbers("checkpoint/", {"seconds": seconds, "stall_seconds": saved.stall_seconds}, saved.number)
+        case StageStep(step=step, metrics=metrics):
+            yield from _numbers("train/", metrics, step)
+        case StageEvaluation(step=step, metrics=metrics):
+            yield from _numbers("eval/", metrics, step)
+        case WarmStartStep(phase=phase, step=step, loss=loss):
+            yield from _numbers(f"sft_{phase}/", {"loss": loss}, step)
+
+
+def _numbers(prefix: str, metrics: Mapping[str, Any], step: int) -> Iterator[tuple[str, float, int]]:
+    return ((prefix + name, float(value), step) for name, value in metrics.items() if is_number(value))
 
 
 def is_number(value: Any) -> bool:

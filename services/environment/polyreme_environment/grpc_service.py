@@ -6,6 +6,8 @@ Invariant: this module only translates; `pool` plays. An episode ends with its s
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,7 +15,7 @@ import grpc
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import ToolCall
-from polyreme_environment.agents.agent_pool import AgentMoved
+from polyreme_environment.agents.agent_episode import AgentEpisode
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool
@@ -53,31 +55,51 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 self._metrics.ended.labels(how).inc()
 
     async def _play(
-        self, episode: HostedEpisode, requests: AsyncIterator[pb.RunRequest], context: Any
+        self, episode: HostedEpisode | AgentEpisode, requests: AsyncIterator[pb.RunRequest], context: Any
     ) -> AsyncIterator[pb.RunResponse]:
-        parts: dict[str, float] = {}
         began = time.monotonic()
-        async for request in requests:
-            began = time.monotonic()
-            try:
-                reply = await _reply(episode, request)
-            except _BadRequestError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            except PlayError as error:
-                yield pb.RunResponse(ending=pb.Ending(error=str(error), seconds=time.monotonic() - began))
+        try:
+            if isinstance(episode, AgentEpisode):
+                async for response in _play_agent(episode, requests):
+                    yield response
                 return
-            parts |= reply.parts
-            seconds = time.monotonic() - began
-            calls = [ToolCall(name=n, arguments=a, result=r, seconds=s, error=e) for n, a, r, s, e in reply.calls]
-            if reply.done:
-                yield pb.RunResponse(ending=pb.Ending(reward=reply.reward, parts=parts, seconds=seconds, calls=calls))
-                return
-            messages = [pb.ChatMessage(role=role, content=content) for role, content in reply.messages]
-            tools = json.dumps(reply.tools) if reply.tools else ""
-            ask = pb.Ask(messages=messages, reward=reply.reward, seconds=seconds, tools_json=tools, calls=calls)
-            if isinstance(reply, AgentMoved):
-                ask.agent.CopyFrom(reply.agent)
-            yield pb.RunResponse(ask=ask)
+            parts: dict[str, float] = {}
+            async for request in requests:
+                began = time.monotonic()
+                moved = await _reply(episode, request)
+                parts |= moved.parts
+                yield _response(replace(moved, parts=parts), time.monotonic() - began)
+                if moved.done:
+                    return
+        except _BadRequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except PlayError as error:
+            yield pb.RunResponse(ending=pb.Ending(error=str(error), seconds=time.monotonic() - began))
+
+
+async def _play_agent(episode: AgentEpisode, requests: AsyncIterator[pb.RunRequest]) -> AsyncIterator[pb.RunResponse]:
+    if (first := await anext(requests, None)) is None:
+        return
+    async with aclosing(episode.play(_row(first), requests)) as moves:
+        async for moved in moves:
+            if moved.withdrawn:
+                yield pb.RunResponse(withdrawal=pb.Withdrawal(number=moved.withdrawn))
+                continue
+            response = _response(moved, moved.seconds)
+            told = response.ending if moved.done else response.ask
+            told.rewards.update(moved.rewards)
+            if not moved.done:
+                response.ask.agent.CopyFrom(moved.agent)
+            yield response
+
+
+def _response(moved: Moved, seconds: float) -> pb.RunResponse:
+    calls = [ToolCall(name=n, arguments=a, result=r, seconds=s, error=e) for n, a, r, s, e in moved.calls]
+    if moved.done:
+        return pb.RunResponse(ending=pb.Ending(reward=moved.reward, parts=moved.parts, seconds=seconds, calls=calls))
+    messages = [pb.ChatMessage(role=role, content=content) for role, content in moved.messages]
+    tools = json.dumps(moved.tools) if moved.tools else ""
+    return pb.RunResponse(ask=pb.Ask(messages=messages, reward=moved.reward, seconds=seconds, tools_json=tools, calls=calls))
 
 
 class _BadRequestError(Exception):
@@ -87,10 +109,14 @@ class _BadRequestError(Exception):
 async def _reply(episode: HostedEpisode, request: pb.RunRequest) -> Moved:
     if request.HasField("answer"):
         return await episode.step(request.answer)
+    return await episode.reset(_row(request), request.start.seed)
+
+
+def _row(request: pb.RunRequest) -> dict[str, Any]:
     try:
         row = json.loads(request.start.row_json or "{}")
     except (ValueError, RecursionError) as error:
         raise _BadRequestError(f"expected start.row_json to be a JSON object; found {error}") from None
     if not isinstance(row, dict):
         raise _BadRequestError(f"expected start.row_json to be a JSON object; found a {type(row).__name__}")
-    return await episode.reset(row, request.start.seed)
+    return row

@@ -26,11 +26,12 @@ from polyreme.net.http_server import serve_http
 from polyreme_environment.agents.address import is_session_path, session_routes
 from polyreme_environment.agents.agent_pool import AgentPool
 from polyreme_environment.agents.runners import FunctionRunner, UrlRunner
+from polyreme_environment.episode_pool import EpisodePool
 from polyreme_environment.grpc_service import NAME, EnvironmentServicer
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.nemo_gym.runner import NeMoGymRunner
 from polyreme_environment.openenv.pool import OpenEnvPool
-from polyreme_environment.pool import EpisodePool, Pool
+from polyreme_environment.pool import Pool
 from polyreme_environment.verifiers.runner import VerifiersRunner
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ never left out. A thought has no calls. Pure.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
-_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
+_THOUGHT_BEGINS, _THOUGHT_ENDS, _CALL_BEGINS = "<think>", "</think>", "<tool_call>"
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,25 @@ def _llama3_json(said: str) -> Calls:
 
 PARSERS: Mapping[str, Callable[[str], Calls]] = {"hermes": _hermes, "llama3_json": _llama3_json}
 """The parsers, by the names that vLLM has for them."""
+
+
+def before_calls(said: str, parser: str) -> str:
+    """What of the beginning of a text is no part of a call, and of no blanks before one, whatever follows it.
+
+    Args:
+        said: the text behind any thought, without special tokens.
+        parser: a key of PARSERS.
+    """
+    if parser == "hermes":
+        return beginning(said, [_CALL_BEGINS]).rstrip()
+    return "" if said.lstrip()[:1] in ("", "{") else said
+
+
+def beginning(text: str, marks: Sequence[str]) -> str:
+    """What of a text stands before the first of these marks, and before what may become one of them at its end."""
+    found = min((place for mark in marks if (place := text.find(mark)) >= 0), default=len(text))
+    open_ = max((size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])), default=0)
+    return text[: min(found, len(text) - open_)]
 
 
 def write_call(name: str, arguments: str, parser: str) -> str:

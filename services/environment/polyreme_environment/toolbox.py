@@ -6,7 +6,7 @@ answered with the reason: the policy sees it, and the episode goes on.
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from copy import copy
 from functools import partial
 from typing import Any
@@ -45,14 +45,16 @@ class Toolbox:
         part.schemas = [schema for name, schema in zip(self._names, self.schemas, strict=True) if name in names]
         return part
 
-    def answer(self, episode: Any, calls: Calls, limit: int, seconds: float, finish: Callable[[Any], Any]) -> list[ToolCall]:
+    async def answer(
+        self, episode: Any, calls: Calls, limit: int, seconds: float, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+    ) -> list[ToolCall]:
         """Makes the calls, one after the other.
 
         Args:
             episode: the instance whose methods are called.
             limit: characters of all results together.
             seconds: of all calls together. A tool that takes seconds gets an equal share of what is left.
-            finish: awaits what a method returned, if needed.
+            make: calls a method, and awaits what it returned, if needed.
 
         Raises:
             ContractError: a tool returned what no text can stand for.
@@ -60,25 +62,26 @@ class Toolbox:
         deadline, answers = time.monotonic() + seconds, list[ToolCall]()
         for place, call in enumerate(calls):
             share = max(0.0, deadline - time.monotonic()) / (len(calls) - place)
-            answers.append(self._answer(episode, call, limit // len(calls), share, finish))
+            began, (result, error) = time.monotonic(), await self._result(episode, call, share, make)
+            name = "" if isinstance(call, Malformed) else call.name
+            text = cut(result or f"error: {error}" * bool(error), limit // len(calls))
+            answers.append((name, call.text, text, time.monotonic() - began, error))
         return answers
 
-    def _answer(
-        self, episode: Any, call: ParsedCall | Malformed, limit: int, seconds: float, finish: Callable[[Any], Any]
-    ) -> ToolCall:
-        began, name = time.monotonic(), "" if isinstance(call, Malformed) else call.name
-        result = error = ""
+    async def _result(
+        self, episode: Any, call: ParsedCall | Malformed, seconds: float, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+    ) -> tuple[str, str]:
+        """The result of a call, and why it failed ("": it did not)."""
         try:
             if isinstance(call, Malformed):
                 raise ValueError(f"malformed call: {call.problem}")
-            result = result_of(name, finish(self._bound(episode, call, seconds)()))
+            return result_of(call.name, await make(self._bound(episode, call, seconds))), ""
         except (ContractError, LostError, MemoryError):
             raise
         except FailedCallError as failed:
-            result, error = failed.shown, str(failed)
+            return failed.shown, str(failed)
         except Exception as raised:  # noqa: BLE001 a tool may raise anything
-            error = _reason(raised)
-        return name, call.text, cut(result or f"error: {error}" * bool(error), limit), time.monotonic() - began, error
+            return "", _reason(raised)
 
     def _bound(self, episode: Any, call: ParsedCall, seconds: float) -> Callable[[], Any]:
         if call.name not in self._names:
@@ -90,7 +93,7 @@ class Toolbox:
         if getattr(tool, "takes_seconds", False):
             tool = partial(tool, seconds)
         bound = inspect.signature(tool).bind(**call.arguments)
-        return lambda: tool(*bound.args, **bound.kwargs)
+        return partial(tool, *bound.args, **bound.kwargs)
 
 
 def _schema(tool: Any, name: str, where: str) -> Schema:

@@ -6,9 +6,9 @@ Invariant: a replica reads the run only from Redis. It needs no copy of the mode
 import os
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 from polyreme.config.run import RunConfig
+from polyreme.experience.metric_records import EngineEnd, EngineStart, MetricRecord
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 
@@ -44,18 +44,18 @@ async def fetch_run_spec(redis_url: str, run_id: str | None, find_timeout: float
 
 async def report_engine(redis_url: str, run_id: str, engine: str, seconds: float | None = None) -> None:
     """Records that the replica's engine is starting or, with `seconds`, the duration of its start. Raises StoreError."""
-    duration = {} if seconds is None else {"seconds": round(seconds, 1)}
-    await _report(redis_url, run_id, {"kind": "engine_start", "engine": engine, **duration})
+    duration = None if seconds is None else round(seconds, 1)
+    await _report(redis_url, run_id, EngineStart(host=socket.gethostname(), pid=os.getpid(), engine=engine, seconds=duration))
 
 
 async def report_engine_end(redis_url: str, run_id: str, freed_bytes: int) -> None:
     """Records that the engine has ended for the learner, and the memory that only its processes had. Raises StoreError."""
-    await _report(redis_url, run_id, {"kind": "engine_end", "freed_bytes": freed_bytes})
+    await _report(redis_url, run_id, EngineEnd(host=socket.gethostname(), pid=os.getpid(), freed_bytes=freed_bytes))
 
 
-async def _report(redis_url: str, run_id: str, record: dict[str, Any]) -> None:
+async def _report(redis_url: str, run_id: str, record: MetricRecord) -> None:
     redis = await connect(redis_url)
     try:
-        await Run(redis, run_id).emit({**record, "host": socket.gethostname(), "pid": os.getpid()})
+        await Run(redis, run_id).emit(record)
     finally:
         await redis.aclose()

@@ -9,6 +9,7 @@ from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.listing import list_run, list_runs, run_ids
+from polyreme.experience.metric_records import Evaluation, VersionServed
 from polyreme.experience.run import Run, RunState
 from polyreme.rundir.run_status import redis_status
 from support.configs import run_config
@@ -28,8 +29,8 @@ async def test_a_live_run_has_replicas_and_an_ended_one_a_reason(redis: Redis, r
     await log.take(Writer.LEARNER)
     await log.begin(0)
     async with await Registry(run).register(Lease("rollout", "a", "h:1", "h:2", 1)):
-        await run.emit({"kind": "commit", "replica": "a", "version": 0})
-        await run.emit({"kind": "eval", "version": 0, "accuracy": 0.25})
+        await run.emit(VersionServed(replica="a", version=0))
+        await run.emit(Evaluation(version=0, metrics={"accuracy": 0.25}))
         status = redis_status(await list_run(redis, run.run_id), "redis://h:6379")
         assert (status.state, status.iteration, status.replicas) == ("starting", 0, {"a": 0})
         assert (status.metric, status.value, status.reward) == ("accuracy", 0.25, None)

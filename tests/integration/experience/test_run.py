@@ -6,6 +6,7 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.errors import ConfigError, RunFailedError, StaleTermError, UnavailableError
+from polyreme.experience.metric_records import GroupsPlanned, IterationTrained
 from polyreme.experience.run import CURRENT, Run, RunState
 from polyreme.experience.scripts import TransitionError
 from support.configs import run_config
@@ -138,12 +139,12 @@ async def test_a_failed_run_raises_its_reason(run: Run) -> None:
 
 async def test_records_come_in_order_and_as_plain_json(run: Run) -> None:
     for number in range(5):
-        await run.emit({"kind": "iteration", "iteration": number, "loss": np.float32(0.5), "lengths": np.arange(2)})
-    await run.emit({"kind": "alarm", "value": math.nan, "nested": {"inf": [math.inf, 1]}})
+        await run.emit(IterationTrained(iteration=number, metrics={"loss": np.float32(0.5), "lengths": np.arange(2)}))
+    await run.emit(GroupsPlanned(iteration=5, metrics={"value": math.nan, "nested": {"inf": [math.inf, 1]}}))
     records = await run.records("0", 0)
     assert [record["iteration"] for _, record in records[:5]] == [0, 1, 2, 3, 4]
-    assert records[0][1] == {"kind": "iteration", "iteration": 0, "loss": 0.5, "lengths": [0, 1]}
-    assert records[5][1] == {"kind": "alarm", "value": None, "nested": {"inf": [None, 1]}}
+    assert records[0][1] == {"kind": "iteration", "iteration": 0, "alarms": [], "loss": 0.5, "lengths": [0, 1]}
+    assert records[5][1] == {"kind": "rollout", "iteration": 5, "value": None, "nested": {"inf": [None, 1]}}
     assert await run.records(records[3][0], 0) == records[4:]
     assert await run.records(records[5][0], 0) == []
 
@@ -164,13 +165,13 @@ async def test_signals_wake_and_are_bounded(run: Run) -> None:
 
 async def test_a_record_wakes_nobody(run: Run) -> None:
     before = await run.last_event()
-    await run.emit({"kind": "iteration", "iteration": 1})
+    await run.emit(IterationTrained(iteration=1))
     assert len(await run.records("0", 0)) == 1 and await run.last_event() == before
 
 
 async def test_records_that_are_on_disk_are_trimmed(run: Run) -> None:
     for number in range(5):
-        await run.emit({"kind": "iteration", "iteration": number})
+        await run.emit(IterationTrained(iteration=number))
     ids = [at for at, _ in await run.records("0", 0)]
     await run.trim_records("0")
     assert len(await run.records("0", 0)) == 5

@@ -15,6 +15,7 @@ from polyreme.errors import StoreError
 from polyreme.experience import store
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.ledger import ExperienceLog, Writer
+from polyreme.experience.metric_records import DoneLearning
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from support.configs import run_config
@@ -206,8 +207,8 @@ async def test_an_append_whose_answer_was_lost_is_one_append(redis_url: str, tmp
         proxy.lose = 1
         assert await learner.plan(1, 60) == await learner.find_plan(1)
         proxy.lose = 1
-        await run.emit({"kind": "once"})
-        assert [record for _, record in await run.records("0", 0)] == [{"kind": "once"}]
+        await run.emit(DoneLearning())
+        assert [record for _, record in await run.records("0", 0)] == [{"kind": "done_learning"}]
         audit = await learner.audit()
         assert audit.clean and audit.counts["planned"] == 4
         await client.aclose()
@@ -237,7 +238,7 @@ async def test_a_server_error_keeps_its_message(own_server: EmbeddedServer, tmp_
             await asked
     await client.config_set("min-replicas-to-write", "1")
     client.reconnect_timeout = 0.1
-    for asked in (client.set("x", "1"), run.emit({"kind": "notice"})):
+    for asked in (client.set("x", "1"), run.emit(DoneLearning())):
         with pytest.raises(StoreError, match="found NOREPLICAS"):
             await asked
     await client.aclose()

@@ -1,5 +1,11 @@
 """Chat templates that need too much end their trial, and nothing else."""
 
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
 import pytest
 
 from polyreme.config.data import DataConfig
@@ -44,3 +50,10 @@ def test_nothing_renders_a_template_without_bound() -> None:
     files = chat_templates.chat_model_files("strict") | {"chat_template.jinja": DOUBLING.encode()}
     with pytest.raises(ConfigError, match="more than 512 MiB"):
         Template(files, DataConfig.model_validate({"train": "rows.jsonl", "max_prompt_tokens": 32}))
+
+
+def test_it_is_tried_where_pythonpath_leads_to_the_packages() -> None:
+    packages = os.pathsep.join([str(Path(__file__).parents[3]), sysconfig.get_path("purelib")])
+    program = "from polyreme.dataset.template_trial import try_template; try_template('q', {})"
+    python = Path(sys.base_prefix, "bin", "python3")  # as in the images: nothing of ours is in its site-packages
+    subprocess.run([python, "-c", program], env={"PYTHONPATH": packages}, check=True, timeout=60)

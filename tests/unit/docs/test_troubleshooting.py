@@ -14,7 +14,7 @@ from polyreme_trainer.observe import alarms
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-QUOTES = re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE)
+QUOTES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
 SOURCES = [ROOT / "polyreme", *(ROOT / "services").glob("*/polyreme_*")]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.apis import chat
 from polyreme_environment.agents.conversation import AgentConversation
-from polyreme_environment.agents.message import Spoken, before_stop, spoken
+from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
 from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
 from polyreme_environment.agents.result import Result, read_result
 from polyreme_environment.contract import ContractError
@@ -92,7 +92,7 @@ def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], 
     known: dict[Any, int] = {}
     conversation = AgentConversation()
     history: list[dict[str, str]] = []
-    for new, answer, blanks in turns:
+    for place, (new, answer, blanks) in enumerate(turns, 1):
         begins = data.draw(st.booleans())
         messages = new if begins else [*history, *new]
         plain = [(m["role"], m["content"].strip() if m["role"] == "assistant" else m["content"]) for m in messages]
@@ -101,7 +101,8 @@ def test_a_request_continues_the_longest_turn_that_it_repeats(turns: list[Any], 
         expected = max((end for end in found if end > behind), default=0)
         number, rest = conversation.place(messages)
         assert number == (known[tuple(plain[:expected])] if expected else 0) and rest == messages[expected:]
-        known[(*plain, ("assistant", answer.strip()))] = conversation.add(messages, {"role": "assistant", "content": answer})
+        conversation.add(place, messages, {"role": "assistant", "content": answer})
+        known[(*plain, ("assistant", answer.strip()))] = place
         history = [*messages, {"role": "assistant", "content": blanks + answer.strip() + blanks}]
 
 
@@ -118,7 +119,8 @@ MULTIPLY = ParsedCall("multiply", {"a": 12, "b": 34}, '{"a": 12, "b": 34}')
         (f"Let me see.  \n{CALL}", Spoken("Let me see.", "", (MULTIPLY,))),
         (CALL + CALL, Spoken("", "", (MULTIPLY, MULTIPLY))),
         (f"<think>\nuse it\n</think>\n\n{CALL}", Spoken("", "use it", (MULTIPLY,))),
-        ("use it\n</think>\n\n42", Spoken("42", "use it")),
+        ("no thought </think> 42", Spoken("no thought </think> 42")),
+        ("<think>\n\n</think>\n\n42 </think>", Spoken("42 </think>")),
         ("<think>\nnever closed", Spoken("", "never closed")),
         ("<tool_call>\nno json\n</tool_call>", Spoken("<tool_call>\nno json\n</tool_call>")),
         (CALL + "<tool_call>no", Spoken(CALL + "<tool_call>no")),
@@ -130,12 +132,53 @@ def test_an_answer_as_a_message(text: str, expected: Spoken) -> None:
     assert not without.calls and without.thought == expected.thought
 
 
+def test_an_answer_may_begin_within_a_thought() -> None:
+    assert spoken("use it\n</think>\n\n42", "", "hermes", True) == Spoken("42", "use it")
+    assert spoken(f"use {CALL}", f"use {CALL}", "hermes", True) == Spoken("", f"use {CALL}"), "and end there"
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            "<think>",
+            "</think>",
+            CALL,
+            "<tool_call>",
+            "no",
+            "\n",
+            " ",
+            "a",
+            "<",
+            "</th",
+            "STOP",
+            "ST",
+            "{}",
+            '{"name": "f", "parameters": {}}',
+        ]
+    )
+)
+
+
+@given(PIECES, st.sampled_from([None, "hermes", "llama3_json"]), st.booleans(), st.sampled_from([[], ["STOP"], ["STO", "\n "]]))
+def test_what_is_certain_of_an_answer_begins_it(pieces: list[str], parser: str | None, in_thought: bool, stop: list[str]) -> None:
+    whole = "".join(pieces)
+    text, _ = before_stop(whole, stop)
+    said = spoken(text, text, parser, in_thought)
+    told = Spoken("")
+    for end in range(len(whole) + 1):
+        certain = spoken_so_far(whole[:end], stop, parser, in_thought)
+        assert certain.thought.startswith(told.thought) and certain.content.startswith(told.content)
+        assert not certain.content or certain.thought == said.thought, "the thought comes first"
+        told = certain
+    assert said.thought.startswith(told.thought) and said.content.startswith(told.content)
+
+
 def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "multiply", "arguments": {"a": 12}}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call_1", "content": "408"}
     conversation = AgentConversation()
-    assert conversation.add([HELLO], answer, [TOOL]) == 1
+    conversation.add(1, [HELLO], answer, [TOOL])
     again = {**answer, "content": "\n", "tool_calls": [{**call, "function": {"name": "multiply", "arguments": {"a": 12.0}}}]}
     assert conversation.place([HELLO, again, result], [TOOL]) == (1, [result])
     assert conversation.place([HELLO, again, result])[0] == 0, "without tools the prompt is another one"
@@ -146,7 +189,8 @@ def test_calls_are_known_by_their_ids_and_tools_by_what_they_are() -> None:
 def test_a_text_continues_the_longest_turn_that_it_repeats() -> None:
     conversation = AgentConversation()
     assert conversation.place_text("1+1=") == (0, "1+1=")
-    assert [conversation.add_text(text) for text in ("1+1=2", None, "1+1=2\n2+2=4")] == [1, 2, 3]
+    for number, text in ((3, "1+1=2\n2+2=4"), (2, None), (1, "1+1=2")):
+        conversation.add_text(number, text)
     assert conversation.place_text("1+1=2\n2+2=4") == (3, "")
     assert conversation.place_text("1+1=2\n2+2=5") == (1, "\n2+2=5")
     assert conversation.history(3) is None, "there are no messages"

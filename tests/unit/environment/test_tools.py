@@ -1,5 +1,6 @@
 """Tools: their schemas against those of transformers, the calls in an answer, and how calls are answered."""
 
+import inspect
 import json
 from collections.abc import Callable
 from typing import Any, Literal
@@ -174,18 +175,12 @@ def test_an_answer_without_calls(answer: str, parser: str) -> None:
     assert find_calls(answer, parser) == []
 
 
-def finish(value: Any) -> Any:
-    """The result of a coroutine that waits for nothing."""
-    if not hasattr(value, "send"):
-        return value
-    try:
-        value.send(None)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("it waits")
+async def make(method: Callable[[], Any]) -> Any:
+    value = method()
+    return await value if inspect.iscoroutine(value) else value
 
 
-def test_every_call_is_answered_in_order() -> None:
+async def test_every_call_is_answered_in_order() -> None:
     box = Toolbox(Desk, "e.py")
     made: Calls = [
         ParsedCall("search", {"query": "a", "limit": 2}, "{}"),
@@ -196,7 +191,7 @@ def test_every_call_is_answered_in_order() -> None:
         ParsedCall("fails", {"how": "badly"}, "{}"),
         Malformed("no", "it is no JSON"),
     ]
-    answers = box.answer(Desk(), made, 7000, 1.0, finish)
+    answers = await box.answer(Desk(), made, 7000, 1.0, make)
     assert [(name, result) for name, _, result, _, _ in answers] == [
         ("search", '["a", "a"]'),
         ("now", "noon"),
@@ -210,12 +205,12 @@ def test_every_call_is_answered_in_order() -> None:
     assert all(seconds >= 0 for _, _, _, seconds, _ in answers)
 
 
-def test_results_are_bounded_and_must_be_text_or_json() -> None:
+async def test_results_are_bounded_and_must_be_text_or_json() -> None:
     box = Toolbox(Desk, "e.py")
-    (answer,) = box.answer(Desk(), [ParsedCall("search", {"query": "a" * 50, "limit": 1}, "{}")], 40, 1.0, finish)
+    (answer,) = await box.answer(Desk(), [ParsedCall("search", {"query": "a" * 50, "limit": 1}, "{}")], 40, 1.0, make)
     assert answer[2] == '["' + "a" * 11 + " ... (cut at 40 characters)" and len(answer[2]) <= 40
     with pytest.raises(ContractError, match="fails to return a text or a value that JSON has"):
-        box.answer(Desk(), [ParsedCall("fails", {"how": "well"}, "{}")], 20, 1.0, finish)
+        await box.answer(Desk(), [ParsedCall("fails", {"how": "well"}, "{}")], 20, 1.0, make)
 
 
 @pytest.mark.parametrize("tools", [["gone"], ["step"], "now", [3]])

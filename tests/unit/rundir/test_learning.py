@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polyreme.experience.metric_records import Evaluation
 from polyreme.rundir.learning import Learning, learning_lines
 
 FLAT: dict[str, Any] = {
@@ -33,14 +34,14 @@ def noise(level: float, seed: int = 0) -> Callable[[int], float]:
 def test_a_run_whose_rewards_or_evaluations_rise_has_learned() -> None:
     rising = noise(0.0)
     assert learned(lambda number: 0.2 + 0.005 * number + rising(number)).findings({}, None) == []
-    evaluation = {"samples": 500, "examples": []}
+    evaluation = Evaluation(version=60, samples=500)
     assert learned(noise(0.3)).findings({0: 0.30, 60: 0.45}, evaluation) == []
     assert learned(noise(0.3)).findings({0: 0.30, 60: 0.32}, evaluation) != []
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_not_learning(seed: int) -> None:
-    head, *causes = learned(noise(0.04, seed)).findings({0: 0.043, 60: 0.039}, {"samples": 64}) or ["", ""]
+    head, *causes = learned(noise(0.04, seed)).findings({0: 0.043, 60: 0.039}, Evaluation(version=60, samples=64)) or ["", ""]
     if head:  # two standard errors: one seed in twenty may look like learning
         assert "nothing was learned" in head and "0.043 and 0.039" in head and "no cause is visible" in causes[0]
 
@@ -62,7 +63,7 @@ def test_most_seeds_of_noise_are_told_apart_from_learning() -> None:
     ],
 )
 def test_a_cause_that_the_records_show_is_named(fields: dict[str, Any], labels: list[str], cause: str) -> None:
-    newest = {"samples": 64, "examples": [{"label": label} for label in labels]}
+    newest = Evaluation(version=60, samples=64, examples=[{"label": label} for label in labels])
     head, *causes = learned(lambda number: 0.1, **fields).findings({0: 0.1, 60: 0.1}, newest)
     assert len(causes) == 1 and cause in causes[0]
     assert learning_lines([head, *causes])[0].startswith("warning ")

@@ -15,8 +15,10 @@ from polyreme.display import view
 from polyreme.display.report import activities, plain_line, replay, report
 from polyreme.display.summary import redis_bytes, summary_lines
 from polyreme.errors import ConfigError
+from polyreme.experience.metric_records import read_record
 from polyreme.rundir.progress import LOADING_SECONDS, Progress, comparable
 from support.configs import run_config
+from support.record_lines import read_evaluation
 
 
 def iteration(number: int, time: float, seconds: float = 2.0, wait: float = 1.0, **fields: Any) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def test_a_repeated_iteration_counts_once_and_its_rates_do_not() -> None:
     assert progress.repeats(nonsense)
     assert progress.rl_seconds() == pytest.approx(6.0)
     assert progress.summary()["iterations"] == 3
-    assert [record["tokens_per_second"] for record in progress.recent] == [5000.0] * 3
+    assert [record.metrics["tokens_per_second"] for record in progress.recent] == [5000.0] * 3
 
 
 def test_a_replay_is_shown_with_its_place_and_the_time_that_it_adds() -> None:
@@ -151,7 +153,7 @@ def test_a_warm_start_says_how_long_its_phase_still_takes(tmp_path: Path) -> Non
 def test_a_long_evaluation_says_how_far_it_is_until_it_is_over() -> None:
     begun = {"kind": "eval_progress", "version": 8, "answered": 120, "asked": 500, "seconds_left": 75.0, "time": 1.0}
     progress = progress_of(begun)
-    assert progress.evaluating == begun
+    assert progress.evaluating == read_record(begun)
     assert plain_line(begun, progress, 24) == "evaluation of version 8: 120 of 500 answers, remaining about 1:15"
     progress.add(evaluation(8, 2.0, 0.5))
     assert progress.evaluating is None
@@ -163,7 +165,7 @@ def test_a_long_evaluation_says_how_far_it_is_until_it_is_over() -> None:
 def test_a_model_that_loads_is_shown_until_it_is_loaded() -> None:
     loading = {"kind": "loading", "role": "critic", "fraction": 0.25, "seconds_left": 75.0, "time": 1.0}
     progress = progress_of(loading)
-    assert progress.loading == {"critic": loading}
+    assert progress.loading == {"critic": read_record(loading)}
     assert plain_line(loading, progress, 24) == "loading the critic: 25%, remaining about 1:15"
     done = {"kind": "loading", "role": "critic", "fraction": 1.0, "seconds_left": 0.0, "time": 2.0}
     progress.add(done)
@@ -182,9 +184,9 @@ def test_models_that_load_at_once_are_shown_until_each_is_loaded() -> None:
         "loading the reward model quality: 50%, remaining about 1:15",
     ]
     progress.add({**critic, "fraction": 1.0, "time": 6.0})
-    assert progress.loading == {"reward model quality": reward}
+    assert progress.loading == {"reward model quality": read_record(reward)}
     progress.add(iteration(1, time=1.0 + LOADING_SECONDS / 2))
-    assert progress.loading == {"reward model quality": reward}
+    assert progress.loading == {"reward model quality": read_record(reward)}
     progress.add(iteration(2, time=1.0 + LOADING_SECONDS))  # its process is gone
     assert not progress.loading
 
@@ -196,9 +198,9 @@ def test_an_engine_that_starts_is_shown_until_a_replica_registers() -> None:
     assert plain_line(begun, progress, 24) == "replica: vllm starts on a"
     assert plain_line(over, progress, 24) == "replica: vllm 0.32.0 started on a in 18.2 s"
     progress.add(over)
-    assert progress.engine_start == over
+    assert progress.engine_start == read_record(over)
     progress.add({"kind": "replicas", "replicas": {}, "time": 19.5})
-    assert progress.engine_start == over
+    assert progress.engine_start == read_record(over)
     progress.add({"kind": "replicas", "replicas": {"r": "http://a/v1"}, "time": 20.0})
     assert progress.engine_start is None
     progress.add(begun)
@@ -248,8 +250,8 @@ def test_results_of_different_metrics_are_not_compared() -> None:
     ],
 )
 def test_the_mean_of_a_set_has_two_names(one: str, other: str, same: bool) -> None:
-    results = [{"result": {"metric": name, "value": 0.5}, "held_out": "a1"} for name in (one, other)]
-    assert comparable(*results) is same
+    first, second = (read_evaluation({"result": {"metric": name, "value": 0.5}, "held_out": "a1"}) for name in (one, other))
+    assert comparable(first, second) is same
 
 
 def test_results_on_other_held_out_data_are_not_compared() -> None:
@@ -265,7 +267,8 @@ def test_results_on_other_held_out_data_are_not_compared() -> None:
 
 def test_a_record_that_does_not_name_its_prompts_is_comparable() -> None:
     older, newer = evaluation(0, 1.0, 0.3), evaluation(1, 3.0, 0.5) | {"held_out": "a1"}
-    assert comparable(older, newer) and comparable(newer, older)
+    one, other = read_evaluation(older), read_evaluation(newer)
+    assert comparable(one, other) and comparable(other, one)
     assert progress_of(older, iteration(1, time=2.0), newer).evaluations == {0: 0.3, 1: 0.5}
 
 

@@ -10,16 +10,21 @@ Invariant: a request without an open session's key learns nothing but that.
 """
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from polyreme_environment.agents.apis import APIS, Api, chat
-from polyreme_environment.agents.request import RefusedRequestError, bad, read_object
-from polyreme_environment.agents.session import AgentSession, SessionTable
+from polyreme_environment.agents.reply import AgentTurn, PartialTurn, encoded, server_sent
+from polyreme_environment.agents.request import Asked, RefusedRequestError, bad, read_object
+from polyreme_environment.agents.session import AgentSession
+from polyreme_environment.agents.session_table import SessionTable
 
 _GYM = "/ng-rollout/{key}"
 _PREFIXES = ("/s/{id}/v1", "/v1", f"{_GYM}/v1", f"{_GYM}/training-token-capture/v1")
@@ -73,12 +78,42 @@ def _key(request: Request) -> str:
 def _turn_of(api: Api) -> Answer:
     async def answer(session: AgentSession, body: bytes) -> Response:
         asked = read_object(body)
-        turn = await session.answer(api.read(asked, session.history))
-        if asked.get("stream"):
-            return Response(api.events(asked, turn), media_type="text/event-stream")
-        return JSONResponse(api.reply(asked, turn))
+        request = api.read(asked, session.history)
+        if not asked.get("stream"):
+            return JSONResponse(api.reply(asked, await session.answer(request)))
+        parts = session.stream(replace(request, streams=True))
+        first = await anext(parts)  # a refusal has its status, as long as nothing has been told
+        return _EventStream(api, asked, first, parts)
 
     return answer
+
+
+class _EventStream(StreamingResponse):
+    """A turn as it is sampled. When the client leaves, so does the stream."""
+
+    def __init__(
+        self, api: Api, asked: Asked, first: PartialTurn | AgentTurn, rest: AsyncGenerator[PartialTurn | AgentTurn, None]
+    ) -> None:
+        super().__init__(self._body(api, asked, first), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._rest):
+            await super().__call__(scope, receive, send)
+
+    async def _body(self, api: Api, asked: Asked, first: PartialTurn | AgentTurn) -> AsyncIterator[bytes]:
+        writer = api.events(asked)
+        try:
+            async for part in server_sent(writer, self._parts(first)):
+                yield part
+        except RefusedRequestError as refused:
+            error = api.error(refused.status, refused.message, refused.code)
+            yield encoded([{"type": "error", **error}], is_named=writer.is_named)
+
+    async def _parts(self, first: PartialTurn | AgentTurn) -> AsyncIterator[PartialTurn | AgentTurn]:
+        yield first
+        async for part in self._rest:
+            yield part
 
 
 async def _reward(session: AgentSession, body: bytes) -> Response:

@@ -25,12 +25,12 @@ class _Kept:
 
 
 class AgentConversation:
-    """The turns of a session, in the order of sampling."""
+    """The turns of a session, by their numbers from 1. They come in any order."""
 
     def __init__(self) -> None:
-        self._turns: dict[bytes, int] = {}  # digest of the messages up to and with the answer -> number of the turn, from 1
+        self._turns: dict[bytes, int] = {}  # digest of the messages up to and with the answer -> number of the turn
         self._texts: dict[str, int] = {}  # the same for a text
-        self._kept: list[_Kept | None] = []
+        self._kept: dict[int, _Kept | None] = {}
 
     def place(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, list[Message]]:
         """The number of the turn that a request follows, and the messages behind it; (0, all messages) if it follows none.
@@ -52,25 +52,25 @@ class AgentConversation:
         begins = max((known for known in self._texts if text.startswith(known)), key=len, default="")
         return self._texts.get(begins, 0), text[len(begins) :]
 
-    def add(self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = (), *, instructions: int = 0) -> int:
-        """Adds the answer to a request. Returns the number of the turn. `instructions`: see `TurnRequest`."""
+    def add(
+        self, number: int, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = (), *, instructions: int = 0
+    ) -> None:
+        """Adds the answer to a request, as a turn of this number. `instructions`: see `TurnRequest`."""
         after, behind = self.place(messages, tools)
-        self._kept.append(_Kept(after, behind, instructions, answer))
+        self._kept[number] = _Kept(after, behind, instructions, answer)
         *_, digest = _digests([*messages, answer], tools)
-        self._turns[digest] = len(self._kept)
-        return len(self._kept)
+        self._turns[digest] = max(number, self._turns.get(digest, 0))
 
-    def add_text(self, text: str | None) -> int:
-        """Adds the answer to a prompt: the text of both, or None where the prompt was tokens. Returns the number of the turn."""
-        self._kept.append(None)
+    def add_text(self, number: int, text: str | None) -> None:
+        """Adds the answer to a prompt: the text of both, or None where the prompt was tokens."""
+        self._kept[number] = None
         if text is not None:
-            self._texts[text] = len(self._kept)
-        return len(self._kept)
+            self._texts[text] = max(number, self._texts.get(text, 0))
 
     def history(self, number: int) -> list[Message] | None:
         """The conversation up to a turn, without instructions; None: there is none of messages."""
         found: list[Message] = []
-        while 0 < number <= len(self._kept) and (turn := self._kept[number - 1]) is not None:
+        while (turn := self._kept.get(number)) is not None:
             found = [*turn.messages[0 if turn.after else turn.instructions :], turn.answer, *found]
             number = turn.after
         return found or None

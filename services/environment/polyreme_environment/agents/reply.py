@@ -4,13 +4,25 @@ Invariant: the reply to a request depends only on the request and its turn, so a
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from polyreme.api.v1.environment_pb2 import TurnTokens
 from polyreme_environment.agents.message import Spoken
 from polyreme_environment.tool_calls import ParsedCall
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PartialTurn:
+    """What is certain of a turn that is being sampled. Attributes as of `AgentTurn`."""
+
+    id: str
+    created: int
+    said: Spoken
+    context_tokens: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,54 @@ def usage(turn: AgentTurn) -> dict[str, int]:
     return {"prompt_tokens": turn.context_tokens, "completion_tokens": turn.tokens, "total_tokens": both}
 
 
-def server_sent(events: Iterator[dict[str, Any]], *, named: bool) -> bytes:
-    """Events as the body of a reply. `named`: each with its `type` as its name; otherwise they end with [DONE]."""
-    lines = [(f"event: {each['type']}\n" if named else "") + f"data: {json.dumps(each)}\n\n" for each in events]
-    return "".join([*lines, *([] if named else ["data: [DONE]\n\n"])]).encode()
+class EventWriter(Protocol):
+    """The events of one streamed reply.
+
+    Attributes:
+        is_named: whether each event has its `type` as its name; otherwise the stream ends with [DONE].
+    """
+
+    is_named: bool
+
+    def begin(self, turn: PartialTurn | AgentTurn) -> Iterator[Event]:
+        """The first events. Neither thought nor text are told."""
+        ...
+
+    def more(self, turn: PartialTurn | AgentTurn, thought: str, text: str) -> Iterator[Event]:
+        """What the thought and the text go on with. No thought follows a text."""
+        ...
+
+    def end(self, turn: AgentTurn) -> Iterator[Event]:
+        """The last events, when all of the thought and the text have been told."""
+        ...
+
+
+async def server_sent(writer: EventWriter, parts: AsyncIterator[PartialTurn | AgentTurn]) -> AsyncIterator[bytes]:
+    """The body of a streamed reply, as the parts of the turn come, of which the last one is whole."""
+    told: Spoken | None = None
+    async for turn in parts:
+        events: list[Event] = []
+        if told is None:
+            told = Spoken("")
+            events += writer.begin(turn)
+        thought, text = _after(told.thought, turn.said.thought), _after(told.content, turn.said.content)
+        if thought or text:
+            events += writer.more(turn, thought, text)
+        told = turn.said
+        if isinstance(turn, AgentTurn):
+            events += writer.end(turn)
+        if events:
+            yield encoded(events, is_named=writer.is_named)
+    if not writer.is_named:
+        yield b"data: [DONE]\n\n"
+
+
+def encoded(events: Iterable[Event], *, is_named: bool) -> bytes:
+    """Events as a part of a body."""
+    return "".join((f"event: {each['type']}\n" if is_named else "") + f"data: {json.dumps(each)}\n\n" for each in events).encode()
+
+
+def _after(told: str, text: str) -> str:
+    if not text.startswith(told):
+        raise AssertionError(f"told {told!r:.100}, but the text is {text!r:.100}")
+    return text[len(told) :]

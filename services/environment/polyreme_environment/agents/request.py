@@ -74,6 +74,7 @@ class TurnRequest:
         temperature: the sampling temperature that the run must have, or None.
         stop: texts that end the answer and are not part of it.
         wants_tokens: whether the reply has tokens or their log-probabilities.
+        streams: whether the reply comes as the turn is sampled.
         instructions: the number of messages at the beginning that do not belong to the conversation, should a later request name the answer.
     """
 
@@ -87,6 +88,7 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     wants_tokens: bool = False
     instructions: int = 0
+    streams: bool = False
 
 
 @dataclass(frozen=True)

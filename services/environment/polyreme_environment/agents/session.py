@@ -1,40 +1,80 @@
-"""The sessions of a server: each one is an agent's way to the policy in one episode.
+"""A session: an agent's way to the policy in one episode.
 
-Invariant: a session answers only to its own key, and only while its episode is played. Its requests become turns one after the other. A
-repeated request gets the answer of the first one. What an agent can make a session keep is bounded.
+Invariant: a repeated request gets the answer of the first one,
+which may still be sampled. A request whose streams have all been closed is withdrawn. What an agent can make a session keep is bounded.
 """
 
 import asyncio
-import hmac
 import math
 import secrets
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
 
-from polyreme.api.v1.environment_pb2 import Answer
+from polyreme.api.v1.environment_pb2 import Answer, Delta
 from polyreme_environment.agents.conversation import AgentConversation
-from polyreme_environment.agents.message import Spoken, before_stop, spoken
-from polyreme_environment.agents.reply import AgentTurn
+from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
+from polyreme_environment.agents.reply import AgentTurn, PartialTurn
 from polyreme_environment.agents.request import Message, RefusedRequestError, TurnRequest, bad
 from polyreme_environment.contract import ToolCall
-from polyreme_environment.tool_calls import ParsedCall
+from polyreme_environment.tool_calls import ParsedCall, beginning
 
 _WAITING = 64
-"""Maximum number of requests of a session that wait for their turn."""
+"""Maximum number of requests of a session that wait to be asked for."""
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """Of a session: characters that a request may add, turns that are sampled at the same time, and how calls are written: see `find_calls`."""
+
+    chars: int
+    at_once: int
+    tool_parser: str
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, the turn that it follows (0: none) with the messages or the text behind that, and the calls of that turn that they answer."""
+    """A request and its number, the turn that it follows (0: none) with the messages or the text behind that, and the calls of that turn that
+    they answer."""
 
+    number: int
     request: TurnRequest
     after: int
     messages: list[Message]
     text: str | None
     calls: list[ToolCall]
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """The number of a request whose clients have left."""
+
+    number: int
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A request and its answer to be.
+
+    Attributes:
+        number: 0 while it waits.
+        so_far: what is certain of the turn; None: nothing has been told of it.
+        told: what `so_far` was read from.
+        grown: set, and replaced, when more is told.
+        streams: how many callers follow it as it is sampled.
+        is_kept: whether it is sampled to its end without them.
+    """
+
+    request: TurnRequest
+    answer: "asyncio.Future[AgentTurn]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    number: int = 0
+    so_far: PartialTurn | None = None
+    told: str = ""
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: int = 0
+    is_kept: bool = False
 
 
 class AgentSession:
@@ -43,72 +83,110 @@ class AgentSession:
     Attributes:
         id: its part of the address.
         key: what its requests must present.
-        over: why no turn follows any more; "": turns may follow.
+        over: why no turn begins any more; "": turns may begin.
     """
 
-    def __init__(self, limit: int, tool_parser: str) -> None:
-        """Args: limit: characters that a request may add. tool_parser: see `find_calls`."""
+    def __init__(self, limits: SessionLimits) -> None:
         self.id, self.key, self.over = secrets.token_hex(8), secrets.token_hex(24), ""
-        self._limit, self._tool_parser = limit, tool_parser
+        self._limits = limits
         self._conversation = AgentConversation()
-        self._answers: dict[bytes, asyncio.Future[AgentTurn]] = {}
-        self._waiting: deque[TurnRequest] = deque()
-        self._came = asyncio.Event()
-        self._turns = 0
-        self._calls: dict[str, ParsedCall] = {}  # of the last turn, by id
-        self._reward: float | None = None
+        self._known: dict[bytes, _Pending] = {}  # by the requests' digests, answered or not
+        self._waiting: deque[_Pending] = deque()
+        self._sampling: dict[int, _Pending] = {}  # by the requests' numbers
+        self._withdrawn: deque[int] = deque()
+        self._changed = asyncio.Event()
+        self._newest = 0  # number of a request
+        self._last = 0  # the turn that was answered last
+        self._calls: dict[int, dict[str, ParsedCall]] = {}  # of each turn, by id
+        self._rewards: defaultdict[int, float] = defaultdict(float)
         self.is_rewarded = False
+
+    @property
+    def sampling(self) -> int:
+        """How many turns are being sampled."""
+        return len(self._sampling)
 
     async def answer(self, request: TurnRequest) -> AgentTurn:
         """The turn that answers a request. A caller that is cancelled leaves the request to its end. Raises RefusedRequestError."""
-        known = self._answers.get(request.digest)
-        if known is None:
-            if self.over:
-                raise RefusedRequestError(400, self.over, "episode_over")
-            if len(self._waiting) >= _WAITING:
-                raise RefusedRequestError(
-                    429, f"expected at most {_WAITING} requests of a session at once; found more", "too_many"
-                )
-            known = self._answers[request.digest] = asyncio.get_running_loop().create_future()
-            known.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may have left
-            self._waiting.append(request)
-            self._came.set()
-        return await asyncio.shield(known)
+        pending = self._pending(request)
+        pending.is_kept = True
+        return await asyncio.shield(pending.answer)
+
+    async def stream(self, request: TurnRequest) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
+        """What is certain of the turn, as it is sampled, and at last the turn. A request of which something has been told is withdrawn when
+        its last stream is closed. Raises RefusedRequestError."""
+        pending = self._pending(request)
+        pending.streams += 1
+        try:
+            while not pending.answer.done():
+                grown = asyncio.ensure_future(pending.grown.wait())
+                if pending.so_far is not None:
+                    yield pending.so_far
+                try:
+                    waits: set[asyncio.Future[Any]] = {grown, pending.answer}
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    grown.cancel()
+            yield await asyncio.shield(pending.answer)
+        finally:
+            pending.streams -= 1
+            if pending.so_far is not None and not (pending.streams or pending.is_kept or pending.answer.done()):
+                self._withdraw(pending)
+
+    def _pending(self, request: TurnRequest) -> _Pending:
+        if (known := self._known.get(request.digest)) is not None:
+            return known
+        if self.over:
+            raise RefusedRequestError(400, self.over, "episode_over")
+        if len(self._waiting) >= _WAITING:
+            raise RefusedRequestError(429, f"expected at most {_WAITING} requests of a session that wait; found more", "too_many")
+        pending = self._known[request.digest] = _Pending(request)
+        pending.answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may have left
+        self._waiting.append(pending)
+        self._changed.set()
+        return pending
 
     def reward(self, amount: float) -> None:
-        """Adds to the reward of the last turn. Raises RefusedRequestError."""
+        """Adds to the reward of the turn that was answered last. Raises RefusedRequestError."""
         if not math.isfinite(amount):
             raise RefusedRequestError(400, f"expected a finite reward; found {amount}", "invalid_request")
-        if not self._turns:
+        if not self._last:
             raise RefusedRequestError(400, "expected a turn before its reward; found none", "invalid_request")
-        self._reward = (self._reward or 0.0) + amount
+        self._rewards[self._last] += amount
         self.is_rewarded = True
 
-    def take_reward(self) -> float:
-        """The rewards since the last call."""
-        reward, self._reward = self._reward or 0.0, None
-        return reward
+    def take_rewards(self) -> dict[int, float]:
+        """The rewards since the last call, by the numbers of their turns."""
+        rewards, self._rewards = dict(self._rewards), defaultdict(float)
+        return rewards
 
-    async def next(self) -> Asked:
-        """The oldest request without an answer, which stays so until `sampled` or `refused`."""
+    async def next(self) -> Asked | Withdrawn:
+        """A request that was withdrawn; else the oldest one that waits, when one more turn may be sampled. It is sampled until `sampled` or
+        `refused`."""
         while True:
-            while not self._waiting:
-                self._came.clear()
-                await self._came.wait()
-            asked = self._placed(self._waiting[0])
-            if (chars := sum(len(message["content"]) for message in asked.messages) + len(asked.text or "")) <= self._limit:
+            while not self._withdrawn and (not self._waiting or len(self._sampling) >= self._limits.at_once):
+                self._changed.clear()
+                await self._changed.wait()
+            if self._withdrawn:
+                return Withdrawn(self._withdrawn.popleft())
+            self._newest += 1
+            pending = self._sampling[self._newest] = self._waiting.popleft()
+            pending.number = self._newest
+            asked = self._placed(self._newest, pending.request)
+            chars = sum(len(message["content"]) for message in asked.messages) + len(asked.text or "")
+            if chars <= (limit := self._limits.chars):
                 return asked
-            found = f"expected at most environment.max_message_chars = {self._limit} new characters in a request; found {chars}"
-            self.refused(found)
+            found = f"expected at most environment.max_message_chars = {limit} new characters in a request; found {chars}"
+            self.refused(asked.number, found)
 
-    def _placed(self, request: TurnRequest) -> Asked:
+    def _placed(self, number: int, request: TurnRequest) -> Asked:
         if isinstance(request.prompt, str):
             after, text = self._conversation.place_text(request.prompt)
-            return Asked(request, after, [], text, [])
+            return Asked(number, request, after, [], text, [])
         if request.prompt is not None:
-            return Asked(request, 0, [], None, [])
+            return Asked(number, request, 0, [], None, [])
         after, messages = self._conversation.place(request.messages, request.tools)
-        return Asked(request, after, messages, None, self._made(messages) if after == self._turns else [])
+        return Asked(number, request, after, messages, None, self._made(after, messages))
 
     def history(self, turn: str) -> list[Message]:
         """The conversation up to the answer of a turn, by its id. Raises RefusedRequestError."""
@@ -120,70 +198,80 @@ class AgentSession:
             raise bad(f"expected the id of an earlier answer of this session; found {turn!r:.100}", "not_found")
         return found
 
+    def told(self, delta: Delta) -> None:
+        """Takes what has been sampled of a turn."""
+        if (pending := self._sampling.get(delta.number)) is None:
+            return
+        pending.told += delta.text
+        request, text = pending.request, pending.told
+        if request.prompt is not None:
+            said = Spoken(beginning(text, request.stop))
+        else:
+            said = spoken_so_far(text, request.stop, self._parser(request), delta.in_thought)
+        created = int(time.time()) if pending.so_far is None else pending.so_far.created
+        pending.so_far = PartialTurn(f"{self.id}-{delta.number}", created, said, delta.context_tokens)
+        grown, pending.grown = pending.grown, asyncio.Event()
+        grown.set()
+
+    def _parser(self, request: TurnRequest) -> str | None:
+        return self._limits.tool_parser if request.calls else None
+
     def sampled(self, answer: Answer) -> None:
-        """Answers the oldest request."""
-        request = self._waiting.popleft()
+        """Answers a request, by its number."""
+        if (pending := self._take(answer.number)) is None:
+            return
+        request, number = pending.request, answer.number
         text, stopped_by = before_stop(answer.text, request.stop)
         raw, _ = before_stop(answer.raw or answer.text, request.stop)
         is_prompt = request.prompt is not None
-        said = Spoken(text) if is_prompt else spoken(text, raw, self._tool_parser if request.calls else None)
+        said = Spoken(text) if is_prompt else spoken(text, raw, self._parser(request), answer.in_thought)
         counts = answer.is_cut, answer.context_tokens, answer.tokens
         tokens = answer.sampled if request.wants_tokens else None
-        turn = AgentTurn(f"{self.id}-{self._turns + 1}", int(time.time()), said, *counts, stopped_by, tokens)
-        self._calls = dict(turn.calls)
+        created = int(time.time()) if pending.so_far is None else pending.so_far.created
+        turn = AgentTurn(f"{self.id}-{number}", created, said, *counts, stopped_by, tokens)
+        self._last, self._calls[number] = number, dict(turn.calls)
         if is_prompt:
-            self._turns = self._conversation.add_text(request.prompt + answer.text if isinstance(request.prompt, str) else None)
+            self._conversation.add_text(number, request.prompt + answer.text if isinstance(request.prompt, str) else None)
         else:
             message = {**turn.message, "content": said.content}
-            self._turns = self._conversation.add(request.messages, message, request.tools, instructions=request.instructions)
-        self._answers[request.digest].set_result(turn)
+            self._conversation.add(number, request.messages, message, request.tools, instructions=request.instructions)
+        pending.answer.set_result(turn)
 
-    def _made(self, messages: list[Message]) -> list[ToolCall]:
-        """The calls of the last turn whose results are in these messages."""
-        found = [(self._calls.get(message.get("tool_call_id", "")), message["content"]) for message in messages]
+    def _made(self, after: int, messages: list[Message]) -> list[ToolCall]:
+        """The calls of a turn whose results are in these messages. Each one is told once."""
+        made = self._calls.get(after, {})
+        found = [(made.pop(message.get("tool_call_id", ""), None), message["content"]) for message in messages]
         return [(call.name, call.text, result, 0.0, "") for call, result in found if call is not None]
 
-    def refused(self, message: str, *, over: bool = False) -> None:
-        """Refuses the oldest request; with `over`, also all others."""
-        self._refuse(RefusedRequestError(400, message, "episode_over" if over else "invalid_request"))
+    def _withdraw(self, pending: _Pending) -> None:
+        del self._known[pending.request.digest], self._sampling[pending.number]
+        pending.answer.cancel()
+        self._withdrawn.append(pending.number)
+        self._changed.set()
+
+    def refused(self, number: int, message: str, *, over: bool = False) -> None:
+        """Refuses a request, by its number; with `over`, also those that wait and all further ones."""
+        if (pending := self._take(number)) is not None:
+            self._refuse(pending, RefusedRequestError(400, message, "episode_over" if over else "invalid_request"))
         if over:
-            self.end(message)
+            self._end(message)
 
     def end(self, why: str) -> None:
-        """Refuses the requests that wait and all further ones. Answers that were given are replayed."""
+        """Refuses all requests without an answer, and all further ones. Answers that were given are replayed."""
+        self._end(why)
+        while self._sampling:
+            self._refuse(self._sampling.popitem()[1], RefusedRequestError(400, self.over, "episode_over"))
+
+    def _end(self, why: str) -> None:
         self.over = self.over or why
         while self._waiting:
-            self._refuse(RefusedRequestError(400, self.over, "episode_over"))
+            self._refuse(self._waiting.popleft(), RefusedRequestError(400, self.over, "episode_over"))
 
-    def _refuse(self, error: RefusedRequestError) -> None:
-        self._answers.pop(self._waiting.popleft().digest).set_exception(error)
+    def _take(self, number: int) -> _Pending | None:
+        """Ends the sampling of a request; None: it has ended before."""
+        self._changed.set()
+        return self._sampling.pop(number, None)
 
-
-class SessionTable:
-    """The open sessions of a server."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, AgentSession] = {}
-        self._by_key: dict[str, AgentSession] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    @contextmanager
-    def opened(self, limit: int, tool_parser: str) -> Iterator[AgentSession]:
-        """A session that is open until the end of the block. Arguments as of `AgentSession`."""
-        session = AgentSession(limit, tool_parser)
-        self._open[session.id] = self._by_key[session.key] = session
-        try:
-            yield session
-        finally:
-            session.end("the episode of this session has ended")
-            del self._open[session.id], self._by_key[session.key]
-
-    def find(self, key: str, id: str | None) -> AgentSession:
-        """The session of a key, and of an address if it names one. Raises RefusedRequestError."""
-        session = self._by_key.get(key)
-        if session is None or (id is not None and not hmac.compare_digest(session.id.encode(), id.encode())):
-            found = "expected the api key of an open session" + ("" if id is None else ", that of this address")
-            raise RefusedRequestError(401, f"{found}; found another one, or the episode has ended", "invalid_api_key")
-        return session
+    def _refuse(self, pending: _Pending, error: RefusedRequestError) -> None:
+        del self._known[pending.request.digest]
+        pending.answer.set_exception(error)

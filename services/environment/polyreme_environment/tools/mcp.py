@@ -3,12 +3,15 @@
 The wire is spoken here, since servers and the packages of a run want different versions of `mcp`. Only tools are used of it.
 
 Invariant: a server that is lost is a LostError and is connected to again at its next use; a tool that fails is a ValueError, which the policy
-sees. Calls block; the caller's deadline ends the process.
+sees. Calls of several threads share the connection and do not wait for each other. Calls block; the caller's deadline ends the process.
 """
 
+import itertools
 import json
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -24,49 +27,93 @@ _PAGES = 100
 _LOST = (OSError, ValueError, httpx.HTTPError)
 
 Message = dict[str, Any]
+Headers = dict[str, str]
 
 
 class _Transport(Protocol):
-    def send(self, message: Message) -> Iterator[Message]:
-        """Sends a message. Yields what the server says until the caller has its answer."""
+    def tell(self, message: Message) -> None:
+        """Sends a message that has no reply."""
+
+    def ask(self, message: Message) -> Message:
+        """The reply to a request."""
+        ...
 
     def close(self) -> None: ...
 
 
 class _Process:
-    """A server that is a child of this process and speaks JSON lines."""
+    """A server that is a child of this process and speaks JSON lines. A thread gives each reply to its request."""
 
     def __init__(self, command: list[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._lock, self._ended = threading.Lock(), False
+        self._asked: dict[int, Future[Message]] = {}
+        threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, message: Message) -> Iterator[Message]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
-        while "id" in message:
-            line = self._process.stdout.readline(_BYTES)
-            if not line.endswith(b"\n"):
-                raise ConnectionError(f"it ended, or wrote a line of more than {_BYTES} bytes")
-            yield json.loads(line)
+    def tell(self, message: Message) -> None:
+        assert self._process.stdin is not None
+        with self._lock:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def ask(self, message: Message) -> Message:
+        reply: Future[Message] = Future()
+        with self._lock:
+            if self._ended:
+                raise ConnectionError("it ended")
+            self._asked[message["id"]] = reply
+        self.tell(message)
+        return reply.result()
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        why = f"it ended, or wrote a line of more than {_BYTES} bytes"
+        try:
+            while (line := self._process.stdout.readline(_BYTES)).endswith(b"\n"):
+                message = json.loads(line)
+                if "method" not in message and (reply := self._asked.pop(message.get("id"), None)) is not None:
+                    reply.set_result(message)
+        except (ValueError, TypeError, AttributeError, OSError) as error:
+            why = f"it wrote what is no message: {error}"
+        with self._lock:
+            self._ended = True
+        for reply in self._asked.values():
+            reply.set_exception(ConnectionError(why))
 
 
 class _Http:
     """A server behind a URL, which answers with JSON or a stream of events."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._client, self._headers = url, httpx.Client(timeout=_SECONDS, trust_env=False), dict[str, str]()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._url, self._client, self._headers = url, httpx.Client(timeout=_SECONDS, limits=limits, trust_env=False), Headers()
 
-    def send(self, message: Message) -> Iterator[Message]:
+    def tell(self, message: Message) -> None:
+        for _ in self._sent(message):
+            pass
+
+    def ask(self, message: Message) -> Message:
+        for reply in self._sent(message):
+            if reply.get("id") == message["id"] and "method" not in reply:
+                return reply
+        raise ConnectionError(f"no reply to {message['method']}")
+
+    def close(self) -> None:
+        """Leaves it to the calls of other threads, which end with an error of their own if the server is lost."""
+
+    def _sent(self, message: Message) -> Iterator[Message]:
+        """What the server says to a message."""
         headers = {"accept": "application/json, text/event-stream", **self._headers}
         with self._client.stream("POST", self._url, json=message, headers=headers) as response:
             response.raise_for_status()
-            self._headers = {"mcp-protocol-version": _VERSION}
             if session := response.headers.get("mcp-session-id", headers.get("mcp-session-id")):
-                self._headers["mcp-session-id"] = session
+                self._headers = {"mcp-protocol-version": _VERSION, "mcp-session-id": session}
+            else:
+                self._headers = {"mcp-protocol-version": _VERSION}
             if "id" not in message:
                 return
             if response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -76,15 +123,12 @@ class _Http:
             else:
                 yield json.loads(response.read())
 
-    def close(self) -> None:
-        self._client.close()
-
 
 class McpClient:
     """A connection to a server, which `config` (of McpServer) names. Connects at its first use."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config, self._number = config, 0
+        self._config, self._numbers, self._connecting = config, itertools.count(1), threading.Lock()
         self._transport: _Transport | None = None
         self.name = config["url"] or " ".join(config["command"])
 
@@ -126,29 +170,39 @@ class McpClient:
 
     def _ask(self, method: str, parameters: Message) -> Message:
         """The result of a request. Raises ValueError for the server's own errors, and LostError."""
+        transport: _Transport | None = None
         try:
-            if self._transport is None:
-                self._transport = _Http(self._config["url"]) if self._config["url"] else _Process(self._config["command"])
-                about = {"name": "polyreme", "version": "1"}
-                self._reply("initialize", {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": about})
-                for _ in self._transport.send({"jsonrpc": "2.0", "method": "notifications/initialized"}):
-                    pass
-            reply = self._reply(method, parameters)
+            transport = self._connected()
+            reply = transport.ask(self._request(method, parameters))
         except _LOST as error:
-            if self._transport is not None:
-                with suppress(OSError):
-                    self._transport.close()
-            self._transport = None
+            if transport is not None:
+                self._lose(transport)
             raise LostError(f"the MCP server {self.name}: {type(error).__name__}: {error}") from error
         if "error" in reply:
             raise ValueError(str(reply["error"].get("message")))
         return dict(reply["result"])
 
-    def _reply(self, method: str, parameters: Message) -> Message:
-        assert self._transport is not None
-        self._number += 1
-        request = {"jsonrpc": "2.0", "id": self._number, "method": method, "params": parameters}
-        for message in self._transport.send(request):
-            if message.get("id") == self._number and "method" not in message:
-                return message
-        raise ConnectionError(f"no reply to {method}")
+    def _connected(self) -> _Transport:
+        with self._connecting:
+            if self._transport is None:
+                transport: _Transport = _Http(self._config["url"]) if self._config["url"] else _Process(self._config["command"])
+                about = {"name": "polyreme", "version": "1"}
+                begin = {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": about}
+                try:
+                    transport.ask(self._request("initialize", begin))
+                    transport.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
+                except _LOST:
+                    transport.close()
+                    raise
+                self._transport = transport
+            return self._transport
+
+    def _lose(self, transport: _Transport) -> None:
+        with self._connecting:
+            if self._transport is transport:
+                self._transport = None
+        with suppress(OSError):
+            transport.close()
+
+    def _request(self, method: str, parameters: Message) -> Message:
+        return {"jsonrpc": "2.0", "id": next(self._numbers), "method": method, "params": parameters}

@@ -6,7 +6,7 @@ model files in the run's record. This module imports no torch.
 
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,14 +182,28 @@ class Template:
         bytes in the middle of `ids` are not valid text, their decoding depends on all following bytes. Then the last token has the whole
         text.
         """
-        whole, stream = self.decode([ids], special=True)[0], DecodeStream(skip_special_tokens=False)
-        try:
-            texts = [stream.step(self._tokenizer.backend_tokenizer, int(each)) or "" for each in ids]
-        except Exception:  # noqa: BLE001 tokenizers raises nothing narrower for bytes that are no text
-            texts = [""] * len(ids)
+        whole, stream = self.decode([ids], special=True)[0], self.text_stream(special=True)
+        texts = [stream(each) for each in ids]
         if not whole.startswith("".join(texts)):
             texts = [""] * len(ids)
         return [*texts[:-1], whole[sum(map(len, texts[:-1])) :]] if texts else []
+
+    def text_stream(self, *, special: bool) -> Callable[[int], str]:
+        """A function that gets the ids of a text in turn and returns the text that each one completes, with or without special tokens.
+
+        From bytes that are no text on, it returns nothing more.
+        """
+        stream, is_text = DecodeStream(skip_special_tokens=not special), True
+
+        def step(id: int) -> str:
+            nonlocal is_text
+            try:
+                return (is_text and stream.step(self._tokenizer.backend_tokenizer, int(id))) or ""
+            except Exception:  # noqa: BLE001 tokenizers raises nothing narrower for bytes that are no text
+                is_text = False
+                return ""
+
+        return step
 
     def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
         return self._tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)

@@ -15,6 +15,7 @@ from polyreme import API_VERSION
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError, StaleTermError, UnavailableError
 from polyreme.experience.leases import Lease
+from polyreme.experience.metric_records import ServiceNotice
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import address
 from polyreme.net.endpoint import is_loopback
@@ -109,7 +110,7 @@ async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) 
         who, commands = missing()
         text = f"the learner waits for {who}, at most {seconds:g} s; start there: {commands}"
         logger.warning("%s", text)
-        await run.emit({"kind": "notice", "service": "train", "text": text})
+        await run.emit(ServiceNotice(service="train", text=text))
         members = await run.until(look, within=seconds)
     if members is None:
         who, commands = missing()

@@ -12,15 +12,16 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 from polyreme.config.base import BaseConfig
 from polyreme.config.notices import CommandConfig, ReceiverConfig, WebhookConfig
 from polyreme.errors import PolyremeError, UnavailableError
+from polyreme.experience.metric_records import Evaluation, MetricRecord, ServiceNotice
 from polyreme.experience.run import RunState
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
-from polyreme.rundir.progress import Record
+from polyreme.rundir.progress import Line
 from polyreme_trainer.observe.notices import Notice, NoticeRules
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _BACKOFF = Backoff(1.0, 30.0)
 _RETRIED_CODES = (408, 425, 429)
 _FIRST_SERVER_ERROR = 500
 
-Emit = Callable[[dict[str, Any]], Awaitable[None]]
+Emit = Callable[[MetricRecord], Awaitable[None]]
 
 
 class Sender(Protocol):
@@ -60,11 +61,11 @@ class Notifier:
         for receiver in self._receivers:
             receiver.start()
 
-    def know(self, newest: Record | None, best: float | None) -> None:
+    def know(self, newest: Evaluation | None, best: float | None) -> None:
         """Sets the newest `eval` record that the run had before this start, and the best result that is comparable with it."""
         self._rules = self._rules_after(newest, best)
 
-    def take(self, records: list[Record]) -> None:
+    def take(self, records: list[Line]) -> None:
         """Queues the notices about new records, each with its `time`."""
         self._queue(self._rules.of_records(records))
 
@@ -82,7 +83,7 @@ class Notifier:
             for notice in notices:
                 receiver.put(notice)
 
-    def _rules_after(self, newest: Record | None, best: float | None) -> NoticeRules:
+    def _rules_after(self, newest: Evaluation | None, best: float | None) -> NoticeRules:
         return NoticeRules(self._run_id, self._config.name, str(self._config.run_dir), newest, best)
 
 
@@ -145,7 +146,7 @@ class _Receiver:
             with suppress(PolyremeError):  # Redis may be unreachable
                 short = f"{failure.found}. {failure.do}" if isinstance(failure, PolyremeError) else str(failure)
                 text = f"no {notice.event} notice by {self._section.kind}: {short}"  # short, since the view cuts a long line
-                await self._emit({"kind": "notice", "service": "train", "text": text})
+                await self._emit(ServiceNotice(service="train", text=text))
 
 
 class WebhookSender:

@@ -17,9 +17,10 @@ from rich.console import Console
 from polyreme.config.stage import StageConfig
 from polyreme.display.report import plain_line
 from polyreme.errors import RunFailedError
+from polyreme.experience.metric_records import MetricRecord, fields_of
 from polyreme.experience.run import RunState
 from polyreme.process.supervisor import ChildFailedError, ProcessSet
-from polyreme.rundir.progress import Progress, Record
+from polyreme.rundir.progress import Line, Progress
 from polyreme.rundir.run_records import write_summary
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.supervision import LEARNER, Supervision
@@ -106,7 +107,7 @@ class StageSupervision(Supervision):
         if records:
             self._write(RunState.RUNNING, "")
 
-    def _new_records(self) -> list[Record]:
+    def _new_records(self) -> list[Line]:
         """This stage's records since the previous call. An incomplete last line is left for the next call."""
         with suppress(FileNotFoundError), open(self._run_dir / "metrics.jsonl", "rb") as file:
             file.seek(self._offset)
@@ -123,9 +124,9 @@ class StageSupervision(Supervision):
         except OSError as error:
             logger.error("cannot write the stage's newest numbers to summary.json: %s", error)
 
-    async def _log_notice(self, record: Record) -> None:
+    async def _log_notice(self, record: MetricRecord) -> None:
         """Only the ranks write records, so what a tracker or a receiver failed at is in the log."""
-        logger.warning("%s", record["text"])
+        logger.warning("%s", fields_of(record).get("text"))
 
     def _say_restart(self, name: str, found: str) -> None:
         self._console.print(f"restarting the {name}: {found}", soft_wrap=True)

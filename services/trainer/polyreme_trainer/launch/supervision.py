@@ -13,10 +13,10 @@ from contextlib import suppress
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.errors import PolyremeError, RunFailedError, StaleTermError
+from polyreme.experience.metric_records import MetricRecord
 from polyreme.experience.run import RunState
 from polyreme.process.lifecycle import stop_event, until_set
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, Supervisor
-from polyreme.rundir.progress import Record
 from polyreme_trainer.launch.notifier import CLOSE_SECONDS as NOTICE_SECONDS
 from polyreme_trainer.launch.notifier import Notifier
 from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
@@ -46,7 +46,7 @@ class Supervision(ABC):
         config: RunConfig | StageConfig,
         run_id: str,
         process_sets: Sequence[ProcessSet],
-        emit: Callable[[Record], Awaitable[None]],
+        emit: Callable[[MetricRecord], Awaitable[None]],
         on_restart: Callable[[str, str], None],
     ) -> None:
         self.config = config

@@ -10,10 +10,10 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from polyreme.config.base import BaseConfig
 from polyreme.errors import PolyremeError
+from polyreme.experience.metric_records import MetricRecord, ServiceNotice, TrackerFailed
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
 from polyreme_trainer.observe.trackers.follow import read_cursor
@@ -29,7 +29,7 @@ ATTEMPTS = 20
 _BACKOFF = Backoff(2.0, 60.0)
 _WATCH_SECONDS = 5.0
 
-Emit = Callable[[dict[str, Any]], Awaitable[None]]
+Emit = Callable[[MetricRecord], Awaitable[None]]
 
 
 class TrackerProcess:
@@ -125,12 +125,12 @@ class TrackerProcess:
         if self.failures == 1:
             await self._notice(f"the tracker {self._kind} failed and is restarted: {text}; see {self._log_path}")
         with suppress(PolyremeError):  # Redis may be unreachable
-            await self._emit({"kind": "tracker_failed", "tracker": self._kind, "failures": self.failures, "text": text})
+            await self._emit(TrackerFailed(tracker=self._kind, failures=self.failures, text=text))
 
     async def _notice(self, text: str) -> None:
         logger.warning("%s", text)
         with suppress(PolyremeError):
-            await self._emit({"kind": "notice", "service": "train", "text": text})
+            await self._emit(ServiceNotice(service="train", text=text))
 
 
 class TrackerProcesses:

@@ -18,6 +18,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, RunFailedError, StoreError
 from polyreme.experience.leases import Registry
 from polyreme.experience.log_reader import LogReader
+from polyreme.experience.metric_records import ReplicasChanged, ServiceNotice
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import until_set
 from polyreme.process.supervisor import ProcessSet, ProcessSpec
@@ -135,7 +136,7 @@ class Trainer(Supervision):
                 logger.error("%s", text)
                 if not reported:
                     with suppress(PolyremeError):  # the error may be the loss of Redis
-                        await self._run.emit({"kind": "notice", "service": "train", "text": text})
+                        await self._run.emit(ServiceNotice(service="train", text=text))
                         reported = True
                 if ended.is_set():
                     return
@@ -152,7 +153,7 @@ class Trainer(Supervision):
             before = recorder.evaluation
             await recorder.take(batch, await self._run.state())
             if before and recorder.evaluation and not comparable(before, recorder.evaluation):
-                await self._run.emit({"kind": "notice", "service": "train", "text": _INCOMPARABLE})
+                await self._run.emit(ServiceNotice(service="train", text=_INCOMPARABLE))
             self.notifier.take([{"time": stream_time(at), **record} for at, record in batch])
             if any(record["kind"] in ("eval", "saved") for _, record in batch):
                 await asyncio.to_thread(best.update, recorder.evaluations)
@@ -189,7 +190,7 @@ class Trainer(Supervision):
                 leases = await registry.leases("rollout")
                 there = {lease.id: f"{scheme}://{lease.http_address}/v1" if lease.http_address else "" for lease in leases}
                 if there != known:
-                    await self._run.emit({"kind": "replicas", "replicas": there})
+                    await self._run.emit(ReplicasChanged(replicas=there))
                     await asyncio.to_thread(write_replicas, self._config.run_dir, self._run.run_id, there)
                     known = there
             await asyncio.sleep(_REPLICAS_POLL_SECONDS)

@@ -10,15 +10,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import reports_to, unreported
+from polyreme.experience.metric_records import MetricRecord
 from polyreme.experience.run import Run
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
@@ -105,7 +105,7 @@ def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], 
     objective, reference = stage.objective(config), stage.reference(config)
     with closing(Recorder.open(run_dir, run.run_id)) if ranks.leads else nullcontext() as recorder:
 
-        async def emit(record: Mapping[str, Any]) -> None:
+        async def emit(record: MetricRecord) -> None:
             assert recorder is not None, "only rank 0 writes records"
             recorder.add(record)
 

@@ -10,7 +10,6 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import numpy as np
@@ -20,6 +19,7 @@ from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import GateError
+from polyreme.experience.metric_records import GateMeasured
 from polyreme.net import rpc
 from polyreme_trainer.learner.leader import join, split
 
@@ -67,9 +67,9 @@ class Gate:
             raise GateError(f"{self.name} of at most {self.limit:g}", f"{self.value:g}", self.fix)
         logger.info("gate %s: %.3g (limit %.3g)", self.name, self.value, self.limit)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> GateMeasured:
         """The gate's record in the run's metrics."""
-        return {"kind": "gate", "name": self.name, "value": self.value, "limit": self.limit}
+        return GateMeasured(name=self.name, value=self.value, limit=self.limit)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from polyreme.config.run import RunConfig
+from polyreme.experience.metric_records import Alarm, CheckpointSaved, DoneLearning, MetricRecord, Resumed, WarmStartDone
 from polyreme.process.lifecycle import freeze_gc
 from polyreme.weights.manifest import Manifest, changed_tensors
 from polyreme_trainer.learner import gates
@@ -129,7 +131,7 @@ class Learner:
         written = self.write(self.version)
         self.ranks.on_leader(lambda: self.client.begin(self.version, self.engine.facts))
         if loaded is not None:
-            self.ranks.on_leader(lambda: self.client.run.emit({"kind": "resumed", "iteration": self.version}))
+            self.ranks.on_leader(lambda: self.client.run.emit(Resumed(iteration=self.version)))
         if loaded is None:
             self.save(written)
             self.saving.finish(wait=True)
@@ -146,7 +148,7 @@ class Learner:
         if complete:
             self.engine.begin_iterations()
         if complete and self.config.trainer.sft:
-            record = {"kind": "sft_done", "seconds": time.perf_counter() - began}
+            record = WarmStartDone(seconds=time.perf_counter() - began)
             self.ranks.on_leader(lambda: self.client.run.emit(record))
         return complete
 
@@ -234,7 +236,7 @@ class Learner:
         holding = alarms.check(self.history, gates.LIMITS[self.config.model.dtype].mismatch_kl)
         for text in alarms.announcements(holding, self.alarmed, self.alarm_onsets):
             logger.warning("%s", text)
-            await self.client.run.emit({"kind": "alarm", "text": text})
+            await self.client.run.emit(Alarm(text=text))
         self.alarmed = set(holding)
         if (samples := self.engine.trained_samples) is not None:
             await self.client.run.set_trained(batch.iteration, samples.encode())
@@ -244,7 +246,7 @@ class Learner:
         else:
             seconds = {name: value for name, value in seconds.items() if not name.startswith("device_")}
         record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time(), self.config)
-        await self.client.run.emit({**record, "alarms": list(holding.values())})
+        await self.client.run.emit(replace(record, alarms=list(holding.values())))
 
     def save(self, written: Written) -> None:
         """Waits for the previous save, then starts to save the current version, which `written` holds."""
@@ -263,9 +265,14 @@ class Learner:
     async def release(self, saved: Saved, stall_seconds: float) -> None:
         """Deletes from the log the groups that no checkpoint needs and whose samples are on disk, and records the save. On rank 0."""
         await self.client.experience.release(min(saved.oldest, await self.client.run.recorded()))
-        seconds = {"seconds": saved.seconds, "stall_seconds": stall_seconds}
-        record = {"kind": "saved", "iteration": saved.number, "path": str(saved.path), "hf_path": str(saved.hf_path)}
-        await self.client.run.emit({**record, **seconds})
+        record = CheckpointSaved(
+            iteration=saved.number,
+            path=str(saved.path),
+            hf_path=str(saved.hf_path),
+            seconds=saved.seconds,
+            stall_seconds=stall_seconds,
+        )
+        await self.client.run.emit(record)
 
     def compare_replicas(self) -> None:
         """Waits for replicas that serve the current version and compares their answers with the learner's models."""
@@ -288,12 +295,12 @@ class Learner:
     async def finish(self) -> None:
         """Waits until replicas serve the last version, so that it can be evaluated. On rank 0."""
         await self.committed()
-        await self.client.run.emit({"kind": "done_learning"})
+        await self.client.run.emit(DoneLearning())
 
     def check_gates(self, outcomes: Sequence[gates.Gate]) -> None:
         """Records rank 0's outcomes. Raises GateError (LeaderError on other ranks) at the first that failed."""
         self.ranks.on_leader(lambda: self.client.check_gates(outcomes))
 
-    def report_progress(self, record: dict[str, Any]) -> bool:
+    def report_progress(self, record: MetricRecord) -> bool:
         """Emits a record of the warm start. Returns whether the run drains, the same on every rank."""
         return self.ranks.broadcast_from_leader(lambda: self.client.progress(record)) == b"\x01"

@@ -14,6 +14,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog, Plan, Term, Writer
+from polyreme.experience.metric_records import MetricRecord, ServiceNotice
 from polyreme.experience.pass_rates import PassRate
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
@@ -94,7 +95,7 @@ class RunClient:
             return None
         return plan, await self.experience.read(plan)
 
-    async def progress(self, record: dict[str, Any]) -> bytes:
+    async def progress(self, record: MetricRecord) -> bytes:
         """Emits a record between two steps. Returns one byte: 1 when the run drains, else 0."""
         await self.run.emit(record)
         return bytes([await self.draining()])
@@ -178,7 +179,7 @@ class RunClient:
         except gates.ReplicaLostError as error:
             if lease.id not in lost:
                 text = f"replica {lease.id} at {lease.address} was lost before it could be compared: {error}"
-                await self.run.emit({"kind": "notice", "service": "learner", "text": text})
+                await self.run.emit(ServiceNotice(service="learner", text=text))
             lost[lease.id] = str(error)
             return None
 

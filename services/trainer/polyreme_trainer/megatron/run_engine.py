@@ -236,7 +236,7 @@ class RunEngine(MegatronEngine):
         return replace(self.writer.write(slot, version, term), canary=self.probes.canary())
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
-        adapter = self.policy.adapter(self.config.model.path)
+        adapter = self.policy.adapter(*self.config.published(self.config.model.path))
         others = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
         exports = {name: model for name, model in others.items() if model}
         whole = self.policy.full_tensors() if self.writer.parts > 1 else None

@@ -98,7 +98,10 @@ class MegatronStageEngine(MegatronEngine):
 
     def exported(self, files: Mapping[str, bytes]) -> Export | None:
         """A copy of the model for an export, with more small files; None on ranks other than 0. Collective."""
-        tensors, adapter = self.model.model.full_tensors(), self.model.model.adapter(self.config.model.path)
+        tensors, adapter = (
+            self.model.model.full_tensors(),
+            self.model.model.adapter(*self.config.published(self.config.model.path)),
+        )
         if tensors is None or not self.ranks.leads:
             return None
         export = Export(tensors, {**self.files, **files}, adapter)

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyreme.rundir.progress import Record
+from polyreme.rundir.progress import Line
 from polyreme.rundir.reader.scalars import scalars
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Board:
         file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
         return cls(file, Event, scalar)
 
-    def add(self, lines: list[Record]) -> None:
+    def add(self, lines: list[Line]) -> None:
         """Writes the scalars of lines of metrics.jsonl; they are on disk when it returns."""
         for line in lines:
             for tag, value, step in scalars(line):

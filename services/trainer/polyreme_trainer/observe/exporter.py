@@ -6,9 +6,10 @@ Invariant: a scrape reads one snapshot, which `keep_current` replaces as a whole
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -24,7 +25,7 @@ from polyreme.page.runs import Runs
 from polyreme.page.server_status import ServerStatus
 from polyreme.page.threads import PageThreads
 from polyreme.process.resource_metrics import Usage
-from polyreme.rundir.progress import SPLIT, Progress, Record, stream_time
+from polyreme.rundir.progress import SPLIT, Progress, stream_time
 from polyreme.rundir.run_records import read_records
 
 logger = logging.getLogger(__name__)
@@ -52,10 +53,10 @@ def snapshot(state: RunState, progress: Progress) -> MetricsSnapshot:
     if (score := progress.score()) is not None:
         gauges[progress.metric] = score
     if progress.last is not None:
-        gauges |= _numbers(progress.rollout or {}) | _numbers(progress.last)
-        gauges["iteration"] = float(progress.last["iteration"])
-        seconds = progress.last["time/iteration"]
-        gauges["learner_wait_ratio"] = progress.last[SPLIT["waiting for samples"]] / seconds if seconds else 0.0
+        gauges |= _numbers(progress.rollout.metrics if progress.rollout else {}) | _numbers(progress.last.metrics)
+        gauges["iteration"] = float(progress.last.iteration)
+        seconds = progress.last.metrics["time/iteration"]
+        gauges["learner_wait_ratio"] = progress.last.metrics[SPLIT["waiting for samples"]] / seconds if seconds else 0.0
     return MetricsSnapshot(state, gauges, dict(progress.versions), dict(progress.tracker_failures))
 
 
@@ -159,7 +160,7 @@ async def _answer(send: Send, status: int, text: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _numbers(record: Record) -> dict[str, float]:
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for key, value in record.items():
         if key not in _NOT_SHOWN and isinstance(value, int | float) and not isinstance(value, bool):

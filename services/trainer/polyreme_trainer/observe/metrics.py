@@ -17,6 +17,7 @@ from polyreme.api.v1.experience_pb2 import (
     OUTCOME_TURNS,
 )
 from polyreme.config.run import RunConfig
+from polyreme.experience.metric_records import IterationTrained
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.observe.alarms import Observation, is_repetitive
 
@@ -28,7 +29,7 @@ def iteration_record(
     seconds: Mapping[str, float],
     now: float,
     config: RunConfig,
-) -> dict[str, Any]:
+) -> IterationTrained:
     """The `iteration` record of the run's metrics.
 
     Args:
@@ -48,10 +49,7 @@ def iteration_record(
     tokens = sum(sample.sampled_tokens for group in groups for sample in group.samples)
     trained_on = sum(len(group.prompt_of(sample)) + len(sample) for group in groups for sample in group.samples)
     timing = timings(groups, trained, seconds, config)
-    return {
-        "kind": "iteration",
-        "iteration": iteration,
-        "time": now,
+    metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
         **part_means(scored),
@@ -71,6 +69,7 @@ def iteration_record(
         "tokens_per_second": tokens / seconds["iteration"],
         "samples_per_second": sum(len(group.samples) for group in groups) / seconds["iteration"],
     }
+    return IterationTrained(iteration=iteration, time=now, metrics=metrics)
 
 
 def statistics(name: str, values: NDArray[np.int64]) -> dict[str, float]:

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from polyreme.config.notices import Event
+from polyreme.experience.metric_records import Alarm, Evaluation, MetricRecord, StageEvaluation, read_record
 from polyreme.experience.run import RunState
-from polyreme.rundir.progress import Record, comparable, evaluation_of
+from polyreme.rundir.progress import Line, comparable, evaluation_of
 
 _ENDS: Mapping[RunState, Event] = {RunState.DONE: "done", RunState.STOPPED: "stopped", RunState.FAILED: "failed"}
 
@@ -46,40 +47,40 @@ class NoticeRules:
 
     Args:
         run_id, name, run_dir: of the run.
-        newest: the newest `eval` record of a run that is resumed.
+        newest: the newest evaluation of a run that is resumed.
         best: the best result that is comparable with it; of a stage, its lowest held-out loss.
     """
 
-    def __init__(self, run_id: str, name: str, run_dir: str, newest: Record | None = None, best: float | None = None) -> None:
+    def __init__(self, run_id: str, name: str, run_dir: str, newest: Evaluation | None = None, best: float | None = None) -> None:
         self._run, self._newest, self._best = (run_id, name, run_dir), newest, best
 
-    def of_records(self, records: Iterable[Record]) -> list[Notice]:
+    def of_records(self, lines: Iterable[Line]) -> list[Notice]:
         """The notices about new records, in order. Each record has its `time`."""
-        return [notice for record in records if (notice := self._of_record(record))]
+        return [notice for line in lines if (notice := self._of_record(read_record(line)))]
 
     def of_end(self, state: RunState, reason: str, time: float) -> Notice:
         """The notice about the run's end."""
         text = f"{self._run[1]} {'is done' if state is RunState.DONE else f'{state}: {reason}'}"
         return Notice(_ENDS[state], *self._run, time, text, {"reason": reason})
 
-    def _of_record(self, record: Record) -> Notice | None:
-        if record["kind"] == "alarm":
-            return Notice("alarm", *self._run, record["time"], f"{self._run[1]}: alarm: {record['text']}")
-        if record["kind"] == "eval" and "step" in record:
-            before, loss = self._best, record["loss"]
+    def _of_record(self, record: MetricRecord | None) -> Notice | None:
+        if isinstance(record, Alarm):
+            return Notice("alarm", *self._run, record.time, f"{self._run[1]}: alarm: {record.text}")
+        if isinstance(record, StageEvaluation):
+            before, loss = self._best, record.metrics["loss"]
             self._best = loss if before is None else min(loss, before)
             if before is not None and loss < before:
-                text = f"{self._run[1]}: held-out loss {loss:.3f} after step {record['step']}, the best so far (before: {before:.3f})"
-                facts = {"step": record["step"], "metric": "loss", "value": loss}
-                return Notice("best", *self._run, record["time"], text, facts)
-        elif record["kind"] == "eval":
+                text = (
+                    f"{self._run[1]}: held-out loss {loss:.3f} after step {record.step}, the best so far (before: {before:.3f})"
+                )
+                facts = {"step": record.step, "metric": "loss", "value": loss}
+                return Notice("best", *self._run, record.time, text, facts)
+        elif isinstance(record, Evaluation):
             metric, value = evaluation_of(record)
             before = self._best if self._newest and comparable(record, self._newest) else None
             self._newest, self._best = record, value if before is None else max(value, before)
             if before is not None and value > before:
-                text = (
-                    f"{self._run[1]}: {metric} {value:.3f} at version {record['version']}, the best so far (before: {before:.3f})"
-                )
-                facts = {"version": record["version"], "metric": metric, "value": value}
-                return Notice("best", *self._run, record["time"], text, facts)
+                text = f"{self._run[1]}: {metric} {value:.3f} at version {record.version}, the best so far (before: {before:.3f})"
+                facts = {"version": record.version, "metric": metric, "value": value}
+                return Notice("best", *self._run, record.time, text, facts)
         return None

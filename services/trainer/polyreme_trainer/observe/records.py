@@ -13,17 +13,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 
 from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.errors import PolyremeError
+from polyreme.experience.metric_records import Evaluation, MetricRecord, Resumed, StageStep, fields_of
 from polyreme.experience.record_codec import decode_group
 from polyreme.experience.records import GroupRecord, SampleRecord, episode_fields
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
-from polyreme.rundir.progress import Progress, Record, stream_time
+from polyreme.rundir.progress import Line, Progress, stream_time
 from polyreme.rundir.run_records import read_records, write_atomically, write_summary
 from polyreme_trainer.observe.board import Board
 
@@ -111,18 +112,18 @@ class Recorder:
         return self._progress.evaluations
 
     @property
-    def evaluation(self) -> Record | None:
-        """The newest `eval` record."""
+    def evaluation(self) -> Evaluation | None:
+        """The newest evaluation."""
         return self._progress.evaluation
 
-    async def take(self, records: list[tuple[str, Record]], state: tuple[RunState, str]) -> None:
+    async def take(self, records: list[tuple[str, Line]], state: tuple[RunState, str]) -> None:
         """Writes the records that follow the cursor, in order, and the summary when it changes.
 
         Args:
             state: the run's state and its reason.
         """
         lines, newest = [], self._progress.newest
-        taken: list[Record] = [
+        taken: list[Line] = [
             {"run": self._run_id, "id": stream_id, "time": stream_time(stream_id), **record} for stream_id, record in records
         ]
         for line in taken:
@@ -144,13 +145,13 @@ class Recorder:
         if records:
             self.cursor = records[-1][0]
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: MetricRecord) -> None:
         """Writes a record of a stage, which has no stream. In place of repeated steps it writes a `resumed` record every few seconds."""
-        if self._progress.repeats(dict(record)):
-            if record["kind"] != "step" or self._clock() - self._said < _RESUMED_SECONDS:
+        if self._progress.repeats(fields_of(record)):
+            if not isinstance(record, StageStep) or self._clock() - self._said < _RESUMED_SECONDS:
                 return
-            record, self._said = {"kind": "resumed", "step": record["step"]}, self._clock()
-        line = {"run": self._run_id, "time": time.time(), **record}
+            record, self._said = Resumed(step=record.step), self._clock()
+        line = {"run": self._run_id, "time": time.time(), **fields_of(record)}
         self._board.add([line])
         self._write(line)
         self._progress.add(line)
@@ -160,11 +161,11 @@ class Recorder:
         with closing(self._metrics):
             self._board.close()
 
-    def _write(self, line: Record) -> None:
+    def _write(self, line: Line) -> None:
         self._metrics.write(json.dumps(line) + "\n")
         self._metrics.flush()
 
-    async def _write_samples(self, iteration: int) -> Record:
+    async def _write_samples(self, iteration: int) -> Line:
         """Writes an iteration's sample file. Returns `next_group` for its record: the index after the highest one trained."""
         assert self._groups_of is not None, "a run's recorder reads groups"
         try:
@@ -180,7 +181,7 @@ class Recorder:
         return {"next_group": max(group.index for group in groups) + 1} if groups else {}
 
 
-def of_samples(groups: list[GroupRecord], trained: bytes | None) -> list[Record]:
+def of_samples(groups: list[GroupRecord], trained: bytes | None) -> list[Line]:
     """For each sample, its advantage, its weight and the optimizer steps that used it; {} if these are unknown."""
     samples = [sample for group in groups for sample in group.samples]
     if trained is None:
@@ -200,7 +201,7 @@ def _spread(advantage: float | list[float], sample: SampleRecord) -> float | lis
     return spread
 
 
-def sample_lines(group: GroupRecord) -> Iterator[Record]:
+def sample_lines(group: GroupRecord) -> Iterator[Line]:
     """One line for each sample of a group: text, score, origin, and how it was generated and scored."""
     times = {"began": group.began, "generate_seconds": group.generate_seconds, "score_seconds": group.score_seconds}
     times = {name: round(value, _DIGITS) for name, value in times.items()} if group.began else {}

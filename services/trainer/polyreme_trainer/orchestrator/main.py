@@ -14,6 +14,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
 from polyreme.experience.device_lease import trains
 from polyreme.experience.ledger import Admission, ExperienceLog, StaleAttemptError, TransitionError, Writer
+from polyreme.experience.metric_records import GroupsPlanned, ServiceNotice
 from polyreme.experience.record_codec import encode_group
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import freeze_gc
@@ -116,7 +117,7 @@ async def _started(run: Run) -> RunState | None:
 
 async def _notice(run: Run, text: str) -> None:
     logger.info("%s", text)
-    await run.emit({"kind": "notice", "service": "orchestrator", "text": text})
+    await run.emit(ServiceNotice(service="orchestrator", text=text))
 
 
 class Orchestrator:
@@ -212,9 +213,9 @@ class Orchestrator:
         planned = await self._experience.planned()
         if planned > self._planned:
             seconds = self._pool.idle_time.take(time.monotonic())
-            waited = {"kind": "rollout", "iteration": planned, "time/rollout_wait": seconds}
             paused = {} if self._budget is None else self._budget.take()
-            await self._run.emit({**waited, **self._sampling.take(), **self._filter.take(), **paused})
+            metrics = {"time/rollout_wait": seconds, **self._sampling.take(), **self._filter.take(), **paused}
+            await self._run.emit(GroupsPlanned(iteration=planned, metrics=metrics))
             self._planned = planned
 
     def _start(self, group: asyncio.TaskGroup, admission: Admission) -> None:

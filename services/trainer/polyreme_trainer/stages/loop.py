@@ -8,7 +8,7 @@ no torch: the engine runs the steps.
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 
 from polyreme.config.data import Sources
 from polyreme.config.stage import StageConfig, StageTrainer
+from polyreme.experience.metric_records import CheckpointSaved, MetricRecord, Resumed, StageDone, StageEvaluation, StageStep
 from polyreme_trainer.data.stage_rows import StageRows, mismatched
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.engine import STEP, RowsLoss, Saved, StageEngine
@@ -37,7 +38,7 @@ HF, FINAL = "hf", "final"
 
 logger = logging.getLogger(__name__)
 
-Emit = Callable[[Mapping[str, Any]], Awaitable[None]]
+Emit = Callable[[MetricRecord], Awaitable[None]]
 """Takes a record. On rank 0."""
 
 
@@ -102,7 +103,7 @@ class StageLoop:
         if done == 0:
             self.evaluate(0)
         elif done < steps:
-            self.report({"kind": "resumed", "step": done})
+            self.report(Resumed(step=done))
         for number, chosen in enumerate(batches(len(rows), steps, self.config.trainer.batch_size, (self.config.seed,)), start=1):
             if number <= done:
                 continue
@@ -134,7 +135,7 @@ class StageLoop:
         seconds = time.perf_counter() - began
         tokens = sum(map(len, rows.ids))
         rates = {"time/step": seconds, "tokens_per_second": tokens / seconds}
-        return self.report({"kind": "step", "step": number, "steps": steps, **metrics, **rates})
+        return self.report(StageStep(step=number, steps=steps, metrics={**metrics, **rates}))
 
     def evaluate(self, number: int) -> float | None:
         """Records the metrics of the held-out rows after step `number`. Returns their loss; None without such rows."""
@@ -145,7 +146,7 @@ class StageLoop:
         for rows in in_parts(held_out, self.config.trainer.batch_size):
             found += self.engine.measure("model", rows, self.loss(rows, baseline))
         metrics = self.engine.means(found)
-        self.report({"kind": "eval", "step": number, "rows": len(held_out), "seconds": time.perf_counter() - began, **metrics})
+        self.report(StageEvaluation(step=number, rows=len(held_out), seconds=time.perf_counter() - began, metrics=metrics))
         return metrics.get("loss")
 
     def loss(self, rows: StageRows, baseline: float) -> RowsLoss:
@@ -183,9 +184,11 @@ class StageLoop:
 
     def report_save(self, saved: Saved, stall_seconds: float) -> None:
         """Records a completed save."""
-        export = {} if saved.hf_path is None else {"hf_path": str(saved.hf_path)}
-        seconds = {"seconds": saved.seconds, "stall_seconds": stall_seconds}
-        self.report({"kind": "saved", "step": saved.number, "path": str(saved.path), **export, **seconds})
+        export = None if saved.hf_path is None else str(saved.hf_path)
+        record = CheckpointSaved(
+            step=saved.number, path=str(saved.path), hf_path=export, seconds=saved.seconds, stall_seconds=stall_seconds
+        )
+        self.report(record)
 
     def export(self, number: int) -> None:
         """Writes the trained model as a Hugging Face directory. Raises GateError when the directory does not hold the trained weights."""
@@ -199,11 +202,11 @@ class StageLoop:
                 gate.check()
             if self.best is not None and self.best.step == number:
                 link_best(path, number)
-            await self.emit({"kind": "done", "step": number, "hf_path": str(path)})
+            await self.emit(StageDone(step=number, hf_path=str(path)))
 
         self.ranks.on_leader(judge)
 
-    def report(self, record: Mapping[str, Any]) -> bool:
+    def report(self, record: MetricRecord) -> bool:
         """Emits a record. Returns, the same on every rank, whether the stage drains."""
 
         async def emit() -> bytes:

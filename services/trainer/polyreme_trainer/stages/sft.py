@@ -6,8 +6,8 @@ if it was saved between two steps and continued. This module imports no torch: t
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from polyreme.config.data import Sources
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
+from polyreme.experience.metric_records import MetricRecord, WarmStartSaved, WarmStartStep
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.supervised import load_examples
 from polyreme_trainer.data.template import Template
@@ -29,7 +30,7 @@ FLOOR = 0.02
 """The learning rate at the cooldown's end, as a fraction of the phase's rate."""
 REPORT_EVERY = 10
 
-Report = Callable[[dict[str, Any]], bool]
+Report = Callable[[MetricRecord], bool]
 """Takes a progress record. Returns whether the run drains, the same on every rank."""
 
 
@@ -77,13 +78,13 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
         steps = sum(phase.steps for phase in phases[:number]) + step
         saving.start(partial(engine.save_warm_start, steps, {"phase": position[0], "step": position[1]}))
 
-    def reported(number: int, values: dict[str, Any]) -> bool:
+    def reported(number: int, record: WarmStartStep) -> bool:
         phase = phases[number]
         saving.finish(wait=False)
-        drains = report({"kind": "sft", "phase": number + 1, "steps": phase.steps, **values})
+        drains = report(replace(record, phase=number + 1))
         late = ranks.agree(lambda: saving.is_late(config.trainer.save_seconds))
-        if late and not drains and values["step"] < phase.steps:
-            save(number, values["step"])
+        if late and not drains and record.step < phase.steps:
+            save(number, record.step)
         return drains
 
     for number, phase in enumerate(phases[first:], start=first):
@@ -101,11 +102,19 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
     return complete
 
 
-def run_phase(engine: TrainEngine, phase: SftPhase, rows: StageRows, seed: Sequence[int], start: int, report: Report) -> int:
+def run_phase(
+    engine: TrainEngine,
+    phase: SftPhase,
+    rows: StageRows,
+    seed: Sequence[int],
+    start: int,
+    report: Callable[[WarmStartStep], bool],
+) -> int:
     """Runs optimizer steps `start` to the phase's last. A step's loss is the token mean of the cross entropy of its rows' responses.
 
     Args:
-        report: gets step, loss, lr and tokens_per_second (without padding) every `REPORT_EVERY` steps and after the last.
+        report: gets a record, of phase 0, every `REPORT_EVERY` steps and after the last. Its tokens_per_second has no padding. Returns
+            whether the run drains.
 
     Returns:
         The number of the phase's completed steps; fewer than all when the run drains.
@@ -121,14 +130,11 @@ def run_phase(engine: TrainEngine, phase: SftPhase, rows: StageRows, seed: Seque
         tokens += sum(map(len, taken.ids))
         if (step + 1) % REPORT_EVERY == 0 or step + 1 == phase.steps:
             now = time.perf_counter()
-            drains = report(
-                {
-                    "step": step + 1,
-                    "loss": engine.means(metrics).get("loss", 0.0),
-                    "lr": lr,
-                    "tokens_per_second": tokens / (now - since),
-                }
+            mean = engine.means(metrics).get("loss", 0.0)
+            record = WarmStartStep(
+                phase=0, step=step + 1, steps=phase.steps, loss=mean, lr=lr, tokens_per_second=tokens / (now - since)
             )
+            drains = report(record)
             tokens, since = 0, now
             if drains:
                 return step + 1
@@ -145,4 +151,4 @@ def read_examples(data: Sources, config: RunConfig, files: Mapping[str, bytes]) 
 
 def _report_save(report: Report, saved: Saved, stall_seconds: float) -> None:
     seconds = {"seconds": saved.seconds, "stall_seconds": stall_seconds}
-    report({"kind": "sft_saved", "step": saved.number, "path": str(saved.path), **seconds})
+    report(WarmStartSaved(step=saved.number, path=str(saved.path), **seconds))

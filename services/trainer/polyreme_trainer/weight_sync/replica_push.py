@@ -14,6 +14,7 @@ from dataclasses import asdict
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.metric_records import VersionServed
 from polyreme.process.backoff import Backoff
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.change_signal import ChangeSignal
@@ -155,15 +156,16 @@ class ReplicaPush:
             commit.replica, commit.version, commit.term, commit.stall_seconds, commit.reload_seconds
         )
         await self._experience.run.emit(
-            {
-                "kind": "commit",
-                "replica": commit.replica,
-                "version": commit.version,
-                "stall_seconds": commit.stall_seconds,
-                "reload_seconds": commit.reload_seconds,
-                **{key: value for key, value in asdict(commit.transfer).items() if value is not None},
-                **({} if commit.canary_difference is None else {"canary_difference": commit.canary_difference}),
-            }
+            VersionServed(
+                replica=commit.replica,
+                version=commit.version,
+                metrics={
+                    "stall_seconds": commit.stall_seconds,
+                    "reload_seconds": commit.reload_seconds,
+                    **{key: value for key, value in asdict(commit.transfer).items() if value is not None},
+                    **({} if commit.canary_difference is None else {"canary_difference": commit.canary_difference}),
+                },
+            )
         )
         replica.commit = commit
         self._changes.notify()

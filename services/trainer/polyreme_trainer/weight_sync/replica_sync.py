@@ -19,6 +19,7 @@ from polyreme.config.security import SecurityConfig
 from polyreme.errors import RunFailedError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.metric_records import ServiceNotice
 from polyreme.experience.run import Run
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
@@ -253,4 +254,4 @@ class ReplicaSync:
 
     async def _notice(self, text: str) -> None:
         logger.info(text)
-        await self._run.emit({"kind": "notice", "service": "learner", "text": text})
+        await self._run.emit(ServiceNotice(service="learner", text=text))

@@ -13,11 +13,13 @@ import pytest
 
 from polyreme.config.notices import CommandConfig, WebhookConfig
 from polyreme.config.run import RunConfig
+from polyreme.experience.metric_records import MetricRecord, fields_of
 from polyreme.experience.run import RunState
 from polyreme.process.backoff import Backoff
 from polyreme_trainer.launch import notifier as module
 from polyreme_trainer.launch.notifier import QUEUE, Notifier
 from support.configs import run_config
+from support.record_lines import read_evaluation
 from support.waiting import until
 
 ALARM = {"kind": "alarm", "text": "no gradient", "time": 1.0}
@@ -74,8 +76,8 @@ def emitted() -> Records:
 
 
 def notifier(folder: Path, emitted: Records, *receivers: WebhookConfig | CommandConfig) -> Notifier:
-    async def emit(record: dict[str, Any]) -> None:
-        emitted.append(record)
+    async def emit(record: MetricRecord) -> None:
+        emitted.append(fields_of(record))
 
     config: RunConfig = run_config(folder, notices=list(receivers))
     config.run_dir.mkdir(parents=True)
@@ -89,7 +91,7 @@ async def test_a_webhook_gets_what_it_asked_for_with_its_token(
 ) -> None:
     monkeypatch.setenv("HOOK", "secret")
     found = notifier(tmp_path, emitted, WebhookConfig(url=hook.url, events=["done", "alarm"], token_env="HOOK"))
-    found.know({"kind": "eval", "version": 0, "accuracy": 0.1}, 0.1)
+    found.know(read_evaluation({"kind": "eval", "version": 0, "accuracy": 0.1}), 0.1)
     found.take([ALARM, {"kind": "eval", "version": 8, "accuracy": 0.9, "time": 2.0}])
     await found.close((RunState.DONE, ""))
     assert [body["event"] for body, _ in hook.got] == ["alarm", "done"]

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from polyreme.config.run import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.metric_records import DoneLearning, IterationTrained
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import OWNER_DIED
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpec
@@ -23,6 +24,7 @@ from polyreme.rundir.run_records import read_records, read_summary
 from polyreme_trainer.launch import supervision, trainer_process
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.megatron.mindspeed import DEVICE
+from support.record_lines import read_known
 from support.waiting import until
 
 UNTIL_DRAINED = """
@@ -63,7 +65,7 @@ async def started(config: RunConfig, count: int = 1) -> None:
 
 
 async def test_the_run_is_done_when_every_child_ended_well(run: Run, config: RunConfig, redis_url: str) -> None:
-    await run.emit({"kind": "done_learning"})
+    await run.emit(DoneLearning())
     await trainer(config, run, redis_url, "pass", "pass").run()
     assert await run.state() == (RunState.DONE, "")
     summary = read_summary(config.run_dir)
@@ -88,7 +90,7 @@ async def test_records_that_cannot_be_written_are_reported_and_written_later(
     monkeypatch.setattr(trainer_process, "_RECORDS_RETRY_SECONDS", 0.2)
     in_the_way = config.run_dir / "metrics.jsonl"
     in_the_way.mkdir()
-    await run.emit({"kind": "done_learning"})
+    await run.emit(DoneLearning())
     script = f"import os, time\nwhile os.path.isdir({str(in_the_way)!r}): time.sleep(0.02)"
     task = asyncio.create_task(trainer(config, run, redis_url, script).run())
 
@@ -177,7 +179,7 @@ async def test_redis_keeps_no_more_records_than_late_readers_need_and_knows_whos
     task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED).run())
     for number in range(1, 101):
         times = {"time": 2.0 * number, "time/iteration": 2.0}
-        await run.emit({"kind": "iteration", "iteration": number, "reward/mean": 0.5, **times})
+        await run.emit(IterationTrained(iteration=number, metrics={"reward/mean": 0.5, **times}))
         if number % 10 == 0:
 
             async def written(number: int = number) -> bool | None:
@@ -207,7 +209,7 @@ async def test_a_result_on_other_held_out_data_is_not_compared_and_that_is_repor
             "parts": {},
             "examples": [],
         }
-        await run.emit({"kind": "eval", **result})
+        await run.emit(read_known({"kind": "eval", **result}))
         await until(lambda version=version: metrics.exists() and f'"version": {version}' in metrics.read_text())
 
     async def reported() -> list[str]:

@@ -10,10 +10,12 @@ import pytest
 
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
+from polyreme.experience.metric_records import VersionServed
 from polyreme.experience.run import Run, RunState
 from polyreme.page.threads import WAITING
 from polyreme.rundir.progress import Progress
 from polyreme_trainer.observe.exporter import Exporter, export, snapshot
+from support.record_lines import read_known
 from support.seeded_run import record_run
 from support.waiting import until
 
@@ -55,8 +57,8 @@ async def test_probes_are_open_and_metrics_need_the_token(run: Run, monkeypatch:
         assert (await client.get(f"{url}/ready")).status_code == 503
         assert (await client.get(f"{url}/metrics")).status_code == 401
         await run.set_state(RunState.RUNNING)
-        await run.emit(ITERATION)
-        await run.emit({"kind": "commit", "replica": "r1", "version": 3})
+        await run.emit(read_known(ITERATION))
+        await run.emit(VersionServed(replica="r1", version=3))
         header = {"authorization": "Bearer right"}
         text = ""
 

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trackers import TrackerConfig
+from polyreme.experience.metric_records import MetricRecord, TrackerFailed, fields_of
 from polyreme_trainer.launch.tracker_processes import TrackerProcesses
 from polyreme_trainer.observe.trackers.follow import read_cursor
 from support.configs import run_config
@@ -149,9 +150,9 @@ async def test_a_tracker_that_fails_is_a_notice_once_and_counted(folder: Path) -
     emitted: list[dict[str, Any]] = []
     twice = asyncio.Event()
 
-    async def emit(record: dict[str, Any]) -> None:
-        emitted.append(record)
-        if record.get("failures") == 2:
+    async def emit(record: MetricRecord) -> None:
+        emitted.append(fields_of(record))
+        if isinstance(record, TrackerFailed) and record.failures == 2:
             twice.set()
 
     trackers = TrackerProcesses(config, RUN, emit)
@@ -171,8 +172,8 @@ async def test_a_tracker_that_never_answers_has_a_deadline_at_the_end(folder: Pa
         write(config, iteration(1))
         emitted: list[dict[str, Any]] = []
 
-        async def emit(record: dict[str, Any]) -> None:
-            emitted.append(record)
+        async def emit(record: MetricRecord) -> None:
+            emitted.append(fields_of(record))
 
         trackers = TrackerProcesses(config, RUN, emit)
         trackers.start()
@@ -189,7 +190,7 @@ async def test_a_stop_lets_the_tracker_take_everything(folder: Path) -> None:
     config = config_with(folder, kind="mlflow")
     write(config, iteration(1))
 
-    async def emit(record: dict[str, Any]) -> None:
+    async def emit(record: MetricRecord) -> None:
         raise AssertionError(record)
 
     trackers = TrackerProcesses(config, RUN, emit)

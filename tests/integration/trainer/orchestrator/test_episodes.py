@@ -183,7 +183,7 @@ async def test_seconds_are_bounded_and_complete_turns_remain(world):
         if place == 2:
             await all_there.wait()
             w.replicas[0].engine._step_seconds = 3600.0
-            session.deadline = asyncio.get_running_loop().time() + 0.2
+            session.clock.deadline = asyncio.get_running_loop().time() + 0.2
 
     async with world(SHORT) as w:
         all_there = asyncio.Barrier(3)

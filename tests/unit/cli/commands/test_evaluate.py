@@ -13,6 +13,7 @@ from polyreme.errors import ConfigError
 from polyreme.rundir.progress import Progress
 from polyreme.rundir.reader.scalars import scalars
 from support.configs import run_config
+from support.record_lines import read_evaluation
 
 
 @pytest.fixture
@@ -57,13 +58,18 @@ def test_a_configuration_that_cannot_be_evaluated_is_an_error(file: Path, overri
 
 def test_the_results_of_a_record() -> None:
     record: dict[str, Any] = {"kind": "eval", "version": 0, "score": 0.5, "pass@2": 0.7, "samples": 4, "seconds": 1.0}
-    assert results({**record, "parts": {"exact": 0.4}}) == {"score": 0.5, "pass@2": 0.7, "samples": 4, "reward/exact": 0.4}
+    assert results(read_evaluation({**record, "parts": {"exact": 0.4}})) == {
+        "score": 0.5,
+        "pass@2": 0.7,
+        "samples": 4,
+        "reward/exact": 0.4,
+    }
 
 
 def test_the_results_of_several_sets() -> None:
     record: dict[str, Any] = {"kind": "eval", "version": 0, "easy/accuracy": 0.5, "hard/pass@2": 0.7, "hard/reward/exact": 0.4}
     record |= {"samples": 4, "seconds": 1.0, "parts": {}, "result": {"metric": "hard/pass@2", "value": 0.7}, "time": 0.0}
-    assert results(record) == {"easy/accuracy": 0.5, "hard/pass@2": 0.7, "hard/reward/exact": 0.4, "samples": 4}
+    assert results(read_evaluation(record)) == {"easy/accuracy": 0.5, "hard/pass@2": 0.7, "hard/reward/exact": 0.4, "samples": 4}
     assert list(scalars(record)) == [("easy/accuracy", 0.5, 0), ("hard/pass@2", 0.7, 0), ("hard/reward/exact", 0.4, 0)]
     progress = Progress(8)
     progress.add(record)

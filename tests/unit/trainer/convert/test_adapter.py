@@ -31,7 +31,7 @@ def written(folder: Path, tensors: dict[str, Tensor] | None = None, **fields: An
         f"{Q_PROJ}.lora_B.weight": torch.randn(48, 4, generator=random),
     }
     folder.mkdir()
-    PeftAdapter(pair | (tensors or {}), LoraConfig(rank=4, alpha=6), Path("base")).write(folder)
+    PeftAdapter(pair | (tensors or {}), LoraConfig(rank=4, alpha=6), "base").write(folder)
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | fields))
     return folder

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, OUTCOME_STOP, OUTCOME_TURNS
+from polyreme.experience.metric_records import fields_of
 from polyreme.experience.record_checks import check_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardPart, SampleRecord, Turn
 from polyreme_trainer.learner.leader import join, split
@@ -42,7 +43,7 @@ GROUPS = [
 
 
 def test_the_record(tmp_path: Path) -> None:
-    record = iteration_record(5, GROUPS, TRAINED, SECONDS, 100.0, run_config(tmp_path))
+    record = fields_of(iteration_record(5, GROUPS, TRAINED, SECONDS, 100.0, run_config(tmp_path)))
     json.dumps(record)
     assert record["reward/mean"] == 0.25
     assert (record["reward/exact"], record["reward_weighted/exact"]) == (0.25, 0.5)
@@ -59,7 +60,7 @@ def test_the_record(tmp_path: Path) -> None:
 def test_a_sample_is_as_stale_as_its_oldest_token(tmp_path: Path) -> None:
     mixed = replace(sample(6, 1.0), spans=[(2, 0, 3), (4, 3, 6)])
     groups = [replace(GROUPS[0], samples=[mixed, sample(4, 0.0)])]
-    record = iteration_record(5, groups, TRAINED, SECONDS, 100.0, run_config(tmp_path))
+    record = fields_of(iteration_record(5, groups, TRAINED, SECONDS, 100.0, run_config(tmp_path)))
     assert (record["staleness/samples"], record["staleness/max"], record["staleness/mixed_fraction"]) == ([1, 0, 1], 2, 0.5)
     assert (record["partial/carried_samples"], record["partial/carried_tokens"]) == (1, 3)
     assert (record["partial/parts_mean"], record["partial/parts_max"]) == (1.5, 2)
@@ -80,7 +81,7 @@ def test_an_episode_is_scored_once_and_the_environments_tokens_are_not_generated
     ends = [EpisodeRecord(OUTCOME_STOP, seconds=1.0), EpisodeRecord(OUTCOME_TURNS)]
     groups = [replace(GROUPS[0], samples=[first, branch, other], episodes=ends)]
     check_group(groups[0])
-    record = iteration_record(5, groups, TRAINED, SECONDS, 100.0, run_config(tmp_path))
+    record = fields_of(iteration_record(5, groups, TRAINED, SECONDS, 100.0, run_config(tmp_path)))
     assert (record["reward/mean"], record["reward/exact"]) == (0.5, 0.5)
     assert (record["response_length/max"], record["tokens/generated"], record["entropy"]) == (3, 7, pytest.approx(0.5))
     assert (record["prompt_length/max"], record["prompt_length/min"]) == (7, 1)
@@ -95,7 +96,7 @@ def test_a_greedy_baseline_counts_as_generated_and_in_nothing_else(tmp_path: Pat
     greedy = replace(sample(40, 1.0), loss_mask=np.zeros(40, dtype=np.uint8))
     groups = [replace(group, samples=[*group.samples, greedy]) for group in GROUPS]
     config = run_config(tmp_path)
-    record, without = (iteration_record(5, each, TRAINED, SECONDS, 100.0, config) for each in (groups, GROUPS))
+    record, without = (fields_of(iteration_record(5, each, TRAINED, SECONDS, 100.0, config)) for each in (groups, GROUPS))
     assert (record.pop("tokens/generated"), record.pop("tokens_per_second"), record.pop("samples_per_second")) == (120, 60.0, 3.0)
     tokens = 120 + 6  # responses, and the prompt once for each of them
     assert (record.pop("e2e_tps"), record.pop("vllm_tps")) == pytest.approx((tokens / 2 / 2.0, tokens / 0.7))

@@ -7,6 +7,7 @@ import pytest
 
 from polyreme.experience.run import RunState
 from polyreme_trainer.observe.notices import NoticeRules
+from support.record_lines import read_evaluation
 
 RUN = ("letters-1", "letters", "/runs/letters")
 
@@ -34,13 +35,13 @@ def test_a_new_best_is_better_than_all_before_it() -> None:
 
 
 def test_a_resumed_run_knows_its_best() -> None:
-    rules = NoticeRules(*RUN, evaluation(16, 0.6), 0.7)
+    rules = NoticeRules(*RUN, read_evaluation(evaluation(16, 0.6)), 0.7)
     assert rules.of_records([evaluation(24, 0.65)]) == []
     assert [notice.event for notice in rules.of_records([evaluation(32, 0.8)])] == ["best"]
 
 
 def test_results_of_different_metrics_are_not_compared() -> None:
-    rules = NoticeRules(*RUN, evaluation(8, 0.7), 0.7)
+    rules = NoticeRules(*RUN, read_evaluation(evaluation(8, 0.7)), 0.7)
     hard = [
         evaluation(version, 0.9) | {"result": {"metric": "hard/pass@8", "value": value}}
         for version, value in ((16, 0.1), (24, 0.2))
@@ -50,7 +51,7 @@ def test_results_of_different_metrics_are_not_compared() -> None:
 
 
 def test_results_on_other_held_out_data_are_not_compared() -> None:
-    rules = NoticeRules(*RUN, evaluation(8, 0.2) | {"held_out": "a1"}, 0.2)
+    rules = NoticeRules(*RUN, read_evaluation(evaluation(8, 0.2) | {"held_out": "a1"}), 0.2)
     other = [evaluation(version, value) | {"held_out": "b2"} for version, value in ((16, 0.7), (24, 0.8))]
     [best] = rules.of_records(other)
     assert (best.payload()["version"], best.text.endswith("(before: 0.700)")) == (24, True)

@@ -10,6 +10,7 @@ from polyreme.display.report import plain_line, replay
 from polyreme.rundir.progress import Progress
 from polyreme.rundir.reader.scalars import scalars
 from polyreme_trainer.observe.records import Recorder
+from support.record_lines import read_known
 
 
 def step(number: int, loss: float = 1.0) -> dict[str, Any]:
@@ -32,12 +33,19 @@ def tear(path: Path) -> None:
 def test_a_restarted_stage_repeats_no_record(tmp_path: Path) -> None:
     first = Recorder.open(tmp_path, "run")
     for record in (evaluation(0, 3.0), step(1), step(2), evaluation(2, 2.0)):
-        first.add(record)
+        first.add(read_known(record))
     first.close()
     tear(tmp_path / "metrics.jsonl")
     second = Recorder.open(tmp_path, "run")
-    for record in (evaluation(0, 9.0), step(1, 9.0), step(2, 9.0), evaluation(2, 9.0), step(3), {"kind": "saved", "step": 3}):
-        second.add(record)
+    for record in (
+        evaluation(0, 9.0),
+        step(1, 9.0),
+        step(2, 9.0),
+        evaluation(2, 9.0),
+        step(3),
+        {"kind": "saved", "step": 3, "path": "p"},
+    ):
+        second.add(read_known(record))
     second.close()
     found = [(record["kind"], record["step"]) for record in lines(tmp_path)]
     assert found == [("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3), ("saved", 3)]
@@ -47,21 +55,21 @@ def test_a_restarted_stage_repeats_no_record(tmp_path: Path) -> None:
 def test_repeated_steps_are_visible_as_such(tmp_path: Path) -> None:
     first = Recorder.open(tmp_path, "run")
     for number in range(1, 5):
-        first.add(step(number))
+        first.add(read_known(step(number)))
     first.close()
     now = 0.0
     second = Recorder.open(tmp_path, "run", clock=lambda: now)
-    second.add({"kind": "resumed", "step": 1})
+    second.add(read_known({"kind": "resumed", "step": 1}))
     for number, at in ((2, 1.0), (3, 8.0), (4, 9.0)):
         now = at
-        second.add(step(number, 9.0))
+        second.add(read_known(step(number, 9.0)))
     seen, said = Progress(0), []
     for record in lines(tmp_path):
         seen.add(record)
         said += [plain_line(record, seen, seen.steps)] * (record["kind"] == "resumed")
     assert said == [replay(1, 4), replay(3, 4)]
     assert (seen.newest, seen.replayed) == (4, 3)
-    second.add(step(5))
+    second.add(read_known(step(5)))
     seen.add(lines(tmp_path)[-1])
     assert (seen.newest, seen.replayed) == (5, None)
     second.close()
@@ -70,7 +78,7 @@ def test_repeated_steps_are_visible_as_such(tmp_path: Path) -> None:
 def test_another_stage_of_the_directory_starts_anew(tmp_path: Path) -> None:
     for run in ("one", "two"):
         recorder = Recorder.open(tmp_path, run)
-        recorder.add(step(1))
+        recorder.add(read_known(step(1)))
         recorder.close()
     assert [record["run"] for record in lines(tmp_path)] == ["one", "two"]
 

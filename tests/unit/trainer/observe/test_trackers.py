@@ -21,9 +21,9 @@ def test_a_record_is_one_point_with_its_axis() -> None:
     assert list(points(line)) == [
         Point("iteration", 3, 7.0, {"reward/mean": 0.5, "staleness/samples_0": 2.0, "staleness/samples_1": 1.0})
     ]
-    sft = {"kind": "sft", "phase": 2, "step": 10, "loss": 0.25, "time": 1.0}
+    sft = {"kind": "sft", "phase": 2, "step": 10, "steps": 20, "loss": 0.25, "time": 1.0}
     assert list(points(sft)) == [Point("sft_step", 10, 1.0, {"sft_2/loss": 0.25})]
-    commit = {"kind": "commit", "version": 4, "stall_seconds": 0.5, "reload_seconds": 0.25, "time": 1.0}
+    commit = {"kind": "commit", "replica": "r", "version": 4, "stall_seconds": 0.5, "reload_seconds": 0.25, "time": 1.0}
     assert list(points(commit)) == [Point("iteration", 4, 1.0, {"weights/stall_seconds": 0.5, "weights/reload_seconds": 0.25})]
     step = {"kind": "step", "step": 2, "steps": 9, "loss": 0.5, "time": 1.0}
     assert list(points(step)) == [Point("step", 2, 1.0, {"train/loss": 0.5})]
@@ -32,7 +32,7 @@ def test_a_record_is_one_point_with_its_axis() -> None:
 
 def test_every_documented_number_of_a_commit_is_a_point() -> None:
     documented = {metric.name.removeprefix("weights/") for metric in METRICS if metric.when.startswith("`commit` records")}
-    (point,) = points({"kind": "commit", "version": 4, "time": 1.0, **dict.fromkeys(documented, 0.5)})
+    (point,) = points({"kind": "commit", "replica": "r", "version": 4, "time": 1.0, **dict.fromkeys(documented, 0.5)})
     assert point.values.keys() == {f"weights/{name}" for name in documented}
 
 

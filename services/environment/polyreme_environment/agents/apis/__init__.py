@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from polyreme_environment.agents.apis import chat, completions, messages, responses
-from polyreme_environment.agents.reply import AgentTurn
+from polyreme_environment.agents.reply import AgentTurn, EventWriter
 from polyreme_environment.agents.request import Asked, Message, TurnRequest
 
 
@@ -22,8 +22,8 @@ class Api(Protocol):
         """The whole reply."""
         ...
 
-    def events(self, asked: Asked, turn: AgentTurn, /) -> bytes:
-        """The same as server-sent events."""
+    def events(self, asked: Asked, /) -> EventWriter:
+        """What writes the same as server-sent events."""
         ...
 
     def error(self, status: int, message: str, code: str, /) -> dict[str, Any]: ...

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyreme_environment.agents.reply import AgentTurn, server_sent, usage
+from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, usage
 from polyreme_environment.agents.request import (
     IGNORED,
     SAMPLING,
@@ -55,6 +55,8 @@ _KEYS = Keys(
     IGNORED | {"reasoning_effort", "verbosity", "prediction"},
 )
 
+_CHUNK = "chat.completion.chunk"
+
 
 def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
     _KEYS.check(asked)
@@ -81,37 +83,53 @@ def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
         "finish_reason": _finish(turn),
     }
     choice["stop_reason"] = turn.stopped_by
-    whole = {**_head(asked, turn, "chat.completion"), "choices": [choice], "usage": usage(turn)}
-    if asked.get("return_token_ids") and turn.sampled is not None:
-        choice["token_ids"], whole["prompt_token_ids"] = list(turn.sampled.ids), list(turn.sampled.context_ids)
-    return whole
+    return _with_ids(asked, turn, {**_head(asked, turn, "chat.completion"), "choices": [choice], "usage": usage(turn)})
 
 
-def events(asked: Asked, turn: AgentTurn) -> bytes:
-    return server_sent(_chunks(asked, turn), named=False)
+class ChatEvents:
+    """Chunks of the message. Calls come whole, and tokens with the last of them."""
+
+    is_named = False
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+
+    def begin(self, turn: PartialTurn | AgentTurn) -> Iterator[Event]:
+        yield self._chunk(turn, {"role": "assistant", "content": ""})
+
+    def more(self, turn: PartialTurn | AgentTurn, thought: str, text: str) -> Iterator[Event]:
+        if thought:
+            yield self._chunk(turn, {"reasoning_content": thought})
+        if text:
+            yield self._chunk(turn, {"content": text})
+
+    def end(self, turn: AgentTurn) -> Iterator[Event]:
+        calls = [{"index": place, **call} for place, call in enumerate(turn.message.get("tool_calls", ()))]
+        last = self._chunk(turn, {"tool_calls": calls} if calls else {})
+        (choice,) = last["choices"]
+        choice |= {"logprobs": _logprobs(self._asked, turn), "finish_reason": _finish(turn), "stop_reason": turn.stopped_by}
+        yield _with_ids(self._asked, turn, last)
+        if wants_usage(self._asked):
+            yield {**_head(self._asked, turn, _CHUNK), "choices": [], "usage": usage(turn)}
+
+    def _chunk(self, turn: PartialTurn | AgentTurn, delta: Event) -> Event:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**_head(self._asked, turn, _CHUNK), "choices": [choice]}
+
+
+events = ChatEvents
 
 
 def error(status: int, message: str, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
-def _chunks(asked: Asked, turn: AgentTurn) -> Iterator[dict[str, Any]]:
-    """The message in one piece, the reason of its end, and the numbers of tokens where they were asked for."""
-    head, ids = _head(asked, turn, "chat.completion.chunk"), bool(asked.get("return_token_ids")) and turn.sampled
-    message = turn.message
-    if "tool_calls" in message:
-        message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
-    first = {"index": 0, "delta": message, "logprobs": _logprobs(asked, turn), "finish_reason": None}
-    if ids:
-        yield {**head, "choices": [{**first, "token_ids": list(ids.ids)}], "prompt_token_ids": list(ids.context_ids)}
-    else:
-        yield {**head, "choices": [first]}
-    yield {
-        **head,
-        "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(turn), "stop_reason": turn.stopped_by}],
-    }
-    if wants_usage(asked):
-        yield {**head, "choices": [], "usage": usage(turn)}
+def _with_ids(asked: Asked, turn: AgentTurn, whole: Event) -> Event:
+    """A reply, or its last chunk, with the ids of its tokens if they were asked for."""
+    if asked.get("return_token_ids") and turn.sampled is not None:
+        whole["choices"][0]["token_ids"] = list(turn.sampled.ids)
+        whole["prompt_token_ids"] = list(turn.sampled.context_ids)
+    return whole
 
 
 def wants_usage(asked: Asked) -> bool:
@@ -133,7 +151,7 @@ def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, Any] | None:
     return {"content": [{**each, "token": name} for each, name in pairs], "refusal": None}
 
 
-def _head(asked: Asked, turn: AgentTurn, kind: str) -> dict[str, Any]:
+def _head(asked: Asked, turn: PartialTurn | AgentTurn, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": turn.created, "model": str(asked.get("model") or "")}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from polyreme_environment.agents.apis.chat import OUTPUT, error, token_names, wants_usage
-from polyreme_environment.agents.reply import AgentTurn, server_sent, usage
+from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, usage
 from polyreme_environment.agents.request import (
     SAMPLING,
     Asked,
@@ -49,16 +49,28 @@ def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
     return {**_head(asked, turn), "choices": [{**_choice(asked, turn), **_finish(turn)}], "usage": usage(turn)}
 
 
-def events(asked: Asked, turn: AgentTurn) -> bytes:
-    return server_sent(_chunks(asked, turn), named=False)
+class CompletionEvents:
+    """Chunks of the text. Tokens come with the last one."""
+
+    is_named = False
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+
+    def begin(self, turn: PartialTurn | AgentTurn) -> Iterator[Event]:
+        return iter(())
+
+    def more(self, turn: PartialTurn | AgentTurn, thought: str, text: str) -> Iterator[Event]:
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+        yield {**_head(self._asked, turn), "choices": [choice]}
+
+    def end(self, turn: AgentTurn) -> Iterator[Event]:
+        yield {**_head(self._asked, turn), "choices": [{**_choice(self._asked, turn), "text": "", **_finish(turn)}]}
+        if wants_usage(self._asked):
+            yield {**_head(self._asked, turn), "choices": [], "usage": usage(turn)}
 
 
-def _chunks(asked: Asked, turn: AgentTurn) -> Iterator[dict[str, Any]]:
-    head = _head(asked, turn)
-    yield {**head, "choices": [{**_choice(asked, turn), "finish_reason": None}]}
-    yield {**head, "choices": [{"index": 0, "text": "", "logprobs": None, **_finish(turn)}]}
-    if wants_usage(asked):
-        yield {**head, "choices": [], "usage": usage(turn)}
+events = CompletionEvents
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
@@ -94,6 +106,6 @@ def _finish(turn: AgentTurn) -> dict[str, Any]:
     return {"finish_reason": "length" if turn.is_cut else "stop", "stop_reason": turn.stopped_by}
 
 
-def _head(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def _head(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, Any]:
     model = str(asked.get("model") or "")
     return {"id": f"cmpl-{turn.id}", "object": "text_completion", "created": turn.created, "model": model}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from polyreme_environment.agents.reply import AgentTurn, server_sent
+from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn
 from polyreme_environment.agents.request import (
     SAMPLING,
     Asked,
@@ -55,49 +55,82 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
 
 def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
     return {
-        "id": f"msg_{turn.id}",
-        "type": "message",
-        "role": "assistant",
-        "model": str(asked.get("model") or ""),
+        **_head(asked, turn),
         "content": list(_blocks(asked, turn)),
         **_stop(turn),
         "usage": _usage(turn, turn.tokens),
     }
 
 
-def events(asked: Asked, turn: AgentTurn) -> bytes:
-    return server_sent(_events(asked, turn), named=True)
+class MessageEvents:
+    """Content blocks, of which the tool uses come whole."""
+
+    is_named = True
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._blocks = list[str]()  # the types of the blocks that have begun
+        self._is_open = False
+
+    def begin(self, turn: PartialTurn | AgentTurn) -> Iterator[Event]:
+        blank: _Block = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, 0)}
+        yield {"type": "message_start", "message": {**_head(self._asked, turn), **blank}}
+
+    def more(self, turn: PartialTurn | AgentTurn, thought: str, text: str) -> Iterator[Event]:
+        if thought and _wants_thought(self._asked):
+            yield from self._text("thinking", thought, {"signature": ""})
+        if text:
+            yield from self._text("text", text, {"citations": None})
+
+    def end(self, turn: AgentTurn) -> Iterator[Event]:
+        if "text" not in self._blocks and not turn.said.calls:
+            yield from self._begin({"type": "text", "text": "", "citations": None})
+        for id, call in turn.calls:
+            yield from self._begin({"type": "tool_use", "id": id, "name": call.name, "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call.text})
+        yield from self._stop()
+        yield {"type": "message_delta", "delta": _stop(turn), "usage": _usage(turn, turn.tokens)}
+        yield {"type": "message_stop"}
+
+    def _text(self, kind: str, text: str, blank: _Block) -> Iterator[Event]:
+        if self._blocks[-1:] != [kind]:
+            yield from self._begin({"type": kind, kind: "", **blank})
+        yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def _begin(self, block: _Block) -> Iterator[Event]:
+        yield from self._stop()
+        self._blocks.append(block["type"])
+        self._is_open = True
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
+
+    def _delta(self, delta: _Block) -> Event:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _stop(self) -> Iterator[Event]:
+        if self._is_open:
+            self._is_open = False
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+
+events = MessageEvents
 
 
 def error(status: int, message: str, code: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": _ERRORS.get(status, "invalid_request_error"), "message": message, "code": code}}
 
 
-def _events(asked: Asked, turn: AgentTurn) -> Iterator[dict[str, Any]]:
-    blank: _Block = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, 0)}
-    yield {"type": "message_start", "message": {**reply(asked, turn), **blank}}
-    calls = {id: call.text for id, call in turn.calls}
-    for place, block in enumerate(_blocks(asked, turn)):
-        empty, delta = _delta(block, calls)
-        yield {"type": "content_block_start", "index": place, "content_block": {**block, **empty}}
-        yield {"type": "content_block_delta", "index": place, "delta": delta}
-        yield {"type": "content_block_stop", "index": place}
-    yield {"type": "message_delta", "delta": _stop(turn), "usage": _usage(turn, turn.tokens)}
-    yield {"type": "message_stop"}
+def _head(asked: Asked, turn: PartialTurn | AgentTurn) -> _Block:
+    return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": str(asked.get("model") or "")}
 
 
-def _delta(block: _Block, calls: Mapping[str, str]) -> tuple[_Block, _Block]:
-    """What of a block is empty at its start, and what follows."""
-    kind = block["type"]
-    if kind == "tool_use":
-        return {"input": {}}, {"type": "input_json_delta", "partial_json": calls[block["id"]]}
-    return {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+def _wants_thought(asked: Asked) -> bool:
+    thinking = asked.get("thinking")
+    return isinstance(thinking, Mapping) and thinking.get("type") != "disabled"
 
 
 def _blocks(asked: Asked, turn: AgentTurn) -> Iterator[_Block]:
     """The content: the thought only where the request wants one, since other clients expect the text first."""
-    thinking = asked.get("thinking")
-    if turn.said.thought and isinstance(thinking, Mapping) and thinking.get("type") != "disabled":
+    if turn.said.thought and _wants_thought(asked):
         yield {"type": "thinking", "thinking": turn.said.thought, "signature": ""}
     if turn.said.content or not turn.said.calls:
         yield {"type": "text", "text": turn.said.content, "citations": None}
@@ -112,7 +145,7 @@ def _stop(turn: AgentTurn) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": turn.stopped_by if reason == "stop_sequence" else None}
 
 
-def _usage(turn: AgentTurn, tokens: int) -> dict[str, int]:
+def _usage(turn: PartialTurn | AgentTurn, tokens: int) -> dict[str, int]:
     cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": turn.context_tokens, "output_tokens": tokens, **cache}
 

@@ -8,7 +8,7 @@ from itertools import count, groupby
 from typing import Any
 
 from polyreme_environment.agents.apis.chat import error
-from polyreme_environment.agents.reply import AgentTurn, server_sent
+from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn
 from polyreme_environment.agents.request import (
     IGNORED,
     SAMPLING,
@@ -47,7 +47,7 @@ _KEYS = Keys(
 )
 _LOGPROBS = "message.output_text.logprobs"
 _PREFIX = "resp_"
-_Event = dict[str, Any]
+_Item = dict[str, Any]
 
 
 def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
@@ -87,40 +87,86 @@ def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
     return whole
 
 
-def events(asked: Asked, turn: AgentTurn) -> bytes:
-    numbers = count()
-    return server_sent(({**each, "sequence_number": next(numbers)} for each in _events(asked, turn)), named=True)
+class ResponseEvents:
+    """Output items, of which the calls come whole."""
+
+    is_named = True
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked, self._numbers = asked, count()
+        self._begun = list[str]()  # the types of the items that have begun
+        self._ended = 0
+
+    def begin(self, turn: PartialTurn | AgentTurn) -> Iterator[Event]:
+        blank: _Item = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        for kind in ("created", "in_progress"):
+            yield self._event({"type": f"response.{kind}", "response": {**_response(self._asked, turn), **blank}})
+
+    def more(self, turn: PartialTurn | AgentTurn, thought: str, text: str) -> Iterator[Event]:
+        if thought:
+            yield from self._text(_thought(turn), thought)
+        if text and self._begun == ["reasoning"] and not self._ended:
+            yield from self._end(_thought(turn))
+        if text:
+            yield from self._text(_message(turn, "in_progress", []), text)
+
+    def end(self, turn: AgentTurn) -> Iterator[Event]:
+        for item in list(_items(self._asked, turn))[self._ended :]:
+            if item["type"] == "function_call":
+                yield from self._begin({**item, "arguments": "", "status": "in_progress"})
+                delta = {"type": "response.function_call_arguments.delta", "delta": item["arguments"]}
+                yield self._event({**delta, **self._where(item)})
+            elif item["type"] not in self._begun:
+                yield from self._begin(item)
+            yield from self._end(item)
+        whole = reply(self._asked, turn)
+        yield self._event({"type": f"response.{whole['status']}", "response": whole})
+
+    def _text(self, item: _Item, text: str) -> Iterator[Event]:
+        if self._begun[-1:] != [item["type"]]:
+            yield from self._begin(item)
+        kind = item["content"][0]["type"]
+        yield self._event({"type": f"response.{kind}.delta", **self._part(item), "delta": text, **_no_logprobs(kind)})
+
+    def _begin(self, item: _Item) -> Iterator[Event]:
+        self._begun.append(item["type"])
+        blank: _Item = {"content": [], "status": "in_progress"} if "content" in item else {}
+        yield self._event({"type": "response.output_item.added", "output_index": self._ended, "item": {**item, **blank}})
+        if "content" in item:
+            part = {**item["content"][0], "text": ""}
+            yield self._event({"type": "response.content_part.added", **self._part(item), "part": part})
+
+    def _end(self, item: _Item) -> Iterator[Event]:
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event({"type": "response.function_call_arguments.done", **self._where(item), **done})
+        else:
+            (part,) = item["content"]
+            logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            done = {**self._part(item), "text": part["text"], **logprobs}
+            yield self._event({"type": f"response.{part['type']}.done", **done})
+            yield self._event({"type": "response.content_part.done", **self._part(item), "part": part})
+        yield self._event({"type": "response.output_item.done", "output_index": self._ended, "item": item})
+        self._ended += 1
+
+    def _where(self, item: _Item) -> Event:
+        return {"item_id": item["id"], "output_index": self._ended}
+
+    def _part(self, item: _Item) -> Event:
+        return {**self._where(item), "content_index": 0}
+
+    def _event(self, event: Event) -> Event:
+        return {**event, "sequence_number": next(self._numbers)}
 
 
-def _events(asked: Asked, turn: AgentTurn) -> Iterator[_Event]:
-    begun = {**_response(asked, turn), "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
-    for place, item in enumerate(_items(asked, turn)):
-        yield from _events_of(item, place)
-    whole = reply(asked, turn)
-    yield {"type": f"response.{whole['status']}", "response": whole}
+events = ResponseEvents
 
 
-def _events_of(item: dict[str, Any], place: int) -> Iterator[_Event]:
-    where = {"item_id": item["id"], "output_index": place}
-    blank: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
-    yield {"type": "response.output_item.added", "output_index": place, "item": {**item, **blank, "status": "in_progress"}}
-    if item["type"] == "function_call":
-        yield {"type": "response.function_call_arguments.delta", **where, "delta": item["arguments"]}
-        yield {"type": "response.function_call_arguments.done", **where, "name": item["name"], "arguments": item["arguments"]}
-    else:
-        (part,), kind = item["content"], item["content"][0]["type"]
-        more = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
-        where |= {"content_index": 0}
-        yield {"type": "response.content_part.added", **where, "part": {**part, "text": ""}}
-        yield {"type": f"response.{kind}.delta", **where, "delta": part["text"], **more}
-        yield {"type": f"response.{kind}.done", **where, "text": part["text"], **more}
-        yield {"type": "response.content_part.done", **where, "part": part}
-    yield {"type": "response.output_item.done", "output_index": place, "item": item}
+def _no_logprobs(kind: str) -> Event:
+    return {"logprobs": []} if kind == "output_text" else {}
 
 
-def _response(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def _response(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, Any]:
     same = {key: asked.get(key) for key in ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")}
     return {
         "id": f"{_PREFIX}{turn.id}",
@@ -138,19 +184,25 @@ def _response(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
     }
 
 
-def _items(asked: Asked, turn: AgentTurn) -> Iterator[dict[str, Any]]:
+def _items(asked: Asked, turn: AgentTurn) -> Iterator[_Item]:
     said = turn.said
     if said.thought:
-        content = [{"type": "reasoning_text", "text": said.thought}]
-        yield {"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": content, "status": "completed"}
+        yield _thought(turn)
     if said.content or not said.calls:
-        logprobs = turn.logprobs() if _wants_logprobs(asked) else []
-        part = {"type": "output_text", "text": said.content, "annotations": [], "logprobs": logprobs}
-        status = "incomplete" if turn.is_cut else "completed"
-        yield {"type": "message", "id": f"msg_{turn.id}", "role": "assistant", "content": [part], "status": status}
+        yield _message(turn, "incomplete" if turn.is_cut else "completed", turn.logprobs() if _wants_logprobs(asked) else [])
     for id, call in turn.calls:
         called = {"call_id": id, "name": call.name, "arguments": call.text}
         yield {"type": "function_call", "id": f"fc_{id}", **called, "status": "completed"}
+
+
+def _thought(turn: PartialTurn | AgentTurn) -> _Item:
+    content = [{"type": "reasoning_text", "text": turn.said.thought}]
+    return {"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": content, "status": "completed"}
+
+
+def _message(turn: PartialTurn | AgentTurn, status: str, logprobs: list[_Item]) -> _Item:
+    part = {"type": "output_text", "text": turn.said.content, "annotations": [], "logprobs": logprobs}
+    return {"type": "message", "id": f"msg_{turn.id}", "role": "assistant", "content": [part], "status": status}
 
 
 def _wants_logprobs(asked: Asked) -> bool:
@@ -163,7 +215,7 @@ def _messages(items: Any) -> list[Message]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     groups = [(by_policy, list(group)) for by_policy, group in groupby(read_list(items, "input"), _is_answer)]
-    return [each for by_policy, group in groups for each in ([_answer(group)] if by_policy else map(_message, group))]
+    return [each for by_policy, group in groups for each in ([_answer(group)] if by_policy else map(_input, group))]
 
 
 def _kind(item: Mapping[str, Any]) -> Any:
@@ -174,7 +226,7 @@ def _is_answer(item: Mapping[str, Any]) -> bool:
     return _kind(item) in ("reasoning", "function_call") or (_kind(item) == "message" and item.get("role") == "assistant")
 
 
-def _message(item: Mapping[str, Any]) -> Message:
+def _input(item: Mapping[str, Any]) -> Message:
     match _kind(item):
         case "message":
             return {"role": item.get("role"), "content": item.get("content")}

@@ -55,12 +55,13 @@ class PeftAdapter:
     Attributes:
         tensors: every tensor, whole, by PEFT's name without its prefix; the value head of a classifier among them.
         lora: the section of the configuration.
-        base: Hugging Face directory of the frozen weights with which it was trained.
+        base, revision: where others find the frozen weights with which it was trained: a directory, or a repository and its commit.
     """
 
     tensors: Mapping[str, Tensor]
     lora: LoraConfig
-    base: Path
+    base: str
+    revision: str | None = None
 
     def write(self, folder: Path) -> None:
         """Fills an empty directory."""
@@ -70,7 +71,8 @@ class PeftAdapter:
         config = {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if classifier else "CAUSAL_LM",
-            "base_model_name_or_path": str(self.base),
+            "base_model_name_or_path": self.base,
+            "revision": self.revision,
             "inference_mode": True,
             "r": self.lora.rank,
             "lora_alpha": int(alpha) if alpha.is_integer() else alpha,

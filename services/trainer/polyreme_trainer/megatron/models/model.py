@@ -167,11 +167,11 @@ class ShardedModel:
         self.use()
         return self._full(self.arch, self.weights())
 
-    def adapter(self, base: Path) -> PeftAdapter | None:
-        """The adapters for PEFT, gathered as in `full_tensors`; also None without adapters. `base`: the directory of the frozen weights."""
+    def adapter(self, base: str, revision: str | None = None) -> PeftAdapter | None:
+        """The adapters for PEFT, gathered as in `full_tensors`; also None without adapters. `base`, `revision`: as in `PeftAdapter`."""
         self.use()
         tensors = None if self.adapters is None else self._full(self.adapters.arch, self.adapters.params)
-        return None if self.adapters is None or tensors is None else PeftAdapter(tensors, self.adapters.lora, base)
+        return None if self.adapters is None or tensors is None else PeftAdapter(tensors, self.adapters.lora, base, revision)
 
     @torch.no_grad()
     def _full(self, arch: Architecture, mine: Mapping[str, Tensor]) -> dict[str, Tensor] | None:

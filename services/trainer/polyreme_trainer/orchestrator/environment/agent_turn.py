@@ -1,12 +1,15 @@
 """A turn that an agent asked for.
 
-Invariant: an agent whose request gets no turn is told why, and its episode goes on: its reward comes with its end.
+Invariant: an agent whose request gets no turn is told why, and its episode goes on: its reward comes with its end. A turn begins before the
+first wait, so turns begin in the order of their requests.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from polyreme.api.v1.environment_pb2 import AgentRequest, Answer, TurnTokens
+import numpy as np
+
+from polyreme.api.v1.environment_pb2 import AgentRequest, Answer, Delta, TurnTokens
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME, OUTCOME_TOKENS, OUTCOME_TURNS
 from polyreme.dataset.chat import Message, read_chat
 from polyreme.dataset.columns import TokenIds
@@ -21,26 +24,28 @@ _BOUNDS: dict[int, str] = {
 }
 
 
-async def agent_turn(request: AgentRequest, session: EpisodeSession) -> Answer:
-    """The turn, or why there is none.
+async def agent_turn(request: AgentRequest, session: EpisodeSession, tell: Callable[[Delta], None]) -> Answer:
+    """The turn, or why there is none. `tell` is told of it as it is sampled, if the request is streamed.
 
     Raises:
         EpisodeError: the request is none that an environment server may send.
         GenerateError, UnavailableError: see `EpisodeSession.answer`.
     """
-    if request.after > session.turns:
-        raise EpisodeError(f"expected messages that follow one of {session.turns} turns; found turn {request.after}")
+    if request.after and request.after not in session:
+        raise EpisodeError(f"expected messages that follow a complete turn; found turn {request.after}")
     if request.HasField("temperature") and request.temperature != session.temperature:
         found = f"expected rollout.temperature = {session.temperature:g} of the run; found {request.temperature:g}"
         return Answer(refused=f"{found}. Remove `temperature`.")
     try:
-        turn = await _sampled(request, session)
+        turn = await _sampled(request, session, tell)
     except EpisodeOverError as over:
         return Answer(refused=_BOUNDS[over.outcome], over=True)
     except DataError as error:
         return Answer(refused=str(error))
     raw = "" if turn.raw == turn.text else turn.raw
-    answer = Answer(text=turn.text, raw=raw, is_cut=turn.is_cut, context_tokens=len(turn.context), tokens=len(turn.ids))
+    in_thought = session.opens_thought(turn.context)
+    answer = Answer(text=turn.text, raw=raw, is_cut=turn.is_cut, in_thought=in_thought)
+    answer.context_tokens, answer.tokens = len(turn.context), len(turn.ids)
     if request.wants_tokens:
         answer.sampled.CopyFrom(
             TurnTokens(context_ids=turn.context, ids=turn.ids, logprobs=turn.logprobs, texts=session.token_texts(turn))
@@ -48,12 +53,23 @@ async def agent_turn(request: AgentRequest, session: EpisodeSession) -> Answer:
     return answer
 
 
-async def _sampled(request: AgentRequest, session: EpisodeSession) -> SampledTurn:
+async def _sampled(request: AgentRequest, session: EpisodeSession, tell: Callable[[Delta], None]) -> SampledTurn:
     prompt: str | TokenIds | None = TokenIds(request.context_ids) or (request.prompt if request.HasField("prompt") else None)
     messages: Sequence[Message] = ()
     if prompt is None:
         chat = read_chat(json.loads(request.messages_json), "`messages`", request.tools_json or None)
         session.tools, messages = None if chat.tools is None else list(chat.tools), chat.messages
+
+    def goes_on(context: np.ndarray, text: str) -> None:
+        in_thought = session.opens_thought(context)
+        tell(Delta(number=request.number, text=text, context_tokens=len(context), in_thought=in_thought))
+
     return await session.answer(
-        messages, after=request.after, max_tokens=request.max_tokens or None, prompt=prompt, stop=request.stop
+        messages,
+        number=request.number,
+        after=request.after,
+        max_tokens=request.max_tokens or None,
+        prompt=prompt,
+        stop=request.stop,
+        tell=goes_on if request.streams else None,
     )

@@ -7,7 +7,6 @@ its reward: the episode begins again elsewhere. What a server says is checked be
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -24,15 +23,15 @@ from polyreme.dataset.chat import read_tools, with_tools
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
-from polyreme.experience.records import ToolCall
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_trainer.data.prompts import prompt_in
 from polyreme_trainer.data.tail import Message, Tools
-from polyreme_trainer.orchestrator.environment.agent_turn import agent_turn
+from polyreme_trainer.orchestrator.environment.agent_play import AgentPlay, NoEndingError
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
 from polyreme_trainer.orchestrator.environment.session import EpisodeOverError, EpisodeSession
+from polyreme_trainer.orchestrator.environment.wire import finite, read_calls, send
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
 
@@ -41,7 +40,6 @@ logger = logging.getLogger(__name__)
 _REST_SECONDS = 5.0
 """Seconds for which a server that failed gets no episode; one that is full, a tenth of it."""
 _CLOSE_SECONDS = 1.0
-_SHOWN_CHARS = 1 << 14
 _AGENT_SECONDS = 10.0
 """Seconds for a server to report the end of an agent that it has ended."""
 
@@ -128,11 +126,23 @@ class EnvironmentClient:
 
     async def _play(self, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
         call = environment_pb2_grpc.EnvironmentServiceStub(server.channel).Run()
+        try:
+            await send(call, environment_pb2.RunRequest(start=self._start(task, session)))
+            if not self._config.is_agent:
+                return await self._play_turns(call, server, task, session)
+            try:
+                return await AgentPlay(call, session, self._config.parallel_turns, self._grace).run()
+            except NoEndingError as how:
+                raise self._lost(server, str(how)) from None
+        finally:
+            call.cancel()
+
+    async def _play_turns(self, call: Any, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
+        """Plays an episode whose turns follow each other."""
         spent = 0.0
         try:
-            await _write(call, environment_pb2.RunRequest(start=self._start(task, session)))
             while True:
-                async with asyncio.timeout_at(session.deadline + self._grace) as limit:
+                async with asyncio.timeout_at(session.clock.deadline) as limit:
                     response = await call.read()
                 if response is grpc.aio.EOF:
                     raise self._lost(server, "ended an episode without its ending")
@@ -141,26 +151,20 @@ class EnvironmentClient:
                         raise EpisodeError(f"the environment failed: {response.ending.error}")
                     spent += response.ending.seconds
                     end = response.ending
-                    return Ending(session.outcome, end.reward, dict(end.parts), spent, _calls(end))
+                    return Ending(session.outcome, end.reward, dict(end.parts), spent, read_calls(end))
                 ask = response.ask
                 spent += ask.seconds
                 if session.turns:
-                    session.reward(_finite(ask.reward), _calls(ask))
-                await _write(call, environment_pb2.RunRequest(answer=await self._answer(ask, task, session)))
+                    session.reward(finite(ask.reward), read_calls(ask))
+                await send(call, environment_pb2.RunRequest(answer=await self._answer(ask, task, session)))
         except TimeoutError:
             if not limit.expired():
                 raise
-            if self._config.is_agent:
-                raise self._lost(server, "did not end an agent in time") from None
             return Ending(OUTCOME_TIME, seconds=spent)
         except EpisodeOverError as over:
             return Ending(over.outcome, seconds=spent)
-        finally:
-            call.cancel()
 
     async def _answer(self, ask: environment_pb2.Ask, task: Task, session: EpisodeSession) -> environment_pb2.Answer:
-        if ask.HasField("agent"):
-            return await agent_turn(ask.agent, session)
         if session.turns:
             messages = _new_messages(ask)
         else:
@@ -216,12 +220,6 @@ class EnvironmentClient:
         return min(usable, key=lambda s: (s.playing / s.capacity, s.lease.id), default=None)
 
 
-async def _write(call: Any, request: environment_pb2.RunRequest) -> None:
-    """Sends a message. A call that has ended says so, and why, at the next read."""
-    with suppress(asyncio.InvalidStateError):
-        await call.write(request)
-
-
 def _new_messages(ask: Any) -> list[Message]:
     """What follows a turn. The first ones are the results of its tool calls."""
     if not ask.messages:
@@ -231,16 +229,3 @@ def _new_messages(ask: Any) -> list[Message]:
         if call.name:
             message["name"] = call.name
     return messages
-
-
-def _calls(message: Any) -> list[ToolCall]:
-    return [
-        ToolCall(call.name, call.arguments, call.result[:_SHOWN_CHARS], max(0.0, call.seconds), call.error)
-        for call in message.calls
-    ]
-
-
-def _finite(reward: float) -> float:
-    if not math.isfinite(reward):
-        raise EpisodeError(f"expected a finite reward; found {reward}")
-    return reward

@@ -47,6 +47,7 @@ def _question(template: Template, task: Task, episode: Finished, name: EpisodeNa
     messages = [
         {key: value for key, value in message.items() if key not in ("trajectory", "turn")}
         for message in json.loads(record.messages)
+        if not message.get("withdrawn")
     ]
     return Question(
         name, prompt.plain, response, raw, prompt.label, prompt.metadata_json, seen, tuple(ids), json.dumps(messages)

@@ -2,15 +2,16 @@
 
 Invariant: a turn's context is that of the turn that it follows, its answer, and what the chat template writes behind an answer for the new
 messages (see `trajectories`). A turn counts only when it is complete, so a session that ends in mid-turn has the turns before.
-Its clock stands while it waits for its token budget.
+Several turns may be sampled at the same time; what they are does not depend on the order in which they end.
 """
 
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +19,20 @@ from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.dataset.columns import TokenIds
 from polyreme.experience.records import RewardPart, SampleRecord, ToolCall
 from polyreme_trainer.data.tail import Message, Tail, Tools
+from polyreme_trainer.orchestrator.environment.episode_clock import EpisodeClock
 from polyreme_trainer.orchestrator.environment.protocol import Task
+from polyreme_trainer.orchestrator.environment.shared_budget import SharedBudget
 from polyreme_trainer.orchestrator.environment.trajectories import Begun, Trajectories, Trajectory
+from polyreme_trainer.orchestrator.environment.transcript import Transcript
+from polyreme_trainer.orchestrator.environment.turn_text import TurnText, opens_thought
+from polyreme_trainer.orchestrator.generation.generate import Generation
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, PartialRollouts
 from polyreme_trainer.orchestrator.generation.sampler import Sampler
-from polyreme_trainer.orchestrator.generation.token_budget import NextPart, TokenBudget
+from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from polyreme_trainer.orchestrator.prompts.prompt_order import sequence_seed
+
+Tell = Callable[[np.ndarray, str], None]
+"""Gets the context of a turn, int32 [c], and what its text goes on with."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,8 @@ class EpisodeSession:
         budget: that of the run, for an episode that is trained on.
 
     Attributes:
-        messages: the conversation so far, for display.
-        tools: what the chat template declares in the next answer's context; None: nothing.
-        deadline: time on the event loop's clock at which the episode's seconds have passed.
+        tools: what the chat template declares in the context of the next answer to begin; None: nothing.
+        clock: the episode's seconds.
     """
 
     def __init__(
@@ -81,16 +89,27 @@ class EpisodeSession:
         budget: TokenBudget | None = None,
     ) -> None:
         self._sampler, self._task, self._bounds = sampler, task, bounds
-        self.number, self._temperature, self._budget = number, temperature, None if temperature is not None else budget
+        self.number, self._temperature = number, temperature
         self._trajectories = Trajectories(sampler.template, tail, task.prompt.ids)
         self._over: int = pb.OUTCOME_UNSPECIFIED
-        self.messages: list[Message] = []
+        self._transcript = Transcript(task.prompt.plain)
+        self._begun = 0
+        self._shared = SharedBudget(None if temperature is not None else budget, task.admission.index, self._trajectories)
         self.tools: Tools = None
         self.begin()
 
     def begin(self) -> None:
         """Starts the episode's clock, when its environment is there."""
-        self.deadline = asyncio.get_running_loop().time() + self._bounds.seconds
+        self.clock = EpisodeClock(self._bounds.seconds)
+
+    def __contains__(self, turn: int) -> bool:
+        """Whether a turn of this number is complete."""
+        return turn in self._trajectories
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far, for display."""
+        return self._transcript.messages({each.number: place for place, each in enumerate(self._trajectories)})
 
     @property
     def temperature(self) -> float:
@@ -112,7 +131,7 @@ class EpisodeSession:
         """The outcome of the episode if it ends now."""
         if self._over:
             return self._over
-        if asyncio.get_running_loop().time() >= self.deadline:
+        if self.clock.seconds_left <= 0:
             return pb.OUTCOME_TIME
         return pb.OUTCOME_LENGTH if (last := self._trajectories.last) and _is_cut(last) else pb.OUTCOME_STOP
 
@@ -120,48 +139,64 @@ class EpisodeSession:
         self,
         messages: Sequence[Message],
         *,
+        number: int | None = None,
         after: int | None = None,
         max_tokens: int | None = None,
         prompt: str | TokenIds | None = None,
         stop: Sequence[str] = (),
+        tell: Tell | None = None,
     ) -> SampledTurn:
-        """Samples the next turn.
+        """Samples a turn. One that is cancelled is no part of a trajectory, but is shown among the messages.
 
         Args:
             messages: what came since the answer that it follows. Without one they are the whole conversation; none: the row's prompt.
-            after: the number of the turn that it follows, from 1; 0: none. None: the last turn, if there is one.
+            number: that of the turn, above those of all turns that have begun. None: the next one.
+            after: the number of the turn that it follows, from 1; 0: none. None: the newest turn, if there is one.
             max_tokens: upper bound of its tokens, in addition to rollout.max_new_tokens.
             prompt: in place of messages and without the chat template, what stands behind the turn that it follows, as text; or the whole
                 context, as tokens, of which those of an earlier turn may be the beginning.
             stop: texts that end it, with the token that completes one of them.
+            tell: is told what the turn's text goes on with, as it is sampled, and the turn's context.
 
         Raises:
             EpisodeOverError: the episode has reached a bound.
             DataError: the chat template refuses the messages, or a token is unknown.
             GenerateError, UnavailableError: see `generate`.
         """
-        if self.turns >= self._bounds.turns:
+        if self._begun >= self._bounds.turns:
             raise self._end(pb.OUTCOME_TURNS)
-        trajectory, context = begun = self._begun(messages, self.turns if after is None else after, prompt)
-        shown = messages if prompt is None else self._shown(prompt)
+        newest = self._trajectories.newest
+        trajectory, context = behind = self._behind(messages, newest if after is None else after, prompt)
+        shown = messages if prompt is None else self._prompt_shown(prompt)
         room = self._bounds.tokens - len(context)
         if room < 1:
             raise self._end(pb.OUTCOME_TOKENS)
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout_at(self.deadline) as limit:
-                sample = await self._sample(trajectory, context, min(room, max_tokens or room), limit)
-        except TimeoutError:
-            if limit.expired():
-                raise self._end(pb.OUTCOME_TIME) from None
-            raise
-        self._end_at(sample, stop)
-        self._trajectories.add(begun, sample, time.monotonic() - began)
-        return self._told(shown, begun, sample)
+        self._begun += 1
+        number = self._begun if number is None else number
+        began, wanted = time.monotonic(), self._wanted(number, trajectory, context, min(room, max_tokens or room))
+        text = None if tell is None else TurnText(self._sampler.template, partial(tell, context))
+        with self._trajectories.growing(trajectory), self._shared.turn(number, wanted.blank()) as rollouts:
+            try:
+                async with self.clock.limited() as limit:
+                    sample = await self._sample(wanted, rollouts, number, trajectory, text)
+            except TimeoutError:
+                if limit.expired():
+                    raise self._end(pb.OUTCOME_TIME) from None
+                raise
+            except asyncio.CancelledError:
+                (so_far,) = self._sampler.template.decode([rollouts.samples[0].token_ids().tolist()], special=False)
+                self._transcript.add_withdrawn(number, shown, so_far)
+                raise
+            self._end_at(sample, stop)
+            self._trajectories.add(number, behind, sample, time.monotonic() - began)
+        turn = self._told(number, shown, behind, sample)
+        if text is not None:
+            text.check(turn.text)
+        return turn
 
-    def reward(self, reward: float, calls: Sequence[ToolCall] = ()) -> None:
-        """Adds to the reward and the tool calls of the last turn."""
-        self._trajectories.reward(reward, calls)
+    def reward(self, reward: float, calls: Sequence[ToolCall] = (), turn: int | None = None) -> None:
+        """Adds to the reward and the tool calls of a complete turn, by its number; None: the newest one."""
+        self._trajectories.reward(self._trajectories.newest if turn is None else turn, reward, calls)
 
     def trajectories(self, parts: Sequence[RewardPart]) -> list[SampleRecord]:
         """The records of the episode's tokens, after at least one turn. Their score is the sum of all turns' rewards."""
@@ -171,49 +206,50 @@ class EpisodeSession:
         """The text of each token of a turn; see `Template.token_texts`."""
         return self._sampler.template.token_texts(turn.ids.tolist())
 
+    def opens_thought(self, context: np.ndarray) -> bool:
+        """See `turn_text.opens_thought`."""
+        return opens_thought(self._sampler.template, context)
+
     def _end(self, outcome: int) -> EpisodeOverError:
         self._over = outcome
         return EpisodeOverError(outcome)
 
-    def _begun(self, messages: Sequence[Message], after: int, prompt: str | TokenIds | None) -> Begun:
+    def _behind(self, messages: Sequence[Message], after: int, prompt: str | TokenIds | None) -> Begun:
         if isinstance(prompt, TokenIds):
             return self._trajectories.behind_ids(prompt)
         if prompt is not None:
             return self._trajectories.behind_text(after, prompt)
         return self._trajectories.behind_messages(after, messages, self.tools)
 
-    def _shown(self, prompt: str | TokenIds) -> list[Message]:
+    def _prompt_shown(self, prompt: str | TokenIds) -> list[Message]:
         """A prompt as a message, for display. Raises DataError for unknown tokens."""
         text = prompt if isinstance(prompt, str) else self._sampler.template.render([prompt])[0]
         return [{"role": "user", "content": text}]
 
-    async def _sample(self, trajectory: Trajectory, context: np.ndarray, room: int, limit: asyncio.Timeout) -> PartialRollout:
+    def _wanted(self, number: int, trajectory: Trajectory, context: np.ndarray, room: int) -> Generation:
         before = (trajectory.number << 32) + len(context) - len(trajectory.prompt)
-        group = self._sampler.of_group(self._task.admission, context)
         admission = self._task.admission
-        wanted = replace(
+        group = self._sampler.of_group(admission, context)
+        return replace(
             group,
-            name=f"{group.name}-{self.number}-{self.turns}",
+            name=f"{group.name}-{self.number}-{number}",
             count=1,
             max_new=min(group.max_new, room),
             temperature=group.temperature if self._temperature is None else self._temperature,
             seed=partial(_seed, self._sampler.config.seed, admission.index, admission.attempt, self.number, before),
         )
-        last = self._trajectories.last
-        next_part = None if self._budget is None else partial(self._next_part, self._budget, limit)
-        prefer = last.replicas[-1] if last and last.replicas else None
-        (sample,) = await self._sampler.sample(wanted, next_part=next_part, prefer=prefer)
-        return sample
 
-    async def _next_part(self, budget: TokenBudget, limit: asyncio.Timeout, rollouts: PartialRollouts) -> NextPart:
-        """See `TokenBudget`. The wait for it costs the episode no time."""
-        now = asyncio.get_running_loop().time
-        began, earlier = now(), [span for each in self._trajectories for sample in each.sampled for span in sample.spans]
-        limit.reschedule(None)
-        part = await budget.next_part(self._task.admission.index, rollouts, earlier)
-        self.deadline += now() - began
-        limit.reschedule(self.deadline)
-        return part
+    async def _sample(
+        self, wanted: Generation, rollouts: PartialRollouts, number: int, trajectory: Trajectory, text: TurnText | None
+    ) -> PartialRollout:
+        last = trajectory.sampled[-1] if trajectory.sampled else self._trajectories.last
+        more: dict[str, Any] = {} if text is None else {"arrived": text}
+        if (next_part := self._shared.next_part(number, self.clock)) is not None:
+            more["next_part"] = next_part
+        (sample,) = await self._sampler.sample(
+            wanted, rollouts, prefer=last.replicas[-1] if last and last.replicas else None, **more
+        )
+        return sample
 
     def _end_at(self, sample: PartialRollout, stop: Sequence[str]) -> None:
         """Drops the tokens behind the one that completes the first of these texts."""
@@ -227,23 +263,13 @@ class EpisodeSession:
             sample.shorten(bisect_left(range(len(ids)), True, key=has_one))
             sample.finish_reason = pb.FINISH_REASON_STOP
 
-    def _told(self, messages: Sequence[Message], begun: Begun, sample: PartialRollout) -> SampledTurn:
-        trajectory, context = begun
+    def _told(self, number: int, messages: Sequence[Message], behind: Begun, sample: PartialRollout) -> SampledTurn:
+        trajectory, context = behind
         template, ids = self._sampler.template, sample.token_ids().tolist()
         (text,) = template.decode([ids], special=False)
         (raw,) = template.decode([ids[:-1] if ids[-1] in template.stop_ids else ids], special=True)
-        asked = _behind_answers(messages) if messages else [{"role": "user", "content": self._task.prompt.plain}]
-        self.messages += [
-            *asked,
-            {"role": "assistant", "content": text, "trajectory": trajectory.number, "turn": len(trajectory.turns) - 1},
-        ]
+        self._transcript.add(number, messages, text, trajectory.number, len(trajectory.turns) - 1)
         return SampledTurn(text, raw, _is_cut(sample), context, sample.token_ids(), sample.token_logprobs())
-
-
-def _behind_answers(messages: Sequence[Message]) -> list[Message]:
-    """The messages behind the last answer among them: those before it have been shown, or are in the trajectory's prompt."""
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    return list(messages[answers[-1] + 1 :] if answers else messages)
 
 
 def _is_cut(sample: PartialRollout) -> bool:

@@ -1,11 +1,14 @@
 """The exact tokens of an episode: its trajectories, and the turns that the policy sampled in them.
 
 Invariant: tokens that were sampled are never encoded again, and each of them is in one trajectory, in the context in which it was sampled. A
-turn that follows none, or another one than the last of its trajectory, begins a trajectory whose prompt is its context.
+turn that follows none, or another one than the last of its trajectory, begins a trajectory whose prompt is its context; so does one that follows
+the last turn of a trajectory which another turn continues at the same time. What belongs to what, and the order of the trajectories, depend
+on the order in which the turns begin, not on that in which they end.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,13 +22,15 @@ from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRol
 
 @dataclass
 class Trajectory:
-    """Tokens that only grow: the prompt, and the context up to the end of the last turn, both int32; the turns, and their samples."""
+    """Tokens that only grow: the prompt, and the context up to the end of the last turn, both int32; the turns, and their samples; and
+    whether a turn is being sampled behind them."""
 
     number: int
     prompt: np.ndarray
     context: np.ndarray
     turns: list[Turn] = field(default_factory=list)
     sampled: list[PartialRollout] = field(default_factory=list)
+    is_growing: bool = False
 
 
 Begun = tuple[Trajectory, np.ndarray]
@@ -33,7 +38,7 @@ Begun = tuple[Trajectory, np.ndarray]
 
 
 class Trajectories:
-    """The trajectories of an episode. Turns have numbers from 1, in the order of sampling; number 0 is none.
+    """The trajectories of an episode. Turns have numbers from 1, in the order in which they begin; number 0 is none.
 
     Args:
         prompt: int32 [p], the prompt of the episode's row.
@@ -42,27 +47,37 @@ class Trajectories:
     def __init__(self, template: Template, tail: Tail, prompt: np.ndarray) -> None:
         self._template, self._tail, self._prompt = template, tail, prompt
         self._all: list[Trajectory] = []
-        self._turns: list[tuple[Trajectory, int]] = []
+        self._turns: dict[int, tuple[Trajectory, int]] = {}
 
     def __iter__(self) -> Iterator[Trajectory]:
-        return iter(self._all)
+        """Those that have a turn."""
+        return (each for each in self._all if each.turns)
+
+    def __contains__(self, number: int) -> bool:
+        """Whether a turn of this number is complete."""
+        return number in self._turns
 
     @property
     def turns(self) -> int:
-        """The number of turns."""
+        """How many turns are complete."""
         return len(self._turns)
+
+    @property
+    def newest(self) -> int:
+        """The highest number of a complete turn; 0: there is none."""
+        return max(self._turns, default=0)
 
     @property
     def score(self) -> float:
         """The sum of the turns' rewards."""
-        return math.fsum(turn.reward for each in self._all for turn in each.turns)
+        return math.fsum(turn.reward for each in self for turn in each.turns)
 
     @property
     def last(self) -> PartialRollout | None:
-        """The sample of the last turn."""
+        """The sample of the newest turn."""
         if not self._turns:
             return None
-        trajectory, place = self._turns[-1]
+        trajectory, place = self._turns[self.newest]
         return trajectory.sampled[place]
 
     def behind_messages(self, after: int, messages: Sequence[Message], tools: Tools) -> Begun:
@@ -85,16 +100,25 @@ class Trajectories:
     def behind_ids(self, ids: TokenIds) -> Begun:
         """A turn with this context, which follows the longest turn whose tokens are its beginning."""
         context = np.array(ids, np.int32)
-        ends = {number: self._exact(number) for number in range(1, self.turns + 1)}
+        ends = {number: self._exact(number) for number in sorted(self._turns)}
         begins = [number for number, exact in ends.items() if np.array_equal(exact, context[: len(exact)])]
         return self._behind(max(begins, key=lambda number: len(ends[number]), default=0), context)
 
-    def add(self, begun: Begun, sample: PartialRollout, seconds: float) -> Turn:
+    @contextmanager
+    def growing(self, trajectory: Trajectory) -> Iterator[None]:
+        """Keeps the end of a trajectory for a turn, while that is sampled."""
+        if trajectory.number == len(self._all):
+            self._all.append(trajectory)
+        trajectory.is_growing = True
+        try:
+            yield
+        finally:
+            trajectory.is_growing = False
+
+    def add(self, number: int, begun: Begun, sample: PartialRollout, seconds: float) -> Turn:
         """Adds a turn that was sampled."""
         trajectory, context = begun
-        if not trajectory.turns:
-            self._all.append(trajectory)
-        self._turns.append((trajectory, len(trajectory.turns)))
+        self._turns[number] = trajectory, len(trajectory.turns)
         start = len(context) - len(trajectory.prompt)
         turn = Turn(start, start + sample.length, seconds=seconds)
         trajectory.context = np.concatenate([context, sample.token_ids()])
@@ -102,15 +126,15 @@ class Trajectories:
         trajectory.sampled.append(sample)
         return turn
 
-    def reward(self, reward: float, calls: Sequence[ToolCall]) -> None:
-        """Adds to the reward and the tool calls of the last turn."""
-        trajectory, place = self._turns[-1]
+    def reward(self, number: int, reward: float, calls: Sequence[ToolCall]) -> None:
+        """Adds to the reward and the tool calls of a turn."""
+        trajectory, place = self._turns[number]
         last = trajectory.turns[place]
         trajectory.turns[place] = last._replace(reward=last.reward + reward, tool_calls=(*last.tool_calls, *calls))
 
     def records(self, parts: Sequence[RewardPart], *, trained: bool) -> list[SampleRecord]:
         """The records of all tokens, after at least one turn. Their score is the sum of all turns' rewards."""
-        return [self._record(each, parts, trained) for each in self._all]
+        return [self._record(each, parts, trained) for each in self]
 
     def _record(self, trajectory: Trajectory, parts: Sequence[RewardPart], trained: bool) -> SampleRecord:
         ids = trajectory.context[len(trajectory.prompt) :]
@@ -141,12 +165,12 @@ class Trajectories:
 
     def _exact(self, number: int) -> np.ndarray:
         """The tokens up to the end of a turn, int32."""
-        trajectory, place = self._turns[number - 1]
+        trajectory, place = self._turns[number]
         return trajectory.context[: len(trajectory.prompt) + trajectory.turns[place].end]
 
     def _behind(self, after: int, context: np.ndarray) -> Begun:
         """A turn with this context, which begins with the tokens of turn `after`."""
-        trajectory, place = self._turns[after - 1] if after else (None, 0)
-        if trajectory is not None and place == len(trajectory.turns) - 1:
+        trajectory, place = self._turns[after] if after else (None, 0)
+        if trajectory is not None and place == len(trajectory.turns) - 1 and not trajectory.is_growing:
             return trajectory, context
-        return Trajectory(len(self._all), context, context), context  # turns before are those of another one
+        return Trajectory(len(self._all), context, context), context  # the turns before are those of another one

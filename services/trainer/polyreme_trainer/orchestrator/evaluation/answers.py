@@ -15,6 +15,7 @@ import xxhash
 
 from polyreme.config.evaluation import EvaluationSet
 from polyreme.experience.ledger import Admission
+from polyreme.experience.metric_records import EvaluationProgress
 from polyreme.experience.records import GroupRecord, RewardPart, episode_fields
 from polyreme.experience.run import Run
 from polyreme_trainer.data.prompt_store import Prompt
@@ -79,7 +80,7 @@ class EvaluationPace:
     first: int = 0
     answered: int = 0
 
-    def add(self, answers: int, now: float) -> dict[str, Any] | None:
+    def add(self, answers: int, now: float) -> EvaluationProgress | None:
         """Counts answers, at least one. Returns the record to emit if the previous one, or the first answer, is PROGRESS_SECONDS old."""
         if not self.answered:
             self.began, self.reported, self.first = now, now, answers
@@ -88,10 +89,7 @@ class EvaluationPace:
             return None
         self.reported = now
         left = (now - self.began) * (self.asked - self.answered) / (self.answered - self.first)
-        return {
-            **{"kind": "eval_progress", "version": self.version, "answered": self.answered, "asked": self.asked},
-            "seconds_left": round(left, 1),
-        }
+        return EvaluationProgress(version=self.version, answered=self.answered, asked=self.asked, seconds_left=round(left, 1))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.config.evaluation import best_metric
 from polyreme.config.run import RunConfig
 from polyreme.errors import DataError
+from polyreme.experience.metric_records import Evaluation, ServiceNotice
 from polyreme.experience.run import Run
 from polyreme.rundir.progress import evaluation_of
 from polyreme.rundir.run_records import write_atomically
@@ -72,31 +73,39 @@ class Evaluator:
         await self._write(version, [line for each in results for line in each.lines])
         found = list(zip(self._sets, results, strict=True))
         named = [(each.settings, result) for each, result in found]
-        record = {
-            "kind": "eval",
-            "version": version,
-            **{settings.metric(name): value for settings, result in named for name, value in result.metrics.items()},
-            **{f"{each.name}/reward/{part}": mean for each, result in named if each.name for part, mean in result.parts.items()},
-            **self._deciding(found),
-            "parts": next((dict(result.parts) for each, result in named if not each.name), {}),
-            "samples": sum(len(each.prompts) for each in self._sets),
-            "seconds": time.monotonic() - begin,
-            "examples": [
+        digest, best = self._deciding(found)
+        record = Evaluation(
+            version=version,
+            metrics={
+                **{settings.metric(name): value for settings, result in named for name, value in result.metrics.items()},
+                **{
+                    f"{each.name}/reward/{part}": mean
+                    for each, result in named
+                    if each.name
+                    for part, mean in result.parts.items()
+                },
+            },
+            held_out=digest,
+            result=best,
+            parts=next((dict(result.parts) for each, result in named if not each.name), {}),
+            samples=sum(len(each.prompts) for each in self._sets),
+            seconds=time.monotonic() - begin,
+            examples=[
                 {key: line[key] for key in ("prompt", "response", "label", "score")}
                 for line in results[0].lines[: EXAMPLES * self._sets[0].settings.answers : self._sets[0].settings.answers]
             ],
-        }
+        )
         await self._run.emit(record)
         return evaluation_of(record)[1]
 
-    def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> dict[str, Any]:
-        """The digest of the set that decides about the best version, and the deciding metric unless it is the mean of the first set, which
-        has no name."""
+    def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> tuple[str, dict[str, Any] | None]:
+        """The digest of the set that decides about the best version, and the deciding metric with its value; None: it is the mean of the
+        first set, which has no name."""
         config = self._config
         settings, metric = best_metric([each.settings for each, _ in found], config.eval_best, config.part_names)
         chosen, result = next((each, result) for each, result in found if each.settings is settings)
         if config.eval_best is None and not settings.name:
-            return {"held_out": chosen.digest}
+            return chosen.digest, None
         values = {**result.metrics, **{f"reward/{name}": mean for name, mean in result.parts.items()}}
         name = next(iter(result.metrics)) if metric == "mean" else metric
         if name not in values:
@@ -104,7 +113,7 @@ class Evaluator:
                 f"expected the metric eval_best = {config.eval_best}; found {', '.join(map(settings.metric, values))}. "
                 "pass@k exists only if each score is 1 for a right or 0 for a wrong answer. Fix eval_best."
             )
-        return {"held_out": chosen.digest, "result": {"metric": settings.metric(name), "value": values[name]}}
+        return chosen.digest, {"metric": settings.metric(name), "value": values[name]}
 
     async def _evaluate_set(self, pace: EvaluationPace, held_out: HeldOutSet, first_row: int, first_answer: int) -> _Result:
         """Args: first_row, first_answer: the numbers of the set's first prompt and answer within the evaluation."""
@@ -135,7 +144,7 @@ class Evaluator:
         except OSError as error:
             logger.warning("no file of the answers of version %d: %s", version, error)
             notice = f"the answers of the evaluation of version {version} could not be written: {error}"
-            await self._run.emit({"kind": "notice", "service": "orchestrator", "text": notice})
+            await self._run.emit(ServiceNotice(service="orchestrator", text=notice))
 
 
 def _groups(values: Sequence[Value], count: int) -> list[Sequence[Value]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Set
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.metric_records import EvaluationFailed
 from polyreme.experience.run import Run, RunState
 from polyreme_trainer.orchestrator.evaluation.answers import EvaluationError
 from polyreme_trainer.orchestrator.evaluation.evaluate import Evaluator
@@ -114,6 +115,6 @@ class EvalSchedule:
     async def _finish(self, version: int, failure: str | None) -> None:
         if failure is not None:
             logger.warning("%s", failure)
-            await self._run.emit({"kind": "eval_failed", "version": version, "text": failure})
+            await self._run.emit(EvaluationFailed(version=version, text=failure))
         self._done.add(version)
         await self._experience.set_evaluated(version)

@@ -71,6 +71,7 @@ async def generate(
     partial: PartialRollouts | None = None,
     next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
     prefer: str | None = None,
+    arrived: Callable[[PartialRollouts], None] = lambda rollouts: None,
 ) -> list[PartialRollout]:
     """All samples, finished, in the order of their indices.
 
@@ -80,6 +81,7 @@ async def generate(
         partial: the samples' existing tokens, updated in place. None: none.
         next_part: returns the tokens that the next call may add; it may wait. None: the call may add all missing tokens.
         prefer: id of the replica to use if it has room, since its cache has the prompt.
+        arrived: is told of the samples' tokens as they come.
 
     Raises:
         GenerateError: the attempt failed: too many broken calls, no progress, or a request that no replica accepts.
@@ -99,7 +101,7 @@ async def generate(
         asked = rollouts.start_call(None if part is None else part.tokens)
         async with pool.claim(rollouts.missing_tokens(), len(asked), min_version, avoid, prefer) as claim:
             try:
-                await _call(claim, rollouts, _request(wanted, asked, min_version), chunk_timeout)
+                await _call(claim, rollouts, _request(wanted, asked, min_version), chunk_timeout, arrived)
                 last_progress, tokens = time.monotonic(), rollouts.tokens()
                 continue
             except (grpc.aio.AioRpcError, TimeoutError) as error:
@@ -126,7 +128,13 @@ async def generate(
     return rollouts.samples
 
 
-async def _call(claim: Claim, rollouts: PartialRollouts, request: rollout_pb2.GenerateRequest, chunk_timeout: float) -> None:
+async def _call(
+    claim: Claim,
+    rollouts: PartialRollouts,
+    request: rollout_pb2.GenerateRequest,
+    chunk_timeout: float,
+    arrived: Callable[[PartialRollouts], None],
+) -> None:
     loop = asyncio.get_running_loop()
     if claim.is_cut:  # since the claim was granted
         raise TimeoutError
@@ -136,6 +144,7 @@ async def _call(claim: Claim, rollouts: PartialRollouts, request: rollout_pb2.Ge
             claim.deadline, claim.chunk_timeout = deadline, chunk_timeout
             async for response in call:
                 claim.arrived(rollouts.add(response), rollouts.missing_tokens(), response, time.monotonic())
+                arrived(rollouts)
                 if claim.is_cut:  # by that message: a new deadline would undo the cut
                     raise TimeoutError
                 deadline.reschedule(None if claim.asleep else loop.time() + chunk_timeout)

@@ -49,6 +49,7 @@ class Sampler:
         partial: PartialRollouts | None = None,
         next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
         prefer: str | None = None,
+        arrived: Callable[[PartialRollouts], None] = lambda rollouts: None,
     ) -> list[PartialRollout]:
         """See `generate`."""
         rollout = self.config.rollout
@@ -60,4 +61,5 @@ class Sampler:
             partial=partial,
             next_part=next_part,
             prefer=prefer,
+            arrived=arrived,
         )

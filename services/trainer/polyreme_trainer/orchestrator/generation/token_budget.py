@@ -27,23 +27,23 @@ class NextPart:
     min_version: int
 
 
-def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int, earlier: Sequence[Span] = ()) -> NextPart:
+def next_part(unfinished: Sequence[PartialRollout], budget: int, version: int, others: Sequence[Span] = ()) -> NextPart:
     """The samples that may continue at the learner's `version`, and their limits. Empty when all have used the budget of that version. Pure.
 
     A sample that has used the budget of its newest version needs a newer one. All samples of a call share its `min_version`.
 
     Args:
-        earlier: spans of the turns before, whose tokens count too.
+        others: spans of an episode's other turns, whose tokens count too.
     """
     ready, min_version = [], 0
     for sample in unfinished:
-        newest = max((span[0] for span in (*earlier, *sample.spans)), default=0)
-        is_spent = _tokens_since((*earlier, *sample.spans), newest) >= budget
+        newest = max((span[0] for span in (*others, *sample.spans)), default=0)
+        is_spent = _tokens_since((*others, *sample.spans), newest) >= budget
         if is_spent and newest >= version:
             continue
         ready.append(sample)
         min_version = max(min_version, version if is_spent else newest)
-    left = {sample.index: budget - _tokens_since((*earlier, *sample.spans), min_version) for sample in ready}
+    left = {sample.index: budget - _tokens_since((*others, *sample.spans), min_version) for sample in ready}
     return NextPart(left, min_version)
 
 
@@ -106,21 +106,26 @@ class TokenBudget:
         self._version, self._waited, self._beyond = -1, 0, 0
         self._new_pause, self._updating = asyncio.Event(), asyncio.Lock()
 
-    async def next_part(self, index: int, rollouts: PartialRollouts, earlier: Sequence[Span] = ()) -> NextPart:
+    async def next_part(self, index: int, rollouts: PartialRollouts, others: Callable[[], Sequence[Span]] = tuple) -> NextPart:
         """The tokens that the next call for a group, or for an episode of it, may add. Waits while all its unfinished samples are paused.
 
         Args:
-            earlier: the spans of the episode's turns before.
+            others: the spans of the episode's other turns, which may grow.
         """
         is_beyond = False
         while True:
             unfinished = rollouts.unfinished()
-            if (part := next_part(unfinished, self.tokens, self._version, earlier)).tokens:
+            if (part := next_part(unfinished, self.tokens, self._version, others())).tokens:
                 return part
             if is_beyond:
                 self._beyond += 1
                 return NextPart(dict.fromkeys((sample.index for sample in unfinished), self.tokens), 0)
             is_beyond = await self._pause(index, rollouts)
+
+    def freed(self, index: int) -> None:
+        """Lets the turns of a group's episodes that wait look again: another one has ended, maybe before it used what it was given."""
+        for paused in self._paused.get(index, ()):
+            paused.resumed.set()
 
     async def update(self) -> None:
         """Resumes the groups that have a budget again, and those that the learner's next plan needs. Records which ones stay paused."""

@@ -8,6 +8,7 @@ import logging
 from polyreme import API_VERSION
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Kind, Lease, Registry
+from polyreme.experience.metric_records import ServiceNotice
 from polyreme.experience.run import Run, RunState
 
 logger = logging.getLogger(__name__)
@@ -73,4 +74,4 @@ class LiveServers:
             + _SAME_VERSION
         )
         logger.error("%s", text)
-        await self._run.emit({"kind": "notice", "service": "orchestrator", "text": text})
+        await self._run.emit(ServiceNotice(service="orchestrator", text=text))

@@ -22,6 +22,7 @@ from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.metric_records import ServiceNotice
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_trainer.orchestrator.replicas.claim import Claim, call_after
@@ -277,7 +278,7 @@ class ReplicaPool:
         self._cut_calls(target)
         text = f"replica {target.id} is suspended for {seconds:.0f} s: {reason}"
         logger.warning("%s", text)
-        await self._run.emit({"kind": "notice", "service": "orchestrator", "text": text})
+        await self._run.emit(ServiceNotice(service="orchestrator", text=text))
 
     def _describe(self, now: float) -> str:
         present = [

@@ -17,6 +17,7 @@ from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.config.reward import RewardConfig
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
+from polyreme.experience.metric_records import ServiceNotice
 from polyreme.experience.records import RewardCall
 from polyreme.experience.run import Run
 from polyreme.net import rpc
@@ -198,7 +199,7 @@ class RewardClient:
             self.health.announced = True
             text = f"no sample gets a score ({outcome.error}); admission is paused while scoring is retried"
             logger.warning("%s", text)
-            await self._run.emit({"kind": "notice", "service": "orchestrator", "text": text})
+            await self._run.emit(ServiceNotice(service="orchestrator", text=text))
 
     def _skew(self) -> str:
         return f" but {self._leases.refused}" if self._leases.refused else ""

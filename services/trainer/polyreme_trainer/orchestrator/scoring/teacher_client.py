@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from polyreme.config.security import EndpointSecurity
 from polyreme.config.teacher import TeacherConfig
 from polyreme.errors import ConfigError, UnavailableError
+from polyreme.experience.metric_records import ServiceNotice
 from polyreme.experience.run import Run
 from polyreme.net import tls
 from polyreme.process.backoff import Backoff
@@ -181,7 +182,7 @@ class TeacherClient:
         if begins:
             text = f"the teacher does not answer ({reason}); requests are repeated for {self._config.outage_timeout:.0f} s"
             logger.warning("%s", text)
-            await self._run.emit({"kind": "notice", "service": "orchestrator", "text": text})
+            await self._run.emit(ServiceNotice(service="orchestrator", text=text))
 
     async def _send(self, server: _Server, path: str, body: dict[str, Any] | None) -> Any:
         """The JSON of a 200. Raises _FailedRequest and TeacherError."""

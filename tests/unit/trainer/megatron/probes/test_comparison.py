@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from polyreme.errors import GateError
+from polyreme.experience.metric_records import GateMeasured
 from polyreme_trainer.learner.gates import IGNORE, LIMITS, Answer, stack
 from polyreme_trainer.megatron.probes import comparison
 from support.models import tiny_model
@@ -73,7 +74,7 @@ def test_replica_gate_sees_another_temperature(model: torch.nn.Module) -> None:
         ours = distribution.gather(2, targets.clamp(min=0)[..., None])[..., 0][targets != IGNORE]
         gate = comparison.replica_gate(ours, answers, LIMIT)
         assert (gate.value <= gate.limit) is agrees
-    assert gate.record() == {"kind": "gate", "name": gate.name, "value": gate.value, "limit": gate.limit}
+    assert gate.record() == GateMeasured(name=gate.name, value=gate.value, limit=gate.limit)
 
 
 def test_a_model_of_other_weights_fails_the_gate(model: torch.nn.Module, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from polyreme.config.evaluation import EvaluationSet
+from polyreme.experience.metric_records import EvaluationProgress
 from polyreme.experience.records import RewardPart
 from polyreme_trainer.data.prompt_store import Prompt
 from polyreme_trainer.orchestrator.evaluation.answers import PROGRESS_SECONDS, EvaluationPace, HeldOutSet, ScoredAnswer
@@ -56,5 +57,5 @@ def test_an_evaluation_reports_how_far_it_is_once_in_a_while() -> None:
     assert pace.add(2, 1000.0) is None  # after a long wait for an engine, which says nothing about the rest
     assert pace.add(4, 1001.0) is None
     record = pace.add(6, 1000.0 + PROGRESS_SECONDS)
-    assert record == {"kind": "eval_progress", "version": 3, "answered": 12, "asked": 40, "seconds_left": 2.8 * PROGRESS_SECONDS}
+    assert record == EvaluationProgress(version=3, answered=12, asked=40, seconds_left=2.8 * PROGRESS_SECONDS)
     assert pace.add(10, 1001.0 + PROGRESS_SECONDS) is None

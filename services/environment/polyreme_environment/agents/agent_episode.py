@@ -1,0 +1,146 @@
+"""One run of an agent in a session.
+
+Invariant: an episode ends with a reward that its agent gave, unless the run's rewards score it, or with an error. After a bound the agent still
+has `step_timeout` seconds to give its reward. While turns are sampled, the caller keeps the episode's time; else this module does.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyreme.api.v1 import environment_pb2 as pb
+from polyreme.config.environment import EnvironmentConfig
+from polyreme_environment.agents.result import Result
+from polyreme_environment.agents.runners import Runner
+from polyreme_environment.agents.session import AgentSession, Asked, Withdrawn
+from polyreme_environment.contract import Moved
+from polyreme_environment.pool import PlayError
+
+_NO_REWARD = (
+    "expected a reward, which the agent returns or sends by POST BASE_URL/reward; found none. An agent must also give one when its requests "
+    "are refused because of a bound (code episode_over)"
+)
+
+
+@dataclass(frozen=True)
+class AgentMoved(Moved):
+    """A request of an agent, in place of messages, or the end.
+
+    Attributes:
+        withdrawn: the number of a request that is withdrawn, in place of all else; 0: none.
+        rewards: since the last one, by the numbers of their turns.
+        seconds: wall-clock seconds since the last one in which no turn was sampled.
+    """
+
+    agent: pb.AgentRequest = field(default_factory=pb.AgentRequest)
+    rewards: dict[int, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    withdrawn: int = 0
+
+
+class AgentEpisode:
+    """One run.
+
+    Args:
+        url: the session's address.
+        rewarded: whether the run's rewards score the episode.
+    """
+
+    def __init__(
+        self, config: EnvironmentConfig, runner: Runner, session: AgentSession, url: str, rewarded: bool = False
+    ) -> None:
+        self._config, self._runner, self._session, self._url = config, runner, session, url
+        self._rewarded = rewarded
+        self._deadline, self._idle_since = 0.0, 0.0
+
+    async def play(self, row: dict[str, Any], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
+        """Yields what the agent asks for, as it asks, and at last how it ended; nothing more when the answers end.
+
+        Raises PlayError or EpisodeLostError.
+        """
+        self._idle_since = time.monotonic()
+        self._deadline = self._idle_since + self._config.max_seconds
+        run = asyncio.ensure_future(self._runner.run(row, self._url, self._session.key))
+        asking, reading = asyncio.ensure_future(self._session.next()), _read(answers)
+        try:
+            while True:
+                left = None if self._session.sampling else max(0.0, self._deadline - time.monotonic())
+                tasks: set[asyncio.Future[Any]] = {run, asking, reading}
+                await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if reading.done():
+                    if (request := reading.result()) is None:
+                        return
+                    if request.HasField("delta"):
+                        self._session.told(request.delta)
+                    else:
+                        self._take(request.answer)
+                    reading = _read(answers)
+                if run.done():
+                    yield self._ended(run)
+                    return
+                if asking.done():
+                    found = asking.result()
+                    yield AgentMoved(withdrawn=found.number) if isinstance(found, Withdrawn) else self._asked(found)
+                    asking = asyncio.ensure_future(self._session.next())
+                elif not self._session.sampling and time.monotonic() >= self._deadline:
+                    if self._session.over:
+                        yield self._ending(Result(), f"it went on for {self._config.step_timeout:g} s after a bound")
+                        return
+                    self._session.end(f"the episode has reached environment.max_seconds = {self._config.max_seconds:g}")
+                    self._deadline += self._config.step_timeout
+        finally:
+            for task in (run, asking, reading):
+                task.cancel()
+            await asyncio.gather(run, asking, reading, return_exceptions=True)
+
+    def _take(self, answer: pb.Answer) -> None:
+        self._idle_since = time.monotonic()
+        self._deadline = self._idle_since + answer.seconds_left
+        if answer.refused:
+            self._session.refused(answer.number, answer.refused, over=answer.over)
+        else:
+            self._session.sampled(answer)
+        if self._session.over:
+            self._deadline = min(self._deadline, self._idle_since + self._config.step_timeout)
+
+    def _asked(self, asked: Asked) -> AgentMoved:
+        request = asked.request
+        agent = pb.AgentRequest(
+            messages_json=json.dumps(asked.messages) if asked.messages else "",
+            tools_json=json.dumps(request.tools) if request.tools else "",
+            after=asked.after,
+            max_tokens=request.max_tokens or 0,
+            temperature=request.temperature,
+            prompt=asked.text,
+            context_ids=request.prompt if isinstance(request.prompt, tuple) else (),
+            stop=request.stop,
+            wants_tokens=request.wants_tokens,
+            number=asked.number,
+            streams=request.streams,
+        )
+        idle = time.monotonic() - self._idle_since if self._session.sampling == 1 else 0.0
+        return AgentMoved(rewards=self._session.take_rewards(), calls=asked.calls, agent=agent, seconds=idle)
+
+    def _ended(self, run: asyncio.Task[Result]) -> AgentMoved:
+        if (error := run.exception()) is None:
+            return self._ending(run.result(), "it returned none")
+        if self._session.over and isinstance(error, PlayError):
+            if self._runner.ends_at_bounds:
+                return AgentMoved(rewards=self._session.take_rewards(), done=True)
+            return self._ending(Result(), str(error))
+        raise error
+
+    def _ending(self, result: Result, how: str) -> AgentMoved:
+        """`how`: how the agent ended, for the error where it has given no reward."""
+        if result.reward is None and not self._session.is_rewarded and not self._rewarded:
+            raise PlayError(f"{_NO_REWARD}: {how}")
+        rewards = self._session.take_rewards()
+        seconds = 0.0 if self._session.sampling else time.monotonic() - self._idle_since
+        return AgentMoved(reward=result.reward or 0.0, done=True, parts=result.metrics, rewards=rewards, seconds=seconds)
+
+
+def _read(answers: AsyncIterator[pb.RunRequest]) -> "asyncio.Future[pb.RunRequest | None]":
+    return asyncio.ensure_future(anext(answers, None))

@@ -1,0 +1,125 @@
+"""An agent's episode on an environment server, whose requests are answered at the same time.
+
+Invariant: the turns begin in the order of the requests. When the episode ends, so do the turns that are still sampled; they are no part of it.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grpc
+
+from polyreme.api.v1 import environment_pb2 as pb
+from polyreme_trainer.orchestrator.environment.agent_turn import agent_turn
+from polyreme_trainer.orchestrator.environment.episodes import Ending
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
+from polyreme_trainer.orchestrator.environment.session import EpisodeSession
+from polyreme_trainer.orchestrator.environment.wire import Outbox, finite, read_calls
+
+_LOOK_SECONDS = 5.0
+"""Seconds after which the clock, which may have stood, is looked at again."""
+
+
+class NoEndingError(Exception):
+    """The server has not told how the episode ended; why."""
+
+
+class AgentPlay:
+    """One episode.
+
+    Args:
+        call: the stream, on which the episode has been started.
+        at_once: the largest number of turns that are sampled at the same time.
+        grace: seconds in which the server may report the end of an agent after those of the episode.
+    """
+
+    def __init__(self, call: Any, session: EpisodeSession, at_once: int, grace: float) -> None:
+        self._call, self._session, self._at_once, self._grace = call, session, at_once, grace
+        self._turns: dict[int, asyncio.Task[None]] = {}
+        self._outbox = Outbox(call)
+        self._seconds, self._newest = 0.0, 0
+
+    async def run(self) -> Ending:
+        """Plays until the ending.
+
+        Raises:
+            NoEndingError, grpc.aio.AioRpcError: there was none.
+            EpisodeError: the agent failed, or the server broke the protocol.
+            GenerateError, UnavailableError: see `EpisodeSession.answer`.
+        """
+        reading, writing = self._read(), asyncio.create_task(self._outbox.run())
+        try:
+            while True:
+                done = await self._wait(reading)
+                for number in [number for number, turn in self._turns.items() if turn in done]:
+                    self._turns.pop(number).result()
+                if reading in done:
+                    if (ending := self._take(reading.result())) is not None:
+                        return ending
+                    reading = self._read()
+        finally:
+            await _end([reading, writing, *self._turns.values()])
+
+    def _read(self) -> "asyncio.Task[Any]":
+        return asyncio.create_task(self._call.read())
+
+    async def _wait(self, reading: "asyncio.Task[Any]") -> "set[asyncio.Task[Any]]":
+        """The tasks that have ended, at least one. Raises NoEndingError when the seconds of the episode and of grace have passed."""
+        while True:
+            left = min(self._session.clock.seconds_left + self._grace, _LOOK_SECONDS)
+            if left <= 0:
+                raise NoEndingError("did not end an agent in time")
+            done, _ = await asyncio.wait({reading, *self._turns.values()}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return done
+
+    def _take(self, response: Any) -> Ending | None:
+        if response is grpc.aio.EOF:
+            raise NoEndingError("ended an episode without its ending")
+        if response.HasField("withdrawal"):
+            if (turn := self._turns.pop(response.withdrawal.number, None)) is not None:
+                turn.cancel()
+            return None
+        if response.HasField("ask"):
+            self._ask(response.ask)
+            return None
+        end = response.ending
+        if end.error:
+            raise EpisodeError(f"the environment failed: {end.error}")
+        self._reward(end.rewards)
+        return Ending(self._session.outcome, end.reward, dict(end.parts), self._seconds + end.seconds, read_calls(end))
+
+    def _ask(self, ask: pb.Ask) -> None:
+        number = ask.agent.number
+        if not ask.HasField("agent") or number <= self._newest:
+            raise EpisodeError(f"expected requests of an agent with ascending numbers; found {number} after {self._newest}")
+        if len(self._turns) >= self._at_once:
+            raise EpisodeError(f"expected at most environment.parallel_turns = {self._at_once} requests at once; found more")
+        self._seconds += ask.seconds
+        self._newest = number
+        self._reward(ask.rewards)
+        if ask.calls:
+            self._session.reward(0.0, read_calls(ask), self._known(ask.agent.after))
+        self._turns[number] = asyncio.create_task(self._answer(ask.agent))
+
+    def _reward(self, rewards: Mapping[int, float]) -> None:
+        for number, reward in rewards.items():
+            self._session.reward(finite(reward), turn=self._known(number))
+
+    def _known(self, number: int) -> int:
+        if number not in self._session:
+            raise EpisodeError(f"expected the number of a complete turn; found {number}")
+        return number
+
+    async def _answer(self, request: pb.AgentRequest) -> None:
+        answer = await agent_turn(request, self._session, self._outbox.tell)
+        answer.number = request.number
+        answer.seconds_left = max(0.0, self._session.clock.seconds_left)
+        self._outbox.put(pb.RunRequest(answer=answer))
+
+
+async def _end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
