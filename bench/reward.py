@@ -28,11 +28,11 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 
 from polyreme.api.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
+from polyreme.isolation.sandbox import bubblewrap, seccomp
+from polyreme.isolation.sandbox.modes import choose
+from polyreme.isolation.sandbox.program import Limits, Mode
+from polyreme.isolation.sandbox.run import run
 from polyreme.net import rpc
-from polyreme_reward.sandbox import bubblewrap, seccomp
-from polyreme_reward.sandbox.modes import choose
-from polyreme_reward.sandbox.program import Limits, Mode
-from polyreme_reward.sandbox.run import run
 
 BATCH = 256
 IN_FLIGHT = 4

@@ -62,7 +62,16 @@ class DataSource(Section):
         return None if isinstance(self.split, str) else self.split
 
 
-class WeightedSource(DataSource):
+class TaskSource(DataSource):
+    """A part of the data whose rows are tasks of a run."""
+
+    tools: tuple[str, ...] | None = Field(
+        None,
+        description="Names of the tools that the policy may call for these rows, of those in environment.tools. []: none. null: all.",
+    )
+
+
+class WeightedSource(TaskSource):
     weight: float | None = Field(
         None,
         gt=0,
@@ -133,6 +142,9 @@ class DataConfig(TextConfig):
     """Prompts for rollouts."""
 
     train: Annotated[Path | tuple[Path | WeightedSource, ...], TRAINING] = Field(description=f"{_FILES} One row is one prompt.")
+    eval: Operational[Annotated[Path | tuple[Path | TaskSource, ...] | None, HELD_OUT]] = Field(
+        None, description="Held-out data, in the same form. null: no evaluation."
+    )
     label_key: str = Field("answer", description="Column with the reference answer. It is optional in each row.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Maximum prompt length in tokens.")
     overlong: Literal["filter", "error"] = Field("filter", description="What to do with a prompt longer than max_prompt_tokens.")

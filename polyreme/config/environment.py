@@ -25,6 +25,31 @@ class McpServer(Section):
         return self
 
 
+class PythonLimits(Section):
+    """The limits of an interpreter, beside those of a sandbox."""
+
+    seconds: float = Field(
+        10.0,
+        gt=0,
+        description="Maximum wall-clock seconds of a call, beyond which the interpreter ends. All calls of an answer share 0.8 x step_timeout.",
+    )
+    memory_mib: int = Field(256, ge=32, description="Data memory of an interpreter, in MiB. Each episode may have one.")
+    output_bytes: int = Field(
+        8192,
+        ge=256,
+        description="Maximum bytes of a call's output that the policy sees: half from its beginning, half from its end.",
+    )
+    unsafe: bool = Field(
+        False, description="Run code without a sandbox when none works, instead of refusing to start. Only for trusted models."
+    )
+
+
+class PythonTool(Section):
+    """The tool `python` with limits of its own."""
+
+    python: PythonLimits = Field(description="A Python interpreter in a sandbox, for each episode.")
+
+
 class EnvironmentConfig(Section):
     file: Path | None = Field(
         None, description="Python file with a class that has `reset`, and `step` or tools, or with an agent's function."
@@ -52,9 +77,9 @@ class EnvironmentConfig(Section):
         min_length=1,
         description="Id of an environment of verifiers in place of `file`: a package that is installed in `venv`.",
     )
-    tools: list[Literal["calculator"] | McpServer | Path] = Field(
+    tools: list[Literal["calculator", "python"] | PythonTool | McpServer | Path] = Field(
         [],
-        description="Tools for the run's data, in place of an environment: `calculator`, Python files whose public functions are tools, and MCP servers as `{command: [...]}` or `{url: ...}`. The section `reward` scores the last answer.",
+        description="Tools for the run's data, in place of an environment: `calculator`, `python` (with limits `{python: {seconds: 5}}`), Python files whose public functions are tools, and MCP servers as `{command: [...]}` or `{url: ...}`. The section `reward` scores the last answer.",
     )
     nemo_gym: str | None = Field(
         None,

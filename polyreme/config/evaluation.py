@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from polyreme.config.data import DataSource
+from polyreme.config.data import TaskSource
 from polyreme.config.named_input import HELD_OUT
 from polyreme.config.section import Section
 
@@ -27,7 +27,7 @@ class EvaluationSet(Section):
     """An additional set of held-out prompts, with separate metrics."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="First part of the set's metrics: NAME/accuracy.")
-    data: Annotated[Path | tuple[Path | DataSource, ...], HELD_OUT] = Field(description="As data.eval.")
+    data: Annotated[Path | tuple[Path | TaskSource, ...], HELD_OUT] = Field(description="As data.eval.")
     samples: int = Field(500, ge=1, description="Prompts per evaluation.")
     answers: int = Field(1, ge=1, le=1024, description="As eval_answers.")
     temperature: float = Field(1.0, ge=0.01, le=2, description="As eval_temperature.")

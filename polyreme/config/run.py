@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from polyreme.config.base import BaseConfig
-from polyreme.config.data import DataConfig, Sources
+from polyreme.config.data import DataConfig, Sources, TaskSource
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig, WeightsConfig
@@ -196,6 +196,11 @@ class RunConfig(BaseConfig):
 
     def _check_environment(self) -> None:
         """Raises ValueError for what a run with an environment cannot have."""
+        named = [name for source in self.task_sources for name in source.tools or ()]
+        if named and not (self.environment and self.environment.tools):
+            raise ValueError(
+                f"sources of the data name tools, and environment.tools lists none; set environment: {{tools: [{', '.join(dict.fromkeys(named))}]}}"
+            )
         if self.environment is None:
             return
         if self.environment.tools and self.reward is None and self.teacher is None:
@@ -254,6 +259,13 @@ class RunConfig(BaseConfig):
     def prompt_data(self) -> tuple[Sources, ...]:
         """The training data, then that of each held-out set."""
         return (self.data.train, *(each.data for each in self.evaluation_sets))
+
+    @property
+    def task_sources(self) -> tuple[TaskSource, ...]:
+        """The sources among the training and held-out data, without plain paths."""
+        return tuple(
+            each for data in self.prompt_data if isinstance(data, tuple) for each in data if isinstance(each, TaskSource)
+        )
 
     @property
     def reward_names(self) -> tuple[str, ...]:

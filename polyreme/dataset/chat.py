@@ -98,6 +98,12 @@ def read_answer(value: Any, what: str) -> Answer:
     raise DataError(f"a text, or one assistant message, in {what}", f"{value!r:.80}", "Fix the row.")
 
 
+def with_tools(prompt: str | Chat, tools: Sequence[Message]) -> Chat:
+    """A prompt as a conversation that has further tools, behind its own."""
+    chat = Chat(({"role": "user", "content": prompt},)) if isinstance(prompt, str) else prompt
+    return Chat(chat.messages, (*(chat.tools or ()), *tools))
+
+
 def read_tools(value: Any, what: str) -> tuple[Message, ...] | None:
     """Tools: a list of {type, function: {name, ...}} or of functions alone, or its JSON text; null and an empty list: none.
 

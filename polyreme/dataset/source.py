@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from polyreme.config.data import DataSource, Sources
+from polyreme.config.data import DataSource, Sources, TaskSource
 from polyreme.dataset.arrow_files import read_arrow, read_parquet
 from polyreme.dataset.chat import check_text_only
 from polyreme.dataset.columns import column_names, value_at
@@ -33,6 +33,9 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".bin": read_megatron,
 }
 """The reader of each suffix. A file with another suffix is read as JSON lines."""
+
+ALLOWED_TOOLS = "allowed_tools"
+"""The column with the names of the tools that the policy may call for a row, for a source with `tools`. Without it, all."""
 
 _BLOCK, _BLOCKS = 1 << 20, 64
 """Size of a block in bytes, and number of blocks of a file, in a digest."""
@@ -138,11 +141,13 @@ def _is_data(name: str) -> bool:
 
 
 def _read_source(source: DataSource) -> Iterator[Row]:
+    tools = source.tools if isinstance(source, TaskSource) else None
+    added = source.add if tools is None else {**source.add, ALLOWED_TOOLS: [*tools]}
     for file in files_of(source.path):
         for where, fields in READERS.get(file.suffix, read_json)(file):
             if _is_chosen(fields, source, where):
                 renamed = {new: _column(fields, old, where, "rename") for new, old in source.rename.items()}
-                yield Row(where, {**fields, **renamed, **source.add})
+                yield Row(where, {**fields, **renamed, **added})
 
 
 def _is_chosen(fields: dict[str, object], source: DataSource, where: str) -> bool:

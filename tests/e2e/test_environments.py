@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from polyreme.config.environment import PythonLimits
 from polyreme.net.ports import free_port
+from polyreme_environment.tools.python import python_tool
 from support.own_venv import own_venv
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -71,6 +73,35 @@ def test_the_calculator_is_at_hand_without_an_environment(tmp_path: Path) -> Non
     calls = [call for sample in samples for turn in sample["turns"] for call in turn["tool_calls"] if not call["error"]]
     assert calls and all(float(call["result"]).is_integer() for call in calls)
     assert {sample["score"] for sample in samples} == {0.0, 1.0}, "the reward compares the last answer with the row's"
+
+
+@pytest.mark.slow
+def test_rows_with_python_and_rows_without_train_together(tmp_path: Path) -> None:
+    run = prepared(tmp_path, "calculator")
+    about = python_tool(PythonLimits().model_dump()).schema["function"]["description"]  # type: ignore[attr-defined]
+    for file in ("prepare.py", "calculator.py"):  # the warm start teaches the tool that is built in: an expression is code, too
+        text = (run.parent / file).read_text().replace('"calculate"', '"python"').replace("calculate: ", "python: ")
+        text = text.replace("Calculates.", about).replace('"expression":', '"code":').replace("expression: two", "code: two")
+        (run.parent / file).write_text(text.replace("expression: str", "code: str").replace("(expression)", "(code)"))
+    subprocess.run([sys.executable, str(run.parent / "prepare.py")], check=True, timeout=600)
+    sources, tasks = [], (run.parent / "data" / "tasks.jsonl").read_text().splitlines()
+    for name, tools in (("sums", "[python]"), ("others", "[]")):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(row for row in tasks if ("+" in row) == (name == "sums")))
+        sources.append(f"{{path: {file}, tools: {tools}, weight: 1}}")
+    sections = ("environment={tools: [python], max_turns: 3}", "reward={rewards: [{name: exact}]}")
+    over = (*sections, f"data.train=[{', '.join(sources)}]", "iterations=2", "groups_per_iteration=16")
+    run_dir, records = trained(tmp_path, "calculator", *over)
+    assert all(record["episode/tool_calls"] > 0 and record["mismatch_kl"] < 1e-4 for record in records)
+    samples = [json.loads(line) for line in (run_dir / "samples" / "iteration_0001.jsonl").read_text().splitlines()]
+    calls = {
+        key: [call for each in samples if ("+" in each["prompt"]) is key for turn in each["turns"] for call in turn["tool_calls"]]
+        for key in (True, False)
+    }
+    assert calls[True] and not calls[False] and {"+" in sample["prompt"] for sample in samples} == {True, False}
+    right = [call for call in calls[True] if not call["error"]]
+    assert right and all(float(call["result"]) == eval(json.loads(call["arguments"])["code"]) for call in right)
+    assert {sample["score"] for sample in samples} == {0.0, 1.0}
 
 
 @pytest.mark.slow  # installs the package

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.isolation.sandbox.modes import why_not
+from polyreme.isolation.sandbox.program import Mode
 from polyreme.process.lifecycle import OWNER_DIED
 from support.publishing import World, publishing, push_soon
 
@@ -25,3 +27,11 @@ async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.M
     push_soon(monkeypatch)
     async with publishing(redis, redis_url, run_id) as world:
         yield world
+
+
+@pytest.fixture(params=[Mode.BUBBLEWRAP, Mode.LANDLOCK, Mode.NONE])
+def mode(request: pytest.FixtureRequest) -> Mode:
+    """Each isolation of a sandbox that works here, and none."""
+    if request.param is not Mode.NONE and (reason := why_not(request.param)) is not None:
+        pytest.skip(f"{request.param} does not work here: {reason}")
+    return Mode(request.param)

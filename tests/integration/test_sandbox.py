@@ -10,26 +10,19 @@ import psutil
 import pytest
 
 from polyreme.errors import ConfigError
+from polyreme.isolation.sandbox import modes
+from polyreme.isolation.sandbox import program as starting
+from polyreme.isolation.sandbox import run as running
+from polyreme.isolation.sandbox.modes import choose, why_not
+from polyreme.isolation.sandbox.program import Limits, Mode, SandboxError
+from polyreme.isolation.sandbox.run import Ended, check, run
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules import make_rule
-from polyreme_reward.sandbox import modes
-from polyreme_reward.sandbox import program as starting
-from polyreme_reward.sandbox import run as running
-from polyreme_reward.sandbox.modes import choose, why_not
-from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
-from polyreme_reward.sandbox.run import Ended, check, run
 from support.processes import descendants
 from support.rewards import serving
 
 LIMITS = Limits(seconds=20.0, memory_mib=128)
 SHORT = Limits(seconds=0.5, memory_mib=128)
-
-
-@pytest.fixture(params=[Mode.BUBBLEWRAP, Mode.LANDLOCK, Mode.NONE])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    if request.param is not Mode.NONE and (reason := why_not(request.param)) is not None:
-        pytest.skip(f"{request.param} does not work here: {reason}")
-    return Mode(request.param)
 
 
 def script(mode: Mode, program: str, stdin: str = "", limits: Limits = LIMITS) -> Ended:
@@ -138,10 +131,10 @@ TESTS = [
     ("import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'pass')\n    except OSError: pass\nos._exit(0)", "assert False", "fail"),
     ("import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'\\npass')\n    except OSError: pass\n" + VALUES, "assert f(1) == 9", "fail"),
     ("import sys\nclass Exit(AssertionError): pass\ndef f(x): sys.modules['__main__'].__dict__.clear(); raise Exit", "assert f(1) == 2", "fail"),
-    ("import sys\nsys.modules['polyreme_reward.sandbox.inside.values'].encode = lambda *_: {'reference': 0}\n" + VALUES, "assert f(1) == 2", "fail"),
-    ("import sys\nsys.modules['polyreme_reward.sandbox.inside.values'].encode = lambda *_: {'reference': 'x'}\n" + VALUES, "assert f(1) == 2", "fail"),
-    ("import sys\nsys.modules['polyreme_reward.sandbox.inside.values'].encode = lambda *_: [[[]]]\n" + VALUES, "assert f(1) == 2", "fail"),
-    ("import sys\nsys.modules['polyreme_reward.sandbox.inside.values'].send = lambda fd, _: __import__('os').write(fd, b'\\xff' * 100)\n" + VALUES, "assert f(1) == 2", "fail"),
+    ("import sys\nsys.modules['polyreme.isolation.sandbox.inside.values'].encode = lambda *_: {'reference': 0}\n" + VALUES, "assert f(1) == 2", "fail"),
+    ("import sys\nsys.modules['polyreme.isolation.sandbox.inside.values'].encode = lambda *_: {'reference': 'x'}\n" + VALUES, "assert f(1) == 2", "fail"),
+    ("import sys\nsys.modules['polyreme.isolation.sandbox.inside.values'].encode = lambda *_: [[[]]]\n" + VALUES, "assert f(1) == 2", "fail"),
+    ("import sys\nsys.modules['polyreme.isolation.sandbox.inside.values'].send = lambda fd, _: __import__('os').write(fd, b'\\xff' * 100)\n" + VALUES, "assert f(1) == 2", "fail"),
 ]  # fmt: skip
 
 
@@ -206,7 +199,7 @@ def test_where_nothing_isolates_the_reward_refuses_to_start(monkeypatch: pytest.
 REFUSED = """
 import ctypes, sys
 from polyreme.errors import ConfigError
-from polyreme_reward.sandbox import landlock, modes, seccomp
+from polyreme.isolation.sandbox import landlock, modes, seccomp
 import platform
 ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
 never = {name: seccomp._NAMESPACES[name] for name in ("unshare", "setns", "mount")}
@@ -235,7 +228,7 @@ def test_the_mode_is_the_best_that_the_machine_allows(refused: tuple[str, ...], 
 def test_a_program_ends_with_the_process_that_started_it(mode: Mode) -> None:
     """SIGKILL leaves no process that could clean up."""
     starter = (
-        "import sys\nfrom polyreme_reward.sandbox.program import Limits, Mode\nfrom polyreme_reward.sandbox.run import run\n"
+        "import sys\nfrom polyreme.isolation.sandbox.program import Limits, Mode\nfrom polyreme.isolation.sandbox.run import run\n"
         "run(Mode(sys.argv[1]), {'kind': 'script', 'program': 'import time; time.sleep(1000)'}, '', Limits(1000.0, 128))"
     )
     process = psutil.Popen([sys.executable, "-c", starter, mode], start_new_session=True)

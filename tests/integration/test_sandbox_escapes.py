@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from polyreme_reward.sandbox.modes import why_not
-from polyreme_reward.sandbox.program import Mode
+from polyreme.isolation.sandbox.modes import why_not
+from polyreme.isolation.sandbox.program import Mode
 from support.escapes import ATTEMPTS, SECRET
 from support.users import ROOT, SERVICE_USER, as_user
 

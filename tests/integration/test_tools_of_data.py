@@ -16,8 +16,10 @@ from polyreme_environment.server import serve
 from polyreme_reward.server import serve as serve_rewards
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator.main import orchestrate
+from support import guide
 from support.environment_stream import serving
 from support.episode_world import episode_world
+from support.processes import command_line, descendants
 from support.tiny_tokenizer import CHAT_TEMPLATE
 
 SHOWS_TOOLS = "{{ tools | map(attribute='function.name') | list }}" + CHAT_TEMPLATE
@@ -42,6 +44,11 @@ def score(prompt, response, label, messages):
     said = messages
     assert said[0] == {"role": "user", "content": prompt} and said[-1]["content"] == response and said[-1]["role"] == "assistant"
     return float(len(response))
+"""
+
+SHOWN = """
+def shown(templated_prompt):
+    return 1.0 * ("calculator" in templated_prompt) + 2.0 * ("python" in templated_prompt)
 """
 
 
@@ -200,3 +207,119 @@ async def test_an_mcp_server_that_cannot_start_is_a_config_error():
     with pytest.raises(ConfigError, match="an MCP server"):
         async with serve(EnvironmentConfig.model_validate({"tools": [{"command": ["/no/such/program"]}]})):
             pass
+
+
+async def test_a_row_has_the_tools_that_its_source_allows():
+    async with serving(EnvironmentConfig(tools=["calculator", "python"])) as (_, stream):
+        episode = stream()
+        ask = await episode.start(prompt="1+1?", answer="2", allowed_tools=["calculator"])
+        assert [tool["function"]["name"] for tool in json.loads(ask.tools_json)] == ["calculator"]
+        ask = await episode.answer(called("calculator", expression="1+1") + called("python", code="1+1"))
+        assert [message.content for message in ask.messages] == [
+            "2",
+            "error: no tool is called 'python'; the tools are calculator",
+        ]
+        plain = stream()
+        assert (await plain.start(prompt="Hi!", answer="", allowed_tools=[])).tools_json == ""
+        ending = await plain.answer(called("calculator", expression="1+1"))
+        assert (ending.error, list(ending.calls)) == ("", []), "text like any other"
+        for wrong in (["search"], "calculator", [3]):
+            assert "allowed_tools" in (await stream().start(prompt="?", answer="", allowed_tools=wrong)).error
+
+
+async def test_a_mixed_run_plays_each_source_with_its_tools(redis, run_id, tmp_path):
+    """The rows of one source have a tool, those of the other none; held-out rows have tools of their own."""
+    (tmp_path / "reward.py").write_text(SHOWN)
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"prompt": f"{number}+1=", "answer": "2"}))
+    sources = [{"path": str(tmp_path / f"{n}.jsonl"), "tools": tools} for n, tools in enumerate((["calculator"], [], ["python"]))]
+    sections = {
+        "environment": {"tools": ["calculator", "python"]},
+        "reward": {"rewards": [{"name": "shown", "file": str(tmp_path / "reward.py")}]},
+        "data": {"train": sources[:2], "eval": sources[2:]},
+    }
+    async with AsyncExitStack() as life:
+        w = await life.enter_async_context(
+            episode_world(redis, run_id, tmp_path, {"lengths": Lengths(8)}, chat_template=SHOWS_TOOLS, **sections)
+        )
+        await life.enter_async_context(serve(w.config.environment, run=w.run))
+        await life.enter_async_context(serve_rewards(w.config.reward, run=w.run))
+        await asyncio.wait_for(asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas)), 120)
+        assert (await w.log.audit()).clean
+        groups = [group for groups in w.learner.trained.values() for group in groups]
+        assert {("0+1=" in group.prompt, sample.score) for group in groups for sample in group.samples} == {
+            (True, 1.0),
+            (False, 0.0),
+        }
+        evaluated = [record for _, record in await w.run.records("0", 0) if record["kind"] == "eval"]
+        assert evaluated and {record["score"] for record in evaluated} == {2.0}
+
+
+async def test_python_keeps_its_state_for_an_episode():
+    async with serving(EnvironmentConfig(tools=["python", "calculator"])) as (_, stream):
+        first, second = stream(), stream()
+        for episode in (first, second):
+            declared = json.loads((await episode.start(prompt="?", answer="")).tools_json)
+            assert [tool["function"]["name"] for tool in declared] == ["python", "calculator"]
+        function = declared[0]["function"]
+        assert "10 seconds" in function["description"] and function["parameters"]["required"] == ["code"]
+        ask = await first.answer(called("python", code="x = 6\nprint('set')") + called("python", code="x * 7"))
+        assert [message.content for message in ask.messages] == ["set", "42"] and not any(call.error for call in ask.calls)
+        ask = await second.answer(called("python", code="x") + called("python", cod="x") + called("python", code="x", seconds=9))
+        assert ask.messages[0].content.endswith("NameError: name 'x' is not defined")
+        assert ask.calls[0].error == "NameError: name 'x' is not defined" and ask.calls[0].seconds > 0
+        assert [message.content[:10] for message in ask.messages[1:]] == ["error: mis", "error: got"]
+        assert len(interpreters()) == 2
+        await first.answer("done")
+        second.call.cancel()
+        await until_they_end()
+
+
+async def test_python_beyond_its_time_costs_only_its_state():
+    """The calls of one answer share the time of a step, beyond which the worker would be killed."""
+    tools = [{"python": {"seconds": 30}}]
+    async with serving(EnvironmentConfig.model_validate({"tools": tools, "step_timeout": 10, "workers": 1})) as (_, stream):
+        other, episode = stream(), stream()
+        for each in (other, episode):
+            await each.start(prompt="?", answer="")
+            await each.answer(called("python", code="x = 3"))
+        ask = await episode.answer(called("python", code="while True: pass") + called("python", code="x"))
+        assert "since the call took longer than" in ask.calls[0].error
+        assert ask.messages[-1].content.endswith("NameError: name 'x' is not defined")
+        assert (await other.answer(called("python", code="x"))).messages[0].content == "3", "it has the same worker"
+
+
+async def test_interpreters_end_with_a_killed_worker(tmp_path):
+    (tmp_path / "more.py").write_text('def die() -> str:\n    """Ends the worker."""\n    import os\n    os._exit(3)\n')
+    async with serving(EnvironmentConfig(tools=["python", tmp_path / "more.py"])) as (_, stream):
+        episode = stream()
+        await episode.start(prompt="?", answer="")
+        await episode.answer(called("python", code="import threading\nthreading.Thread(target=input).start()"))
+        assert len(interpreters()) == 1
+        assert "exited with status 3" in (await episode.answer(called("die"))).error
+        await until_they_end()
+
+
+def interpreters():
+    """The processes in which the tool `python` runs code."""
+    return [process for process in descendants() if command_line(process)[1:3] == ["-I", "-S"]]
+
+
+async def until_they_end():
+    for _ in range(6000):
+        if not interpreters():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("interpreters outlive their episodes")
+
+
+async def test_the_guides_calls_of_python_are_answered_so():
+    (shown,) = [block.text for block in guide.blocks(guide.ROOT / "docs" / "environments.md") if block.file == "python.txt"]
+    async with serving(EnvironmentConfig(tools=["python"])) as (_, stream):
+        episode = stream()
+        await episode.start(prompt="?", answer="")
+        calls = [line for line in shown.splitlines() if line.startswith("<tool_call>")]
+        answered = [(await episode.answer(call)).messages[0].content for call in calls]
+    assert len(calls) == 2 and shown.strip() == "\n".join(
+        f"{call}\n{answer}" for call, answer in zip(calls, answered, strict=True)
+    )

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import polyreme_reward
-from polyreme_reward.sandbox import seccomp
-from polyreme_reward.sandbox.program import Limits, Mode
-from polyreme_reward.sandbox.run import run
+from polyreme.isolation.sandbox import seccomp
+from polyreme.isolation.sandbox.program import Limits, Mode
+from polyreme.isolation.sandbox.run import run
 
 SECRET = "correct-horse-battery-staple"
 LIMITS = Limits(seconds=30.0, memory_mib=96, disk_mib=8, threads=32)

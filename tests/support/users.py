@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from polyreme_reward.sandbox import bubblewrap
+from polyreme.isolation.sandbox import bubblewrap
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE_USER = 10001

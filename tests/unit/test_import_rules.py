@@ -169,7 +169,7 @@ def test_nothing_is_pickled() -> None:
 
     Checkpoints of Megatron are pickles. The one module that reads them creates only tensors and containers.
     """
-    written = ("polyreme_reward.sandbox.program", "polyreme_trainer.convert.pickles")
+    written = ("polyreme.isolation.sandbox.program", "polyreme_trainer.convert.pickles")
     assert not offenders(tuple(PACKAGES), ("pickle", "cloudpickle", "dill", "marshal", "shelve"), allowed=written)
 
 

@@ -4,9 +4,10 @@ Invariant: the check reads a user's file but never runs it.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from polyreme.config.environment import McpServer, PythonTool
 from polyreme.config.python_source import FUNCTIONS, parse
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import read_objects
@@ -25,11 +26,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             tls.check_files(section.security)
         except ConfigError as error:
             yield error
-    for tool in section.tools:
-        if isinstance(tool, Path):
-            bound = _parsed(tool, "tools")
-            if not any(isinstance(node, FUNCTIONS) and not name.startswith("_") for name, node in bound.items()):
-                raise ConfigError(f"public functions in {tool}", "none", "Write one, with types and a docstring.")
+    yield from _check_tools(config, section.tools)
     if section.venv is not None:
         yield from _check_package(config, section.venv)
     if section.file is None:
@@ -57,6 +54,27 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             f"the classes {found}",
             "Set environment.name." if found else "Write one.",
         )
+
+
+def _check_tools(config: RunConfig, tools: Sequence[object]) -> Iterator[PolyremeError]:
+    """Yields errors about the tools that the data names. Those of MCP servers are known only when these run. Raises ConfigError."""
+    known = [each if isinstance(each, str) else "python" for each in tools if isinstance(each, str | PythonTool)]
+    for tool in tools:
+        if isinstance(tool, Path):
+            bound = _parsed(tool, "tools")
+            functions = [name for name, node in bound.items() if isinstance(node, FUNCTIONS) and not name.startswith("_")]
+            if not functions:
+                raise ConfigError(f"public functions in {tool}", "none", "Write one, with types and a docstring.")
+            known += functions
+    if any(isinstance(each, McpServer) for each in tools):
+        return
+    for source in config.task_sources:
+        if others := [name for name in source.tools or () if name not in known]:
+            yield ConfigError(
+                f"tools of environment.tools ({', '.join(known)}) for the rows of {source.path}",
+                others[0],
+                "Fix `tools` of one of the two.",
+            )
 
 
 def _parsed(file: Path, key: str) -> dict[str, ast.stmt]:

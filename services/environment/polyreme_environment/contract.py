@@ -41,6 +41,14 @@ class ContractError(Exception):
     """User code has returned something else than the contract says."""
 
 
+class FailedCallError(Exception):
+    """A tool has failed, and `shown` is what the policy sees in place of the reason."""
+
+    def __init__(self, reason: str, shown: str) -> None:
+        super().__init__(reason)
+        self.shown = shown
+
+
 class LostError(Exception):
     """What an episode needs was lost through no fault of the episode; it may be played again."""
 

@@ -97,7 +97,8 @@ class EpisodePool:
         """Starts the workers. Raises ConfigError or UnavailableError when the environment cannot be loaded."""
         config = self._config
         setup = {"name": config.name, "max_chars": config.max_message_chars, "tool_parser": config.tool_parser}
-        await self._workers.start({**setup, "tools": sources_of(config), "threads": config.worker_calls > 1})
+        tools = {"tools": sources_of(config), "seconds": config.step_timeout, "threads": config.worker_calls > 1}
+        await self._workers.start({**setup, **tools})
 
     async def close(self) -> None:
         """Ends all workers and the processes that they started."""

@@ -7,11 +7,13 @@ answered with the reason: the policy sees it, and the episode goes on.
 import inspect
 import time
 from collections.abc import Awaitable, Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
+from polyreme.dataset.source import ALLOWED_TOOLS
 from polyreme.errors import ConfigError
-from polyreme_environment.contract import RESERVED, ContractError, LostError, ToolCall, result_of, tool_names
+from polyreme_environment.contract import RESERVED, ContractError, FailedCallError, LostError, ToolCall, result_of, tool_names
 from polyreme_environment.tool_calls import Calls, Malformed, ParsedCall
 from polyreme_environment.tool_schema import Schema, tool_schema
 
@@ -32,41 +34,64 @@ class Toolbox:
                 raise ConfigError(f"names of methods as `tools` of {kind.__name__} in {where}", repr(name), "Fix `tools`.")
         self.schemas: list[Schema] = [_schema(getattr(kind, name), name, where) for name in self._names]
 
+    def only(self, names: object) -> "Toolbox":
+        """The same with these of its tools, in its own order. Raises ContractError for another name, or for what is no list of names."""
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ContractError(f"expected a list of names of tools as the row's {ALLOWED_TOOLS}; found {names!r:.100}")
+        if others := [name for name in names if name not in self._names]:
+            raise ContractError(f"expected {ALLOWED_TOOLS} of {', '.join(map(str, self._names))}; found {others[0]!r:.100}")
+        part = copy(self)
+        part._names = [name for name in self._names if name in names]
+        part.schemas = [schema for name, schema in zip(self._names, self.schemas, strict=True) if name in names]
+        return part
+
     async def answer(
-        self, episode: Any, calls: Calls, limit: int, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+        self, episode: Any, calls: Calls, limit: int, seconds: float, make: Callable[[Callable[[], Any]], Awaitable[Any]]
     ) -> list[ToolCall]:
         """Makes the calls, one after the other.
 
         Args:
             episode: the instance whose methods are called.
             limit: characters of all results together.
+            seconds: of all calls together. A tool that takes seconds gets an equal share of what is left.
             make: calls a method, and awaits what it returned, if needed.
 
         Raises:
             ContractError: a tool returned what no text can stand for.
         """
-        return [await self._answer(episode, call, limit // len(calls), make) for call in calls]
+        deadline, answers = time.monotonic() + seconds, list[ToolCall]()
+        for place, call in enumerate(calls):
+            share = max(0.0, deadline - time.monotonic()) / (len(calls) - place)
+            began, (result, error) = time.monotonic(), await self._result(episode, call, share, make)
+            name = "" if isinstance(call, Malformed) else call.name
+            text = cut(result or f"error: {error}" * bool(error), limit // len(calls))
+            answers.append((name, call.text, text, time.monotonic() - began, error))
+        return answers
 
-    async def _answer(
-        self, episode: Any, call: ParsedCall | Malformed, limit: int, make: Callable[[Callable[[], Any]], Awaitable[Any]]
-    ) -> ToolCall:
-        began, name = time.monotonic(), "" if isinstance(call, Malformed) else call.name
-        result = error = ""
+    async def _result(
+        self, episode: Any, call: ParsedCall | Malformed, seconds: float, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+    ) -> tuple[str, str]:
+        """The result of a call, and why it failed ("": it did not)."""
         try:
             if isinstance(call, Malformed):
                 raise ValueError(f"malformed call: {call.problem}")
-            result = result_of(name, await make(self._bound(episode, call)))
+            return result_of(call.name, await make(self._bound(episode, call, seconds))), ""
         except (ContractError, LostError, MemoryError):
             raise
+        except FailedCallError as failed:
+            return failed.shown, str(failed)
         except Exception as raised:  # noqa: BLE001 a tool may raise anything
-            error = _reason(raised)
-        return name, call.text, cut(result or f"error: {error}" * bool(error), limit), time.monotonic() - began, error
+            return "", _reason(raised)
 
-    def _bound(self, episode: Any, call: ParsedCall) -> Callable[[], Any]:
+    def _bound(self, episode: Any, call: ParsedCall, seconds: float) -> Callable[[], Any]:
         if call.name not in self._names:
             more = ", ..." * (len(self._names) > _NAMED)
-            raise ValueError(f"no tool is called {call.name[:100]!r}; the tools are {', '.join(self._names[:_NAMED])}{more}")
+            raise ValueError(
+                f"no tool is called {call.name[:100]!r}; the tools are {', '.join(self._names[:_NAMED]) or 'none'}{more}"
+            )
         tool = getattr(episode, call.name)
+        if getattr(tool, "takes_seconds", False):
+            tool = partial(tool, seconds)
         bound = inspect.signature(tool).bind(**call.arguments)
         return partial(tool, *bound.args, **bound.kwargs)
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from polyreme.config.python_source import load_module
+from polyreme.dataset.source import ALLOWED_TOOLS
 from polyreme_environment.call_server import Answer, Call, in_thread, serve_calls
 from polyreme_environment.contract import Moved, begun, finite, has_step, moved, own_members
 from polyreme_environment.foreign_classes.choice import environment_class
@@ -22,11 +23,15 @@ from polyreme_environment.tool_calls import Calls, find_calls
 from polyreme_environment.toolbox import Toolbox
 from polyreme_environment.tools.tool_class import make_class
 
+_SHARE = 0.8
+"""Fraction of a call's seconds for tools that can end themselves in time. Beyond all of them, the episode has failed."""
+
 
 def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes. Returns the exit status.
 
-    The first message has `path`, `code`, `name` and `options` of a file, or `tools`; `memory_mib`, `max_chars`, `tool_parser` and `threads`.
+    The first message has `path`, `code`, `name` and `options` of a file, or `tools`; `memory_mib`, `max_chars`, `tool_parser`, `threads`
+    and `seconds` (of a call).
     Then each call has `episode`, `method` and `arguments`: `reset` (row, seed), `step` (text, text with special tokens) or `close`. Its reply has
     either the fields of `Moved`, or `error`, or `lost`. The calls of an episode come one after the other.
     """
@@ -52,8 +57,9 @@ def _class_of(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 @dataclass
 class _Played:
-    """An episode: its instance, the attribute `reward` after its last turn, and its thread, which starts when it is needed."""
+    """An episode: its tools, its instance, the attribute `reward` after its last turn, and its thread, which starts when it is needed."""
 
+    tools: Toolbox
     instance: Any = None
     reward: float = 0.0
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -65,6 +71,7 @@ class Player:
     def __init__(self, kind: Any, options: dict[str, Any], toolbox: Toolbox, setup: dict[str, Any]) -> None:
         self._kind, self._toolbox, self._parser = kind, toolbox, setup["tool_parser"]
         self._options, self._limit, self._threads = options, setup["max_chars"], setup["threads"]
+        self._selects, self._seconds = bool(setup["tools"]), _SHARE * setup["seconds"]
         self._episodes: dict[int, _Played] = {}
 
     async def play(self, call: Call) -> Mapping[str, Any]:
@@ -73,19 +80,23 @@ class Player:
         return vars(await methods[call["method"]](call["episode"], *call["arguments"]))
 
     async def _reset(self, number: int, row: dict[str, Any], seed: int) -> Moved:
-        episode = self._episodes[number] = _Played()
+        episode = self._episodes[number] = _Played(self._tools_for(row))
         make, is_coroutine = partial(self._kind, **self._options), inspect.iscoroutinefunction(self._kind.reset)
         episode.instance = make() if is_coroutine else await self._made(episode, make)
         positional, named = _reset_arguments(episode.instance.reset, row, seed)
         first = begun(await self._made(episode, partial(episode.instance.reset, *positional, **named)), self._limit)
-        return Moved(first, tools=self._toolbox.schemas)
+        return Moved(first, tools=episode.tools.schemas)
+
+    def _tools_for(self, row: dict[str, Any]) -> Toolbox:
+        """The tools of an episode. Of a run's tools, its row may choose."""
+        return self._toolbox.only(row[ALLOWED_TOOLS]) if self._selects and ALLOWED_TOOLS in row else self._toolbox
 
     async def _step(self, number: int, text: str, raw: str) -> Moved:
         episode = self._episodes[number]
-        calls: Calls = find_calls(raw, self._parser) if self._toolbox.schemas else []
+        calls: Calls = find_calls(raw, self._parser) if episode.tools.schemas else []
         if not calls and has_step(self._kind):
             return moved(await self._made(episode, partial(episode.instance.step, text)), self._limit)
-        answered = await self._toolbox.answer(episode.instance, calls, self._limit, partial(self._made, episode))
+        answered = await episode.tools.answer(episode.instance, calls, self._limit, self._seconds, partial(self._made, episode))
         if has_step(self._kind):
             reward, done = _gained(episode) if getattr(self._kind, "rewards_calls", False) else 0.0, False
         else:

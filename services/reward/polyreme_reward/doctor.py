@@ -5,9 +5,9 @@ Invariant: a sandbox counts only after a program has tried to leave it.
 
 from collections.abc import Iterator, Mapping
 
+from polyreme.isolation.sandbox.modes import why_not
+from polyreme.isolation.sandbox.program import Mode
 from polyreme.terminal.verdicts import Verdict
-from polyreme_reward.sandbox.modes import why_not
-from polyreme_reward.sandbox.program import Mode
 
 _MODES = (Mode.BUBBLEWRAP, Mode.LANDLOCK)
 
@@ -22,6 +22,6 @@ def sandbox_verdict(reasons: Mapping[Mode, str | None]) -> Verdict:
     failures = "; ".join(f"{mode}: {reason}" for mode, reason in reasons.items() if reason is not None)
     working = [mode for mode in _MODES if reasons[mode] is None]
     if not working:
-        advice = "The reward `code` will not start; other rewards do. Allow user namespaces (docs/deploy.md), or use Linux 5.13 or newer."
+        advice = "The reward `code` and the tool `python` will not start; others do. Allow user namespaces (docs/deploy.md), or use Linux 5.13 or newer."
         return Verdict("note", "sandbox", failures, advice)
     return Verdict("ok", "sandbox", str(working[0]) + (f" ({failures})" if failures else ""))

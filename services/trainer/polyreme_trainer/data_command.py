@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,9 @@ _SHOWN = 3
 _LONGEST_EXAMPLE = 400
 """Maximum number of tokens of an example that are printed."""
 
+TOOLS_GROUP = "polyreme.declared_tools"
+"""Entry points that take a section `environment` and return the schemas of its built-in tools, by name."""
+
 data = typer.Typer(no_args_is_help=True, help="Check data as a run reads it, or convert data of other systems.")
 
 
@@ -68,7 +72,7 @@ def check(
     def report_of(sources: Any) -> Report:
         if isinstance(resolved, StageConfig):
             return report_rows(sources, resolved, template, TABLE[resolved.stage].read)
-        return report_prompts(sources, resolved, template)
+        return report_prompts(sources, resolved, template, declared_tools(resolved))
 
     found = report(file or resolved.data.train)
     held_out: dict[str, Report | DataError] = {}
@@ -153,6 +157,14 @@ def map_tokens(rows: Iterator[Row], model: Path | None) -> Iterator[Row]:
         yield Row(where, texts)
 
 
+def declared_tools(config: RunConfig) -> dict[str, Any] | None:
+    """The built-in tools of a run as its environment service declares them, by name; None for a run without tools."""
+    if config.environment is None or not config.environment.tools:
+        return None
+    found = [point.load()(config.environment) for point in entry_points(group=TOOLS_GROUP)]
+    return {name: schema for each in found for name, schema in each.items()}
+
+
 def held_out_sets(config: RunConfig | StageConfig) -> dict[str, Sources]:
     """The data of the configuration's evaluations, by name."""
     if isinstance(config, StageConfig):
@@ -169,6 +181,8 @@ def report_lines(found: Report, held_out: Mapping[str, Report | DataError]) -> I
         f"tokens      {lengths.sum():,}; per row at least {lengths.min()}, 5% {low}, median {middle}, 95% {high}, at most {lengths.max()}"
     )
     yield f"overlong    {found.overlong} of more than {found.limit} tokens"
+    if found.tools is not None:
+        yield f"tools       {', '.join(found.tools) or 'none'} in the example, beside those of files and MCP servers, which declare them in a run"
     for reason, count in found.left_out.items():
         yield f"left out    {count}: {reason}"
     if found.unlabelled is not None:

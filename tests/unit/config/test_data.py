@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from polyreme.config.data import DataConfig, DataSource, WeightedSource
+from polyreme.config.data import DataConfig, DataSource, TaskSource, WeightedSource
 from polyreme.config.describe import annotated_yaml
 from polyreme.config.load import load_config, parse_config
 from polyreme.config.reward import RewardConfig
@@ -36,7 +36,7 @@ def test_paths_of_sources_are_relative_to_the_file(tmp_path: Path) -> None:
     config = load(tmp_path, "[a.jsonl, {path: sub/b.parquet, rename: {answer: x.y}, add: {kind: sums}}]")
     added = WeightedSource(path=tmp_path / "sub" / "b.parquet", rename={"answer": "x.y"}, add={"kind": "sums"})
     assert config.data.train == (tmp_path / "a.jsonl", added)
-    assert config.data.eval == (tmp_path / "held_out.csv", DataSource(path=tmp_path / "b.parquet", split=(0.9, 1)))
+    assert config.data.eval == (tmp_path / "held_out.csv", TaskSource(path=tmp_path / "b.parquet", split=(0.9, 1)))
     assert config.data.weights == (None, None)
     assert load_config(tmp_path / "run.yaml", ["data.train=[c.jsonl]"]).data.train == (Path.cwd() / "c.jsonl",)
 
@@ -94,7 +94,7 @@ def test_a_text_that_no_file_has_is_a_name(tmp_path: Path) -> None:
 def test_keys_beside_a_name_go_to_its_source() -> None:
     found = DataConfig.model_validate(yaml.safe_load(NAMED))
     assert found.train == (WeightedSource(path=Path("openai/gsm8k"), config="main", split="dev"),)
-    assert found.eval == (DataSource(path=Path("openai/gsm8k@v2"), config="main"),)
+    assert found.eval == (TaskSource(path=Path("openai/gsm8k@v2"), config="main"),)
     assert (found.config, found.split) == (None, None)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from polyreme.config.data import DataConfig, WeightedSource
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.load import resolve_paths
 from polyreme.config.run import RunConfig
@@ -129,3 +130,25 @@ def test_an_environment_of_another_package(tmp_path: Path, row: str | None, mess
     found = [str(error) for error in check(config.model_copy(update={"data": data}))]
     assert len(found) == len(messages)
     assert all(error.startswith(message) for error, message in zip(found, messages, strict=True))
+
+
+def named(folder: Path, tools: list[str], *allowed: list[str] | None) -> RunConfig:
+    """A run whose sources may use these of the tools; the last one is held-out data."""
+    sources = tuple(WeightedSource(path=folder / f"{place}.jsonl", tools=each) for place, each in enumerate(allowed))
+    data = DataConfig(train=sources[:-1], eval=sources[-1:], max_prompt_tokens=32)
+    return run_config(folder, environment=EnvironmentConfig.model_validate({"tools": tools}), data=data)
+
+
+def test_sources_choose_among_the_tools_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "more.py").write_text("def search(): ...\ndef _hidden(): ...\n")
+    tools = ["python", "calculator", str(tmp_path / "more.py")]
+    assert not list(check(named(tmp_path, tools, ["python", "search"], [], None)))
+    (error,) = check(named(tmp_path, tools, None, ["_hidden"]))
+    assert isinstance(error, ConfigError) and error.found == "_hidden"
+    assert "python, calculator, search" in error.expected and "1.jsonl" in error.expected
+    assert list(check(named(tmp_path, ["python"], ["calculator"], ["search"])))[1:], "held-out data, too"
+
+
+def test_tools_of_a_source_need_tools_of_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"set environment: \{tools: \[python\]\}"):
+        RunConfig.model_validate(named(tmp_path, ["python"], ["python"], []).model_dump() | {"environment": None})

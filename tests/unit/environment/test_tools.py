@@ -191,7 +191,7 @@ async def test_every_call_is_answered_in_order() -> None:
         ParsedCall("fails", {"how": "badly"}, "{}"),
         Malformed("no", "it is no JSON"),
     ]
-    answers = await box.answer(Desk(), made, 7000, make)
+    answers = await box.answer(Desk(), made, 7000, 1.0, make)
     assert [(name, result) for name, _, result, _, _ in answers] == [
         ("search", '["a", "a"]'),
         ("now", "noon"),
@@ -207,10 +207,10 @@ async def test_every_call_is_answered_in_order() -> None:
 
 async def test_results_are_bounded_and_must_be_text_or_json() -> None:
     box = Toolbox(Desk, "e.py")
-    (answer,) = await box.answer(Desk(), [ParsedCall("search", {"query": "a" * 50, "limit": 1}, "{}")], 40, make)
+    (answer,) = await box.answer(Desk(), [ParsedCall("search", {"query": "a" * 50, "limit": 1}, "{}")], 40, 1.0, make)
     assert answer[2] == '["' + "a" * 11 + " ... (cut at 40 characters)" and len(answer[2]) <= 40
     with pytest.raises(ContractError, match="fails to return a text or a value that JSON has"):
-        await box.answer(Desk(), [ParsedCall("fails", {"how": "well"}, "{}")], 20, make)
+        await box.answer(Desk(), [ParsedCall("fails", {"how": "well"}, "{}")], 20, 1.0, make)
 
 
 @pytest.mark.parametrize("tools", [["gone"], ["step"], "now", [3]])

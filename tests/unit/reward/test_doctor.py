@@ -2,8 +2,8 @@
 
 import pytest
 
+from polyreme.isolation.sandbox.program import Mode
 from polyreme_reward.doctor import sandbox_verdict
-from polyreme_reward.sandbox.program import Mode
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,14 @@ from unit.dataset.test_megatron_files import write_megatron
 
 from polyreme.cli.main import build_app
 from polyreme.config.data import DataConfig
+from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError, DataError
+from polyreme_environment.tools.tool_class import declared
 from polyreme_trainer.data.prompts import Example
+from polyreme_trainer.data.tail import Tail
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.data_command import check, convert, tokens_text
-from support.tiny_tokenizer import model_files
+from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
 
 @pytest.fixture
@@ -52,6 +55,24 @@ trainer: {optimizer: {lr: 1.0e-3}}
 """
     )
     return path
+
+
+def test_the_example_declares_the_tools_of_its_episode(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same tokens as the first turn of an episode has."""
+    files = model_files("{{ tools | map(attribute='function.description') | list }}" + CHAT_TEMPLATE)
+    for name, content in files.items():
+        (config.parent / "model" / name).write_bytes(content)
+    plain, tools, train = report(capsys, config), "environment={tools: [calculator, python]}", config.parent / "train.jsonl"
+    some = report(capsys, config, tools, f"data.train=[{{path: {train}, tools: [calculator]}}]")
+    none = report(capsys, config, tools, f"data.train=[{{path: {train}, tools: []}}]")
+    assert "tools" not in plain and none["tools"].startswith("none in the example") and none["example"] == plain["example"]
+    template = Template(files, DataConfig(train=config))
+    schema = declared(EnvironmentConfig(tools=["calculator"]))["calculator"]
+    ids = Tail(template).begin([{"role": "user", "content": "1+1="}], [schema])
+    assert some["example"] == "|".join(template.token_texts(ids.tolist())) and some["tools"].startswith(
+        "calculator in the example"
+    )
+    assert report(capsys, config, tools)["tools"].startswith("calculator, python in the example")
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:

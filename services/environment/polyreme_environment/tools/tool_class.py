@@ -5,14 +5,16 @@ Invariant: two tools never have the same name.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from polyreme.config.environment import EnvironmentConfig, McpServer
+from polyreme.config.environment import EnvironmentConfig, McpServer, PythonLimits, PythonTool
 from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import own_members
+from polyreme_environment.tool_schema import Schema, tool_schema
 from polyreme_environment.tools.calculator import calculate
 from polyreme_environment.tools.mcp import McpClient
+from polyreme_environment.tools.python import python_schema, python_tool
 
 Sources = Sequence[Mapping[str, Any]]
 
@@ -21,7 +23,11 @@ def sources_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
     """`environment.tools` as a worker gets them, with the text of the files. Raises ConfigError when one cannot be read."""
     found: list[dict[str, Any]] = []
     for tool in config.tools:
-        if isinstance(tool, str):
+        if tool == "python":
+            found.append({"python": PythonLimits().model_dump()})
+        elif isinstance(tool, PythonTool):
+            found.append({"python": tool.python.model_dump()})
+        elif isinstance(tool, str):
             found.append({"built_in": tool})
         elif isinstance(tool, McpServer):
             found.append({"mcp": tool.model_dump()})
@@ -33,10 +39,24 @@ def sources_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
     return found
 
 
+class Kept(Protocol):
+    """What a tool keeps from call to call of an episode."""
+
+    def close(self) -> None: ...
+
+
 class RowTools:
-    """Tools for a row of the data, whose own prompt begins the conversation."""
+    """Tools for a row of the data, whose own prompt begins the conversation. `kept`: what each tool keeps, by the tool's name."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Kept] = {}
 
     def reset(self, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """Ends what tools have kept."""
+        for each in self.kept.values():
+            each.close()
 
 
 def calculator(self: RowTools, expression: str) -> int | float:
@@ -49,6 +69,17 @@ def calculator(self: RowTools, expression: str) -> int | float:
 
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {"calculator": calculator}
+
+
+def declared(config: EnvironmentConfig) -> dict[str, Schema]:
+    """The schemas of the built-in tools, by name. Those of files and servers are known when these run."""
+    found: dict[str, Schema] = {}
+    for tool in config.tools:
+        if tool == "python" or isinstance(tool, PythonTool):
+            found["python"] = python_schema(tool.python if isinstance(tool, PythonTool) else PythonLimits())
+        elif isinstance(tool, str):
+            found[tool] = tool_schema(BUILT_IN[tool], tool, "environment.tools")
+    return found
 
 
 def make_class(sources: Sources) -> type[RowTools]:
@@ -69,6 +100,8 @@ def make_class(sources: Sources) -> type[RowTools]:
 def _tools_of(source: Mapping[str, Any]) -> dict[str, Any]:
     if "built_in" in source:
         return {source["built_in"]: BUILT_IN[source["built_in"]]}
+    if "python" in source:
+        return {"python": python_tool(source["python"])}
     if "mcp" in source:
         return dict(McpClient(source["mcp"]).tools())
     path = source["path"]

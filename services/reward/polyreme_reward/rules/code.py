@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from polyreme.isolation.sandbox.modes import choose
+from polyreme.isolation.sandbox.program import Limits, Mode, SandboxError
+from polyreme.isolation.sandbox.run import check, run
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules.fences import program_of
 from polyreme_reward.rules.response import answer_text
-from polyreme_reward.sandbox.modes import choose
-from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
-from polyreme_reward.sandbox.run import check, run
 
 Test = Callable[[str, Mode, Limits], bool]
 """Takes a program's text and returns whether the program passes."""
@@ -43,7 +43,7 @@ def code(
     - A list of strings, such as "assert f(1) == 2", is executed after the program, one string at a time.
 
     Each test has its own sandbox with one process (threads but no forks), no network, no sockets, no files except Python's and a
-    temporary directory, and no access to the service's memory, environment or processes. See `polyreme_reward.sandbox`.
+    temporary directory, and no access to the service's memory, environment or processes. See `polyreme.isolation.sandbox`.
 
     A program cannot forge a result by what it writes or returns. Outputs and returned values come back as text and are compared here. A
     list of strings runs in a second sandbox, which asks the program's sandbox for values: built-in types, which are compared in the

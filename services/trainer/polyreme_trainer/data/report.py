@@ -3,19 +3,20 @@
 Invariant: every row is read, rendered and encoded as in training. Rows themselves are not kept, only their lengths and digests.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from polyreme.config.data import Sources
+from polyreme.config.data import DataConfig, Sources
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
-from polyreme.dataset.columns import value_at
-from polyreme.dataset.source import read_objects
-from polyreme_trainer.data.prompts import Example, LabelCount, chunks, encode_prompts, read_rows
+from polyreme.dataset.chat import Message, with_tools
+from polyreme.dataset.columns import TokenIds, value_at
+from polyreme.dataset.source import ALLOWED_TOOLS, read_objects
+from polyreme_trainer.data.prompts import DatasetRow, Example, LabelCount, chunks, encode_prompts, read_rows
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.supervised import MESSAGES, RESPONSE, encode_examples, read_examples
 from polyreme_trainer.data.template import Template
@@ -40,6 +41,7 @@ class Report:
         unlabelled: rows of a run without a reference answer; None for data without such a column.
         left_out: number of rows that a stage omits for reasons other than their length, by reason.
         example: the first row's sequences.
+        tools: names of the tools that the example declares, beside those of its row; None for a run without.
     """
 
     limit: int
@@ -50,6 +52,7 @@ class Report:
     unlabelled: int | None = None
     left_out: dict[str, int] = field(default_factory=dict)
     example: Sequence[Example] = ()
+    tools: Sequence[str] | None = None
 
     def add(self, where: str, sequences: Sequence[Example]) -> None:
         """Counts a row."""
@@ -73,8 +76,17 @@ class Report:
         return [(where, other.prompts[digest]) for digest, where in self.prompts.items() if digest in other.prompts]
 
 
-def report_prompts(sources: Sources, config: RunConfig, template: Template) -> Report:
-    """Reports on the prompts of a run or, for rows with a `response`, on the examples of its warm start. Raises DataError."""
+def report_prompts(
+    sources: Sources, config: RunConfig, template: Template, declared: Mapping[str, Message] | None = None
+) -> Report:
+    """Reports on the prompts of a run or, for rows with a `response`, on the examples of its warm start.
+
+    Args:
+        declared: the tools, by name, that an episode declares in addition. Lengths are without them, as their limit is. None: no tools.
+
+    Raises:
+        DataError: a row is unusable.
+    """
     first = next(read_objects(sources)).fields
     if RESPONSE in first or (MESSAGES in first and value_at(first, config.data.prompt_key) is None):
         found = Report(config.rollout.max_model_len)
@@ -86,11 +98,24 @@ def report_prompts(sources: Sources, config: RunConfig, template: Template) -> R
     labels = LabelCount()
     for rows in chunks(read_rows(sources, data)):
         labels.add(rows)
+        if declared is not None and found.tools is None:
+            found.example, found.tools = _with_tools(rows[0], declared, data, template)
         for row, prompt in zip(rows, encode_prompts(rows, data, template).prompts, strict=True):
             found.add(row.where, [Example(prompt.ids, np.zeros(len(prompt.ids), dtype=np.uint8))])
     labels.check(sources, data)
     found.unlabelled = labels.rows - labels.labelled
     return found
+
+
+def _with_tools(
+    row: DatasetRow, declared: Mapping[str, Message], data: DataConfig, template: Template
+) -> tuple[Sequence[Example], Sequence[str]]:
+    """The row's prompt as the first turn of its episode has it, and the tools that it declares."""
+    names = [name for name in declared if name in row.metadata.get(ALLOWED_TOOLS, declared)]
+    if names and not isinstance(row.prompt, TokenIds):
+        row = replace(row, prompt=with_tools(row.prompt, [declared[name] for name in names]))
+    (prompt,) = encode_prompts([row], data, template).prompts
+    return [Example(prompt.ids, np.zeros(len(prompt.ids), dtype=np.uint8))], names
 
 
 def report_rows(sources: Sources, config: StageConfig, template: Template, read: Read) -> Report:

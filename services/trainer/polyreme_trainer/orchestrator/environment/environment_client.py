@@ -19,7 +19,7 @@ from polyreme.api.v1 import environment_pb2, environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME
 from polyreme.config.data import DataConfig
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.dataset.chat import Chat, read_tools
+from polyreme.dataset.chat import read_tools, with_tools
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
@@ -188,8 +188,8 @@ class EnvironmentClient:
         prompt = prompt_in(row, "the row of an episode", self._data)
         if isinstance(prompt, TokenIds):
             raise EpisodeError("expected a prompt of text or messages, for an environment with tools; found tokens")
-        chat = Chat(({"role": "user", "content": prompt},)) if isinstance(prompt, str) else prompt
-        return [*(chat.tools or ()), *tools], messages or [*chat.messages]
+        chat = with_tools(prompt, tools)
+        return [*(chat.tools or ())], messages or [*chat.messages]
 
     @asynccontextmanager
     async def _claim(self) -> AsyncIterator[_EnvironmentServer]:

@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Sequence
 
 from polyreme.errors import ConfigError
-from polyreme_reward.sandbox import landlock, seccomp
-from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
-from polyreme_reward.sandbox.run import run
+from polyreme.isolation.sandbox import landlock, seccomp
+from polyreme.isolation.sandbox.program import Limits, Mode, SandboxError
+from polyreme.isolation.sandbox.run import run
 
 _PROBE = """
 import os, socket, sys
@@ -45,12 +45,19 @@ def why_not(mode: Mode) -> str | None:
     return f"a test program was not isolated (exit status {ended.status}, broken limit: {ended.over}, output: {ended.stdout[:200]!r})"
 
 
-def choose(unsafe: bool, modes: Sequence[Mode] = (Mode.BUBBLEWRAP, Mode.LANDLOCK)) -> Mode:
+def choose(
+    unsafe: bool,
+    modes: Sequence[Mode] = (Mode.BUBBLEWRAP, Mode.LANDLOCK),
+    needs: str = "the reward `code`",
+    service: str = "reward",
+    option: str = "options: {unsafe: true}",
+) -> Mode:
     """The first mode that works.
 
     Args:
         unsafe: run programs without isolation when no mode works.
         modes: the modes to try, in order.
+        needs, service, option: what needs a sandbox, in which service, and what sets `unsafe`, for the message.
 
     Raises:
         ConfigError: no mode works, and `unsafe` is not set.
@@ -64,8 +71,8 @@ def choose(unsafe: bool, modes: Sequence[Mode] = (Mode.BUBBLEWRAP, Mode.LANDLOCK
         return Mode.NONE
     found = "; ".join(f"{mode}: {reason}" for mode, reason in reasons.items()) or "none was tried"
     raise ConfigError(
-        "a sandbox for the reward `code` (bubblewrap, or Landlock from Linux 5.13)",
+        f"a sandbox for {needs} (bubblewrap, or Landlock from Linux 5.13)",
         found,
-        "Allow user namespaces for the reward service (docs/deploy.md), use a newer kernel, or, for trusted programs, set "
-        "options: {unsafe: true}.",
+        f"Allow user namespaces for the {service} service (docs/deploy.md), use a newer kernel, or, for trusted programs, set "
+        f"{option}.",
     )

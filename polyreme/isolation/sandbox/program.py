@@ -27,8 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from polyreme.isolation.sandbox import bubblewrap, landlock, seccomp
 from polyreme.process.lifecycle import die_with_parent
-from polyreme_reward.sandbox import bubblewrap, landlock, seccomp
 
 _BOOT = "import marshal, sys; code, job = marshal.load(open(int(sys.argv[1]), 'rb')); exec(code)"
 _INSIDE = str(Path(__file__).with_name("inside"))
@@ -101,41 +101,39 @@ class Program:
         info, errors = _file(stack), _file(stack)
         folder: str | None = None
         data = marshal.dumps((_code(), {**job, "limits": _resources(limits), "paths": _packages(), "folder": _INSIDE}))
-        job_file, stdin_file = _file(stack, data), _file(stack, stdin.encode("utf-8", "surrogatepass"))
-        stdout, stdout_end = _pipe(stack)
-        result, result_end = _pipe(stack)
-        passed = [job_file.fileno(), result_end.fileno(), channel.fileno() if channel is not None else -1]
-        argv = [_PYTHON, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, *map(str, passed)]
-        kept = [fd for fd in passed if fd >= 0]
-        preexec = None
-        if mode is Mode.BUBBLEWRAP:
-            filter_file = _file(stack, _filter())
-            kept += [filter_file.fileno(), info.fileno()]
-            wrap = bubblewrap.executable()
-            if wrap is None:
-                raise SandboxError("bwrap is not installed")
-            argv = bubblewrap.command(wrap, _readable(), limits.disk_mib * _MIB, *kept[-2:]) + argv
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True))
-            preexec = _prepare(mode, folder, stack)
-        try:
-            popen = subprocess.Popen(
-                argv,
-                stdin=stdin_file,
-                stdout=stdout_end,
-                stderr=errors,
-                cwd=folder or "/",
-                env=_ENVIRONMENT,
-                start_new_session=True,
-                pass_fds=kept,
-                preexec_fn=preexec,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise SandboxError(str(error)) from None
-        finally:
-            stdout_end.close()
-            result_end.close()
-        program = cls(mode, limits, popen, ((stdout, "stdout"), (result, "result")), (info, errors), folder)
+        stdout, result = _pipe(stack), _pipe(stack)
+        with ExitStack() as starting:  # what this process needs no longer when the program has started
+            stdout_end, result_end = (starting.enter_context(end) for _, end in (stdout, result))
+            job_file, stdin_file = _file(starting, data), _file(starting, stdin.encode("utf-8", "surrogatepass"))
+            passed = [job_file.fileno(), result_end.fileno(), channel.fileno() if channel is not None else -1]
+            argv = [_PYTHON, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, *map(str, passed)]
+            kept = [fd for fd in passed if fd >= 0]
+            preexec = None
+            if mode is Mode.BUBBLEWRAP:
+                filter_file = _file(starting, _filter())
+                kept += [filter_file.fileno(), info.fileno()]
+                wrap = bubblewrap.executable()
+                if wrap is None:
+                    raise SandboxError("bwrap is not installed")
+                argv = bubblewrap.command(wrap, _readable(), limits.disk_mib * _MIB, *kept[-2:]) + argv
+            else:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True))
+                preexec = _prepare(mode, folder, starting)
+            try:
+                popen = subprocess.Popen(
+                    argv,
+                    stdin=stdin_file,
+                    stdout=stdout_end,
+                    stderr=errors,
+                    cwd=folder or "/",
+                    env=_ENVIRONMENT,
+                    start_new_session=True,
+                    pass_fds=kept,
+                    preexec_fn=preexec,
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                raise SandboxError(str(error)) from None
+        program = cls(mode, limits, popen, ((stdout[0], "stdout"), (result[0], "result")), (info, errors), folder)
         stack.callback(program.end)
         return program
 
@@ -169,11 +167,11 @@ class Program:
             return "disk"
         if self.mode is Mode.BUBBLEWRAP:  # the file system limits bytes but not files
             with contextlib.suppress(OSError):  # it has ended
-                files = os.statvfs(f"/proc/{self._pid()}/root/tmp")
+                files = os.statvfs(f"/proc/{self.pid}/root/tmp")
                 if files.f_files - files.f_ffree > _FILES:
                     return "disk"
         with contextlib.suppress(OSError):  # it has ended
-            fields = dict(line.split(":", 1) for line in Path(f"/proc/{self._pid()}/status").read_text().splitlines())
+            fields = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
             if int(fields["Threads"]) > self.limits.threads:
                 return "threads"
             kib = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap") if name in fields)
@@ -181,8 +179,9 @@ class Program:
                 return "memory"
         return None
 
-    def _pid(self) -> int:
-        """The program's process id, as seen from here."""
+    @property
+    def pid(self) -> int:
+        """The program's process id, as seen from here, once it has started."""
         if self.mode is Mode.BUBBLEWRAP:
             with contextlib.suppress(ValueError, KeyError):  # not written yet
                 return int(json.loads(os.pread(self._info.fileno(), 1000, 0))["child-pid"])
@@ -191,7 +190,7 @@ class Program:
     def end(self) -> int:
         """Kills the program unless it has ended. Returns its exit status."""
         if self.popen.poll() is None:
-            inner = self._pid()
+            inner = self.pid
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.wait()
@@ -218,7 +217,7 @@ def _file(stack: ExitStack, data: bytes = b"") -> IO[bytes]:
 
 
 def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """The read end and the write end. The caller must close the write end."""
+    """The read end and the write end. The stack closes the read end, and the caller the other one."""
     read, write = os.pipe()
     return stack.enter_context(open(read, "rb", buffering=0)), open(write, "wb", buffering=0)
 

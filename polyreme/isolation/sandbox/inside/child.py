@@ -8,6 +8,7 @@ directory of this file), and further keys by kind:
   editor imports are available.
 - serve: the program's process answers requests of `evaluator` on CHANNEL.
 - check: `test` is executed against the program behind CHANNEL, and the verdict is written to RESULT.
+- interpret: code that comes on CHANNEL is executed call by call (`interpreter`). There is no `program`.
 
 Invariant: the first byte on RESULT is a line feed. It is written after the limits are set and before any code of the program runs. All
 later bytes are untrusted. Imports are few and late, since they dominate the start time. For the same reason this file arrives compiled.
@@ -32,7 +33,7 @@ def main(job: "dict[str, Any]", result_fd: int, channel_fd: int) -> None:
         resource.setrlimit(what, (limit, limit))
     sys.path += job["paths"]
     sys.argv = ["program.py"]
-    if job["kind"] != "check":
+    if "program" in job and job["kind"] != "check":
         sys.setrecursionlimit(_RECURSION)
         with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(job["program"])
@@ -49,12 +50,17 @@ def main(job: "dict[str, Any]", result_fd: int, channel_fd: int) -> None:
     else:
         _make_importable(job["folder"])
         if job["kind"] == "serve":
-            from polyreme_reward.sandbox.inside import server
+            from polyreme.isolation.sandbox.inside import server
 
             posix.close(result_fd)
             server.serve(channel_fd, lambda: _execute(job["program"], "program", {}))
+        elif job["kind"] == "interpret":
+            from polyreme.isolation.sandbox.inside import interpreter
+
+            posix.close(result_fd)
+            interpreter.serve(channel_fd)
         else:
-            from polyreme_reward.sandbox.inside import evaluator
+            from polyreme.isolation.sandbox.inside import evaluator
 
             posix.write(result_fd, evaluator.verdict(channel_fd, job["test"]).encode("utf-8", "replace"))
 
@@ -91,7 +97,7 @@ def _add_builtins() -> None:
 
 def _make_importable(folder: str) -> None:
     """Registers this directory under its package's name, since its parent directories do not exist here."""
-    for name in ("polyreme_reward", "polyreme_reward.sandbox", "polyreme_reward.sandbox.inside"):
+    for name in ("polyreme", "polyreme.isolation", "polyreme.isolation.sandbox", "polyreme.isolation.sandbox.inside"):
         package = type(sys)(name)
         package.__path__ = [folder]
         sys.modules[name] = package

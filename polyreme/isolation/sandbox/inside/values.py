@@ -79,12 +79,17 @@ _KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
 }
 
 
-def send(fd: int, message: Any) -> None:
-    """Writes one frame. Raises Unplain beyond FRAME_BYTES bytes."""
+def frame(message: Any) -> bytes:
+    """One frame. Raises Unplain beyond FRAME_BYTES bytes."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > FRAME_BYTES:
         raise Unplain(f"a value of {len(body)} bytes")
-    data = _HEADER.pack(len(body)) + body
+    return _HEADER.pack(len(body)) + body
+
+
+def send(fd: int, message: Any) -> None:
+    """Writes one frame. Raises Unplain as `frame`."""
+    data = frame(message)
     while data:
         data = data[os.write(fd, data) :]
 

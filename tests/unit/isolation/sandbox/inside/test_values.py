@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_reward.sandbox.inside.values import Unplain, decode, encode, receive, send
+from polyreme.isolation.sandbox.inside.values import Unplain, decode, encode, receive, send
 
 hashables = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 plain = st.recursive(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polyreme_reward.sandbox.inside import values
+from polyreme.isolation.sandbox.inside import values
 
 _REFLECTED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
 OPERATIONS: dict[str, Callable[..., Any]] = {

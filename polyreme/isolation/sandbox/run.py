@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme_reward.sandbox.program import Limits, Mode, Program, SandboxError
+from polyreme.isolation.sandbox.program import Limits, Mode, Program, SandboxError
 
 _START_SECONDS = 30.0
 _LOOK_SECONDS = 0.05

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from polyreme_reward.sandbox import seccomp
+from polyreme.isolation.sandbox import seccomp
 
 ALLOWED, REFUSED, MISSING, KILLED = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000
 TABLES = [value for name, value in vars(seccomp).items() if name.startswith("_") and isinstance(value, dict)][:-1]

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from polyreme_reward.sandbox.inside import values
+from polyreme.isolation.sandbox.inside import values
 
 TRUSTED = (
     "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
