@@ -72,6 +72,7 @@ class RecordedEnvServer:
     async def _run(self, peer: bytes, name: bytes, body: dict[str, Any]) -> None:
         won, refused, invalid = (self._recording[each] for each in ("won", "refused", "invalid"))
         self._client = self._client or body["client"]
+        frames: list[Any]
         if body["client"] != self._client:
             frames = [["reply", {"success": False, "error": f"a second client: {body['client']}"}]]
         elif body["task_data"] != won["task"]:
