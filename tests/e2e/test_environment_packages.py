@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from polyreme.net.ports import free_port
+from support import guide
 from support.own_venv import own_venv
 from support.small_policy import write_run
 from support.whole_run import Up
@@ -128,3 +129,21 @@ def test_text_to_sql_through_openenv(tmp_path: Path, tmp_path_factory: pytest.Te
         assert all(each["error"] or each["result"].startswith("[") for each in called(sample) if each["name"] == "query")
         assert sample["score"] == 0.0 or "submit" in [each["name"] for each in called(sample)]
     assert mean(records[:5]) < 0.6 and mean(records[-10:]) > mean(records[:5]) + 0.15
+
+
+def test_a_generator_of_reasoning_gym(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the answers that the policy starts from are right, which teaches it numbers and no sums."""
+    (site,) = own_venv("reasoning-gym", tmp_path_factory.mktemp("reasoning-gym")).parent.glob("lib/python*/site-packages")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    guide.write_files("environment-packages.md", tmp_path)
+    subprocess.run([sys.executable, "make_questions.py"], cwd=tmp_path, check=True, timeout=300)
+    rng, rows = random.Random(0), []
+    for line in (tmp_path / "questions.jsonl").read_text().splitlines():
+        entry = json.loads(line)["entry"]
+        answer = rng.choice([entry["answer"], str(rng.randint(-8, 18))])
+        rows.append({"messages": [{"role": "user", "content": entry["question"]}, say(answer)]})
+    _, samples = trained(write_run(tmp_path, "reasoning.yaml", rows, 150, groups_per_iteration=12), 1)
+    assert all(0.0 <= sample["score"] <= 1.0 for sample in samples)
+    assert any(sample["score"] == 1.0 for sample in samples)
