@@ -60,12 +60,12 @@ class GuessHarness(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
     ) -> vf.ProgramResult:
-        _, prompt = self.resolve_prompt(data)
-        said = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else [each.model_dump(exclude_none=True) for each in prompt]
-        )
+        system, prompt = self.resolve_prompt(data)
+        said = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            said.append({"role": "user", "content": prompt})
+        else:
+            said += [each.model_dump(exclude_none=True) for each in prompt]
         headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
         body = json.dumps({"model": ctx.model, "messages": said}).encode()
         request = urllib.request.Request(f"{endpoint}/chat/completions", body, headers)

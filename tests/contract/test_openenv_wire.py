@@ -8,6 +8,7 @@ import pytest
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.net.ports import free_port
+from support import guide
 from support.environment_stream import serving
 from support.own_venv import own_venv
 from support.recorded_openenv import record, recorded
@@ -15,55 +16,6 @@ from support.recorded_openenv import record, recorded
 pytestmark = [pytest.mark.real, pytest.mark.slow]  # installs the package
 
 GAME = Path(__file__).resolve().parents[2] / "examples" / "guess_number" / "openenv_server.py"
-SHIPS = '''
-import sqlite3, sys
-import uvicorn
-from fastmcp import FastMCP
-from openenv.core.env_server.http_server import create_app
-from openenv.core.env_server.mcp_environment import MCPEnvironment
-from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
-from openenv.core.env_server.types import Observation, State
-
-class Ships(MCPEnvironment):
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def __init__(self):
-        mcp, self._state = FastMCP("ships"), State()
-        table = sqlite3.connect(":memory:", check_same_thread=False)
-        table.executescript("create table ships(name text, oars int); insert into ships values ('a', 170), ('b', 60);")
-
-        @mcp.tool
-        def query(sql: str) -> str:
-            """Runs one SQL query on the table ships(name, oars)."""
-            return str(table.execute(sql).fetchall())
-
-        @mcp.tool
-        def submit(answer: str) -> str:
-            """Ends the episode."""
-            return "ended"
-
-        super().__init__(mcp)
-
-    def reset(self, seed=None, episode_id=None, **row):
-        self._state = State(episode_id=episode_id)
-        return Observation(metadata={"question": "How many oars has ship a?"})
-
-    async def step_async(self, action, timeout_s=None, **more):
-        seen = await super().step_async(action, timeout_s=timeout_s, **more)
-        if isinstance(action, CallToolAction) and action.tool_name == "submit":
-            seen.done, seen.reward = True, float(action.arguments.get("answer") == "170")
-        return seen
-
-    def _step_impl(self, action, timeout_s=None, **more):
-        raise ValueError("only tools")
-
-    @property
-    def state(self):
-        return self._state
-
-app = create_app(Ships, CallToolAction, CallToolObservation, env_name="ships", max_concurrent_envs=4)
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
-'''
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +41,7 @@ def name(request):
 
 @pytest.fixture
 def url(commands, name, tmp_path):
-    (tmp_path / "ships.py").write_text(SHIPS)
+    guide.write_files("environment-packages.md", tmp_path)
     with server(commands, GAME if name == "guess" else tmp_path / "ships.py") as url:
         yield url
 

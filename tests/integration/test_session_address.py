@@ -116,6 +116,11 @@ async def test_a_key_opens_only_its_own_session():
             assert (await http.post(f"{one.url}/reward", headers={"x-api-key": other.key}, json={"reward": 9})).status_code == 401
             plain = one.url.partition("/s/")[0] + "/v1/models"
             assert (await http.get(plain, headers={"x-api-key": one.key})).status_code == 200
+            named = one.url.partition("/s/")[0] + "/by-model/v1/reward"
+            statuses = [
+                (await http.post(named, json={"model": key, "reward": 9})).status_code for key in ("policy", None, one.key)
+            ]
+            assert statuses == [401, 401, 400], "no turn has this reward"
         reply, _ = await one.turn("hi", HELLO)
         assert reply.choices[0].message.content == "hi"
         assert (await one.end(1.0)).reward == 1.0

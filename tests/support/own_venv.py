@@ -18,7 +18,8 @@ def own_venv(name: str, folder: Path, python: str = sys.executable) -> Path:
     """
     if given := os.environ.get(f"POLYREME_{name.upper().replace('-', '_')}"):
         return Path(given)
-    if shutil.which(python) is None:
+    # A version manager has a command on the path for each Python that it could start, also where none is chosen.
+    if shutil.which(python) is None or subprocess.run([python, "-V"], capture_output=True, timeout=60).returncode:
         pytest.skip(f"needs {python}")
     subprocess.run([python, "-m", "venv", folder], check=True, timeout=300)
     # Some packages ask for a release of Python that is newer than they need.

@@ -26,15 +26,17 @@ def install(folder: Path) -> Path:
     return folder
 
 
-async def _ask(client: dict[str, Any], conversation: list[dict[str, Any]]) -> str:
+async def _ask(asked: dict[str, Any], conversation: list[dict[str, Any]]) -> str:
     """Has the conversation with the model: each answer follows the messages up to it. Returns what went wrong, or ''."""
     messages: list[dict[str, Any]] = []
+    client = asked["client"]
     async with httpx.AsyncClient(headers=client["headers"], timeout=60, trust_env=False) as http:
         for message in conversation:
             if message["role"] != "assistant":
                 messages.append(message)
                 continue
-            reply = await http.post(f"{client['base_url']}/chat/completions", json={"model": "policy", "messages": messages})
+            body = {"model": asked["model"], "messages": messages}
+            reply = await http.post(f"{client['base_url']}/chat/completions", json=body)
             if reply.status_code != 200:
                 return reply.text
             messages.append(reply.json()["choices"][0]["message"])
@@ -42,13 +44,14 @@ async def _ask(client: dict[str, Any], conversation: list[dict[str, Any]]) -> st
 
 
 class RecordedEnvServer:
-    """The server at a ZMQ address."""
+    """The server at a ZMQ address. A real one keeps each client that it is told of for ever, so this one takes no second one."""
 
     def __init__(self, address: str) -> None:
         self._recording = json.loads(FILE.read_text())
         self._socket = zmq.asyncio.Context().socket(zmq.ROUTER)
         self._socket.bind(address)
         self._runs: dict[str, asyncio.Task[None]] = {}
+        self._client: dict[str, Any] | None = None
 
     async def serve(self) -> None:
         """Answers for ever."""
@@ -68,10 +71,14 @@ class RecordedEnvServer:
 
     async def _run(self, peer: bytes, name: bytes, body: dict[str, Any]) -> None:
         won, refused, invalid = (self._recording[each] for each in ("won", "refused", "invalid"))
-        if body["task_data"] != won["task"]:
+        self._client = self._client or body["client"]
+        frames: list[Any]
+        if body["client"] != self._client:
+            frames = [["reply", {"success": False, "error": f"a second client: {body['client']}"}]]
+        elif body["task_data"] != won["task"]:
             frames = invalid["frames"]
         else:
-            frames = refused["frames"] if await _ask(body["client"], won["conversation"]) else won["frames"]
+            frames = refused["frames"] if await _ask(body, won["conversation"]) else won["frames"]
         for kind, frame in frames:
             await self._send(peer, name, kind.encode(), frame)
 

@@ -4,8 +4,9 @@
     POST /s/ID/v1/reward     {"reward": 1.0}: adds to the reward of the last turn
     GET  /s/ID/v1/models
 
-Also without /s/ID, since the key alone names a session, and under NeMo Gym's prefix /ng-rollout/KEY/v1, since its agents send no key. There,
-replies to chat completions and responses have its fields of tokens.
+Also without /s/ID, since the key alone names a session; under NeMo Gym's prefix /ng-rollout/KEY/v1, since its agents send no key, where
+replies to chat completions and responses have its fields of tokens; and under /by-model/v1 with the key as the request's `model`, for a client
+with the same address and headers in all episodes.
 
 Invariant: a request without an open session's key learns nothing but that.
 """
@@ -27,9 +28,11 @@ from polyreme_environment.agents.request import TOKEN_FIELDS, Asked, RefusedRequ
 from polyreme_environment.agents.session import AgentSession
 from polyreme_environment.agents.session_table import SessionTable
 
+_BY_MODEL = "/by-model"
+BY_MODEL = f"{_BY_MODEL}/v1"
 _GYM = "/ng-rollout/{key}"
-_PREFIXES = ("/s/{id}", "", _GYM, f"{_GYM}/training-token-capture")
-_OPEN = re.compile(r"(/s/[^/]*|/ng-rollout/[^/]*(/training-token-capture)?|)(/inference)?/v1/")
+_PREFIXES = ("/s/{id}", "", _BY_MODEL, _GYM, f"{_GYM}/training-token-capture")
+_OPEN = re.compile(r"(/s/[^/]*|/by-model|/ng-rollout/[^/]*(/training-token-capture)?|)(/inference)?/v1/")
 _MODEL = "policy"
 
 Answer = Callable[[AgentSession, bytes, bool], Awaitable[Response]]
@@ -52,7 +55,7 @@ def session_routes(sessions: SessionTable) -> list[Route]:
     def guarded(answer: Answer, api: Api) -> Callable[[Request], Awaitable[Response]]:
         async def answered(request: Request) -> Response:
             try:
-                session = sessions.find(_key(request), request.path_params.get("id"))
+                session = sessions.find(await _key(request), request.path_params.get("id"))
                 return await answer(session, await request.body(), "key" in request.path_params)
             except RefusedRequestError as refused:
                 return JSONResponse(api.error(refused.status, refused.message, refused.code), refused.status)
@@ -70,8 +73,10 @@ def session_routes(sessions: SessionTable) -> list[Route]:
     ]
 
 
-def _key(request: Request) -> str:
-    """The key of a request: that of the path, `x-api-key`, or that of `Authorization: Bearer` as OpenAI's clients send it."""
+async def _key(request: Request) -> str:
+    """The key of a request: that of the path, `x-api-key`, that of `Authorization: Bearer` as OpenAI's clients send it, or `model`."""
+    if request.url.path.startswith(f"{_BY_MODEL}/"):
+        return str(read_object(await request.body()).get("model"))
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     bearer = token.strip() if kind.lower() == "bearer" else ""
     return str(request.path_params.get("key") or request.headers.get("x-api-key") or bearer)

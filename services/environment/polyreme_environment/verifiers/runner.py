@@ -1,6 +1,7 @@
 """Runs episodes of an environment of verifiers: its env server is a child process, and the session address is its model.
 
-Invariant: an env server that ends is replaced; its running episodes cost a try.
+Invariant: an env server that ends is replaced; its running episodes cost a try. All episodes have the same model client: an env server keeps a
+client with its connections for each address and headers that it is told, and never closes one. So a session's key is the name of the model.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ from typing import Any
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.isolation.processes import INVALID_MESSAGE
 from polyreme.process.temp_root import temp_root
+from polyreme_environment.agents.address import BY_MODEL
 from polyreme_environment.agents.result import Result
 from polyreme_environment.contract import ContractError
 from polyreme_environment.foreign_process import ForeignProcess, KeptProcesses, run_foreign, until_answers
@@ -32,7 +34,7 @@ class VerifiersRunner:
 
     def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics) -> None:
         self._config, self._metrics = config, metrics
-        self._folder = ""
+        self._folder, self._server = "", ""
         self._client: EnvServerClient | None = None
         self._kept = KeptProcesses(self._serve, self._lost)
 
@@ -47,6 +49,7 @@ class VerifiersRunner:
 
     async def start(self, server: str) -> None:
         """See `Runner`."""
+        self._server = server
         self._folder = tempfile.mkdtemp(prefix="polyreme-verifiers-", dir=temp_root(_SOCKET_ROOM))
         try:
             await self._kept.start()
@@ -67,9 +70,9 @@ class VerifiersRunner:
             raise PlayError(f"expected a column `task` with the data of a task of verifiers; found {data!r:.100}. {do}")
         if (client := self._client) is None:
             raise EpisodeLostError("there is no env server")
-        model = {"type": "eval", "base_url": base_url, "api_key_var": "POLYREME_NONE", "headers": {"x-api-key": api_key}}
+        model = {"type": "eval", "base_url": f"{self._server}{BY_MODEL}", "api_key_var": "POLYREME_NONE", "headers": {}}
         episode = EpisodeDeltas()
-        body = {"task_data": data, "client": model, "model": "policy", "sampling": {}}
+        body = {"task_data": data, "client": model, "model": api_key, "sampling": {}}
         try:
             return episode.result(await client.run(body, episode.add))
         except EnvServerLostError as lost:

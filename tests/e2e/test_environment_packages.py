@@ -1,0 +1,149 @@
+"""Environments of other packages, as the page about them configures them: 50 iterations each, with a tiny policy on the transformers engine."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.net.ports import free_port
+from support import guide
+from support.own_venv import own_venv
+from support.small_policy import write_run
+from support.whole_run import Up
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(3600)]  # installs the packages
+
+ITERATIONS = 50
+Rows = list[dict[str, Any]]
+
+
+def trained(config: Path, turns: int) -> tuple[Rows, Rows]:
+    """Runs it. Returns the records of its iterations and all samples.
+
+    Nothing has failed and nothing is left; every iteration has trained on the tokens that were sampled, in episodes of at most `turns` turns.
+    """
+    up = Up(config)
+    assert up.wait(3000) == 0, up.output
+    assert not up.leftovers()
+    audit = subprocess.run(
+        [sys.executable, "-m", "polyreme", "audit", str(up.run_dir)], capture_output=True, text=True, timeout=300
+    )
+    assert audit.returncode == 0, audit.stdout
+    records = up.records("iteration")
+    assert [record["iteration"] for record in records] == list(range(1, ITERATIONS + 1))
+    assert all(record["mismatch_kl"] < 1e-4 for record in records)
+    paths = [up.run_dir / "samples" / f"iteration_{number:04d}.jsonl" for number in range(1, ITERATIONS + 1)]
+    samples = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    assert all(1 <= len(sample["turns"]) <= turns and "environment" in sample["parts"] for sample in samples)
+    print(config.parent.name, [round(record["reward/mean"], 2) for record in records])
+    return records, samples
+
+
+def mean(records: Rows, name: str = "reward/mean") -> float:
+    return sum(record[name] for record in records) / len(records)
+
+
+def write_tasks(config: Path, count: int) -> Rows:
+    """Writes the environment's tasks to data.train. Returns them."""
+    words = [sys.executable, "-m", "polyreme", "environment", "tasks", str(config), "--count", str(count)]
+    subprocess.run(words, check=True, timeout=300)
+    return [json.loads(line) for line in (config.parent / "tasks.jsonl").read_text().splitlines()]
+
+
+def call(name: str, arguments: dict[str, Any], result: str) -> Rows:
+    """An answer that calls a tool, and the result."""
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [made]}, {"role": "tool", "content": result}]
+
+
+def say(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def declared(task: dict[str, Any]) -> tuple[Rows, Rows]:
+    """Messages and tools of a row of NeMo Gym, in the form of chat completions."""
+    given = task["task"]["responses_create_params"]
+    keys = ("name", "description", "parameters")
+    return given["input"], [{"type": "function", "function": {key: tool[key] for key in keys}} for tool in given["tools"]]
+
+
+def gym(folder: Path, made: pytest.TempPathFactory, block: str) -> Rows:
+    """The tasks of an environment of NeMo Gym."""
+    (folder / "gym").symlink_to(own_venv("nemo-gym", made.mktemp("nemo-gym"), "python3.13").parent)
+    return write_tasks(write_run(folder, block, [], 1), 64)
+
+
+def called(sample: dict[str, Any]) -> Rows:
+    return [call for turn in sample["turns"] for call in turn["tool_calls"]]
+
+
+def test_a_single_tool_call_of_nemo_gym(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The policy starts with a call in one of four answers, and learns to call always."""
+    tasks, rng, rows = gym(tmp_path, tmp_path_factory, "weather.yaml"), random.Random(0), []
+    for _ in range(400):
+        messages, tools = declared(rng.choice(tasks))
+        if rng.random() < 0.25:
+            city = rng.choice(["sf", "rome"])
+            found = {"city": city, "weather_description": f"The weather in {city} is cold."}
+            messages = [*messages, *call("get_weather", {"city": city}, json.dumps(found, separators=(",", ":")))]
+        rows.append({"messages": [*messages, say("It is cold.")], "tools": tools})
+    records, samples = trained(write_run(tmp_path, "weather.yaml", rows, 60, rollout={"max_new_tokens": 24}), 6)
+    for sample in samples:
+        is_called = any(each["name"] == "get_weather" for each in called(sample))
+        assert sample["score"] == float(is_called) or sample["finish_reason"] == "length", (
+            "only a cut answer's calls are not made"
+        )
+    assert mean(records[:2]) < 0.6 and mean(records[-10:]) > 0.9
+    assert mean(records[-10:], "episode/tool_calls") > 0.9
+
+
+def test_text_to_sql_through_openenv(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The policy looks into the table in two of five episodes, else it guesses one of eight answers; it learns to look."""
+    rng, rows = random.Random(0), []
+    tools = [{"type": "function", "function": {"name": name, "description": text, "parameters": {}}}
+             for name, text in (("query", "Runs one SQL query on the table ships(name, oars)."), ("submit", "Ends the episode."))]  # fmt: skip
+    answers = ["12", "17", "23", "38", "41", "60", "85", "99"]
+    for _ in range(400):
+        oars = rng.choice(answers)
+        messages: Rows = [{"role": "user", "content": "How many oars has ship a?"}]
+        if rng.random() < 0.4:
+            messages += call("query", {"sql": "select oars from ships where name='a'"}, f"[({oars},)]")
+        rows.append({"messages": [*messages, call("submit", {"answer": oars}, "")[0]], "tools": tools})
+    port = free_port()
+    at = {"environment": {"openenv": f"http://127.0.0.1:{port}"}, "rollout": {"max_new_tokens": 48}}
+    config = write_run(tmp_path, "ships.yaml", rows, 100, **at)
+    tasks = [{"prompt": "How many oars has ship a?", "answer": answer} for answer in answers]
+    (tmp_path / "ships.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    commands = own_venv("openenv", tmp_path_factory.mktemp("openenv"))
+    server = subprocess.Popen([commands / "python", tmp_path / "ships.py", str(port)])
+    try:
+        records, samples = trained(config, 4)
+    finally:
+        server.terminate()
+        server.wait(30)
+    for sample in samples:
+        assert all(each["error"] or each["result"].startswith("[") for each in called(sample) if each["name"] == "query")
+        assert sample["score"] == 0.0 or "submit" in [each["name"] for each in called(sample)]
+    assert mean(records[:5]) < 0.6 and mean(records[-10:]) > mean(records[:5]) + 0.15
+
+
+def test_a_generator_of_reasoning_gym(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the answers that the policy starts from are right, which teaches it numbers and no sums."""
+    (site,) = own_venv("reasoning-gym", tmp_path_factory.mktemp("reasoning-gym")).parent.glob("lib/python*/site-packages")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    guide.write_files("environment-packages.md", tmp_path)
+    subprocess.run([sys.executable, "make_questions.py"], cwd=tmp_path, check=True, timeout=300)
+    rng, rows = random.Random(0), []
+    for line in (tmp_path / "questions.jsonl").read_text().splitlines():
+        entry = json.loads(line)["entry"]
+        answer = rng.choice([entry["answer"], str(rng.randint(-8, 18))])
+        rows.append({"messages": [{"role": "user", "content": entry["question"]}, say(answer)]})
+    _, samples = trained(write_run(tmp_path, "reasoning.yaml", rows, 150, groups_per_iteration=12), 1)
+    assert all(0.0 <= sample["score"] <= 1.0 for sample in samples)
+    assert any(sample["score"] == 1.0 for sample in samples)
