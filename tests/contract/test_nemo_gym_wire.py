@@ -11,13 +11,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from polyreme.api.v1.environment_pb2 import TurnTokens
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.net.http_server import serve_http
 from polyreme_environment.agents.apis import responses
 from polyreme_environment.agents.message import spoken
 from polyreme_environment.agents.reply import AgentTurn
-from polyreme_environment.agents.request import TOKEN_FIELDS
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.nemo_gym.runner import NeMoGymRunner
 from polyreme_environment.nemo_gym.tasks import read_rows
@@ -31,7 +29,6 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]  # installs the package
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "guess_number"
 WEATHER = "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml"
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
-TOKENS = TurnTokens(context_ids=[3, 4], ids=[5, 6], logprobs=[-0.5, -1.5], texts=["h", "i"])
 GAMES = {"guess": ("guess_gym.yaml", 3, ("2", "9", "4")), "weather": (WEATHER, 0, (CALL, "It is cold."))}
 
 
@@ -53,8 +50,8 @@ def config(venv, name, tmp_path):
     return EnvironmentConfig(nemo_gym=file if "/" in file else str(tmp_path / file), venv=venv, start_timeout=240.0)
 
 
-async def recorded_now(config, name, **more):
-    """What the real servers say of a game that is played, and of one whose model refuses. `more`: keys of the model's requests."""
+async def recorded_now(config, name):
+    """What the real servers say of a game that is played, and of one whose model refuses."""
     _, number, answers = GAMES[name]
     row = read_rows(config, number + 1)[number]
     found, left = {"row": row["task"], "requests": [], "replies": []}, list(answers)
@@ -64,9 +61,9 @@ async def recorded_now(config, name, **more):
         if not left:
             return JSONResponse({"error": {"message": "over"}}, 400)
         body, text = await request.json(), left.pop(0)
-        turn = AgentTurn(f"t{len(found['requests'])}", 0, spoken(text, text, "hermes"), False, 5, 2, None, TOKENS)
+        turn = AgentTurn(f"t{len(found['requests'])}", 0, spoken(text, text, "hermes"), False, 5, 2)
         found["requests"].append(body)
-        found["replies"].append(responses.reply({**body, **more}, turn))
+        found["replies"].append(responses.reply(body, turn))
         return JSONResponse(found["replies"][-1])
 
     routes = [Route("/ng-rollout/{rollout}/v1/responses", model, methods=["POST"])]
@@ -85,20 +82,6 @@ async def recorded_now(config, name, **more):
 
 async def test_the_recording_is_what_the_package_says(config, name):
     assert await recorded_now(config, name) == json.loads(FILE.read_text())[name]
-
-
-async def test_the_fields_of_tokens_reach_the_answer(config, name):
-    """The package takes them as its own, keeps them, and sends them back with the next request."""
-    found = await recorded_now(config, name, **{TOKEN_FIELDS: True})
-    output = found["run"]["response"]["output"]
-    fields = [
-        key for key in ("prompt_token_ids", "generation_token_ids", "generation_log_probs") if any(key in item for item in output)
-    ]
-    assert fields == ["prompt_token_ids", "generation_token_ids", "generation_log_probs"]
-    sampled = [item for item in output if "generation_token_ids" in item]
-    assert all((item["generation_token_ids"], item["generation_log_probs"]) == ([5, 6], [-0.5, -1.5]) for item in sampled)
-    assert len(sampled) == len(found["replies"])
-    assert any("generation_token_ids" in item for item in found["requests"][-1]["input"])
 
 
 @pytest.mark.parametrize("name", ["guess"])

@@ -11,7 +11,6 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from polyreme.api.v1.environment_pb2 import TurnTokens
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme.net.http_server import serve_http
@@ -19,11 +18,9 @@ from polyreme_environment.foreign_process import run_foreign
 from polyreme_environment.verifiers.programs import SERVE, configuration
 from polyreme_environment.verifiers.tasks import read_tasks
 from polyreme_environment.verifiers.wire import EnvServerClient
-from support.agent_address import address
 from support.environment_stream import serving
 from support.own_venv import own_venv
 from support.recorded_env_server import FILE
-from support.tiny_tokenizer import model_files, vocabulary
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]  # installs the package
 
@@ -115,43 +112,6 @@ def told(recording):
 
 async def test_the_recording_is_what_the_package_says(config, tmp_path):
     assert told(await recorded_now(config, tmp_path)) == told(json.loads(FILE.read_text()))
-
-
-async def test_its_renderers_sample_tokens_through_a_session(config, tmp_path):
-    """The client for training tokenizes by itself, and keeps the tokens that the session gives."""
-    (folder := tmp_path / "model").mkdir()
-    for name, content in model_files().items():
-        (folder / name).write_bytes(content)
-    ids, socket = vocabulary(), f"ipc://{tmp_path}/server"
-    process = await run_foreign("verifiers", config.venv, SERVE, [configuration(config), socket, "1"], ())
-    client, deltas, sampled = EnvServerClient(socket), [], []
-    try:
-        while not await client.is_healthy(1.0):
-            pass
-        async with address() as opened:
-            episode = await opened()
-            asked = {
-                "type": "train",
-                "base_url": episode.url,
-                "api_key_var": "POLYREME_NONE",
-                "headers": {"x-api-key": episode.key},
-            }
-            asked |= {"renderer_model_name": str(folder)}
-            body = {"task_data": read_tasks(config, 9)[3]["task"], "client": asked, "model": "policy", "sampling": {}}
-            running = asyncio.create_task(client.run(body, deltas.append))
-            for guess in GUESSES:
-                context = (await episode.read()).agent.context_ids
-                sampled.append([ids[guess], ids["<eos>"]])
-                tokens = TurnTokens(context_ids=context, ids=sampled[-1], logprobs=[-0.5, -0.25], texts=[guess, "<eos>"])
-                await episode.answer(guess, sampled=tokens)
-            reply = await running
-    finally:
-        await client.close()
-        await process.close()
-    nodes = [node for delta in deltas for node in delta.get("nodes", ()) if node["sampled"]]
-    assert reply["head"]["ok"], [delta.get("errors") for delta in deltas]
-    assert [[id for id, own in zip(node["token_ids"], node["mask"], strict=True) if own] for node in nodes] == sampled
-    assert all(node["logprobs"] == [-0.5, -0.25] for node in nodes)
 
 
 async def test_episodes_of_a_real_env_server(config, tmp_path):
