@@ -5,7 +5,7 @@ Invariant: a process has one engine at a time, because its ranks join one proces
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
@@ -28,7 +28,7 @@ class LocalEngine(MegatronEngine):
         self.config = config
         self.actor = self.add_policy("actor", config.model.path, trainable=True)
         self.actor.make_optimizer(adam_of(config.trainer.optimizer))
-        self._writer = VersionWriter(self.actor.model, ranks, f"{config.name}-{os.getpid()}", writes=True)
+        self._writer: VersionWriter | None = None
 
     @classmethod
     @contextmanager
@@ -44,8 +44,11 @@ class LocalEngine(MegatronEngine):
         try:
             device.seed(config.seed)
             engine = cls(config, read_model_files(config.model.path), ranks, device)
-            with closing(engine._writer.open()):
+            try:
                 yield engine
+            finally:
+                if engine._writer is not None:
+                    engine._writer.close()
         finally:
             ranks.close()
             close_parallel()
@@ -60,6 +63,9 @@ class LocalEngine(MegatronEngine):
 
     def publish(self, version: int) -> ArenaSource:
         """Writes the actor into shared memory, for `LocalSampler.load`. It stays there for two further versions."""
+        if self._writer is None:
+            run_id = f"{self.config.name}-{os.getpid()}"
+            self._writer = VersionWriter(self.actor.model, self.ranks, run_id, writes=True).open()
         arena = self._writer.arena
         written = self._writer.write(version % arena.slots, version, term=0)
         assert written.manifest is not None

@@ -60,6 +60,12 @@ class Adapter:
         outer = self._product(input=inner, **options | {"weight": self.wide_b()})
         return torch.add(output, outer, alpha=self.scale)
 
+    def remove(self) -> None:
+        """Gives the layer its matrix product back, without A and B."""
+        self.layer._forward_impl = self._product
+        for name in (A, B):
+            delattr(self.layer, name)
+
     def wide_b(self) -> Tensor:
         """B as one matrix for the stacked A: [rows, projections * rank], zero where row and column belong to different projections."""
         b = self.layer.lora_b
@@ -128,8 +134,16 @@ class Adapters:
                 self._layers[f"{where}.weight"] = Adapter(layer, self._owner(where, layer, here), lora.scale)
         self.params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         self._start(here, seed)
+        self._hook = None
         if here.pp_rank == 0 and module.config.recompute_granularity is not None:
-            module.embedding.register_forward_hook(_differentiable)
+            self._hook = module.embedding.register_forward_hook(_differentiable)
+
+    def remove(self) -> None:
+        """Makes the layers what they were without the adapters."""
+        for adapter in self._layers.values():
+            adapter.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def _owner(self, where: str, layer: Any, here: Rank) -> Tensor | None:
         """Which projection's A each row of a layer's weight uses, see `Adapter`."""

@@ -87,17 +87,26 @@ class ShardedModel:
                 self.routing.balance(moe)
         self._params: dict[str, Tensor] = dict(self.module.named_parameters())
         self._params |= {name: buffer for name, buffer in self.module.named_buffers() if hf_mapping.is_expert_bias(name)}
-        self.adapters = None if lora is None else Adapters(self.module, arch, self.rank, lora, seed)
-        self._trained = self._params if self.adapters is None else self.adapters.params
+        self.adapters: Adapters | None = None
+        self._trained = self._params
         self.ddp: list[DistributedDataParallel] = []
         if trainable:
-            copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-            several = max(copies, parallel_state.get_expert_data_parallel_world_size()) > 1
-            config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
-            with device.megatron():
-                self.ddp = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
+            self.make_trainable(lora, seed)
         else:
             self.module.requires_grad_(False)
+
+    def make_trainable(self, lora: LoraConfig | None, seed: int = 0) -> None:
+        """Makes new adapters the trained parameters, in place of earlier ones; with None, the weights. An earlier optimizer is unusable then."""
+        if self.adapters is not None:
+            self.adapters.remove()
+        self.module.requires_grad_(True)
+        self.adapters = None if lora is None else Adapters(self.module, self.arch, self.rank, lora, seed)
+        self._trained = self._params if self.adapters is None else self.adapters.params
+        copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        several = max(copies, parallel_state.get_expert_data_parallel_world_size()) > 1
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
+        with self.device.megatron():
+            self.ddp = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
 
     def use(self, *others: "ShardedModel") -> None:
         """Moves the weights of this model and of `others` to the device. With `trainer.offload.idle_models`, all other models leave it."""

@@ -88,6 +88,11 @@ class Optimizer:
         for inner in self._inner:
             inner.zero_grad()  # after a step, the parameters' grads still point into the buffer
 
+    def set_adam(self, adam: Adam) -> None:
+        """The hyper-parameters of the steps that follow. The moments stay."""
+        self.adam = adam
+        self._set_hyper_parameters()
+
     def set_lr(self, lr: float) -> None:
         """The learning rate of the steps that follow."""
         for group in self._groups:

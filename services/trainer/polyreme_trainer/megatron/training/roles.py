@@ -6,7 +6,7 @@ Invariant: a role without an optimizer changes only between two iterations, if a
 all of them alike.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +68,7 @@ class Role(Generic[Model]):
 
     Attributes:
         replays: whether tokens go to the experts of `Sequences.routes`, where these are known.
+        has_gradient: whether there is a gradient for the next optimizer step.
     """
 
     def __init__(self, name: str, model: Model, output: Forward, shard: DataShard) -> None:
@@ -75,7 +76,7 @@ class Role(Generic[Model]):
         self.cost = cost_of(model.arch)
         self.optimizer: Optimizer | None = None
         self.replays = False
-        self._has_gradient = False
+        self.has_gradient = False
 
     def make_optimizer(self, adam: Adam) -> None:
         """Creates an optimizer with zero moments. If the weights are bfloat16, it copies them in full precision now."""
@@ -97,26 +98,48 @@ class Role(Generic[Model]):
         return self.shard.sum(result).cpu().numpy()
 
     @torch.no_grad()
-    def measure(self, term: LossTerm[Metrics]) -> list[Metrics]:
-        """The metrics of this rank's micro-batches, without a gradient."""
+    def measure(self, term: LossTerm[T]) -> list[T]:
+        """The loss's results for this rank's micro-batches, without a gradient."""
         self.model.use()
         return self._run(term, backward=False)
 
-    def forward_backward(self, *terms: LossTerm[Metrics]) -> list[Metrics]:
+    def forward_backward(self, *terms: LossTerm[T]) -> list[T]:
         """Adds the gradient of the sum of the terms to that of the next optimizer step, see `over_ranks` for the metrics.
 
         Experts are balanced over the tokens of all terms of a call.
 
         Returns:
-            The metrics of this rank's micro-batches.
+            The losses' results for this rank's micro-batches.
         """
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.model.use()
-        if not self._has_gradient:
-            self.optimizer.zero_grad()
-            self._has_gradient = True
+        if not self.has_gradient:
+            self.clear_gradient()
         with self._balanced(terms):
-            return [metrics for term in terms for metrics in self._run(term, backward=True)]
+            return [result for term in terms for result in self._run(term, backward=True)]
+
+    def clear_gradient(self) -> None:
+        """Starts the next optimizer step with a gradient of zero, so that it can also be taken without `forward_backward`."""
+        assert self.optimizer is not None, f"role {self.name} is frozen"
+        self.optimizer.zero_grad()
+        self.has_gradient = True
+
+    def gradient(self) -> dict[str, Tensor] | None:
+        """Copies of this rank's gradients since the last optimizer step, in the host's memory; None without any."""
+        if not self.has_gradient:
+            return None
+        params = self.model.module.named_parameters()
+        return {name: param.main_grad.to("cpu", copy=True) for name, param in params if param.requires_grad}
+
+    @torch.no_grad()
+    def set_gradient(self, gradient: Mapping[str, Tensor] | None) -> None:
+        """Sets this rank's gradients to the result of `gradient`."""
+        self.has_gradient = False
+        if gradient is not None:
+            self.clear_gradient()
+            for name, param in self.model.module.named_parameters():
+                if param.requires_grad:
+                    param.main_grad.copy_(gradient[name])
 
     def optim_step(self, lr: float) -> float:
         """Changes the weights by the gradient, which the following `forward_backward` starts anew. Collective over all ranks.
@@ -124,8 +147,8 @@ class Role(Generic[Model]):
         Returns:
             The global gradient norm before clipping.
         """
-        assert self.optimizer is not None and self._has_gradient, f"role {self.name} has no gradient"
-        self._has_gradient = False
+        assert self.optimizer is not None and self.has_gradient, f"role {self.name} has no gradient"
+        self.has_gradient = False
         self.model.use()
         self.optimizer.set_lr(lr)
         norm = self.optimizer.step()
@@ -143,7 +166,7 @@ class Role(Generic[Model]):
         """The routers' metrics of the last optimizer step, the same on every rank; empty for a dense model."""
         return {} if self.model.routing is None else self.model.routing.metrics()
 
-    def _balanced(self, terms: Sequence[LossTerm[Metrics]]) -> AbstractContextManager[None]:
+    def _balanced(self, terms: Sequence[LossTerm[T]]) -> AbstractContextManager[None]:
         """The context of the terms' backward passes."""
         if self.model.routing is None:
             return nullcontext()
@@ -151,7 +174,7 @@ class Role(Generic[Model]):
             sum(term.predictions for term in terms), partial(self._count_choices, terms), self.shard.sum
         )
 
-    def _count_choices(self, terms: Sequence[LossTerm[Metrics]]) -> None:
+    def _count_choices(self, terms: Sequence[LossTerm[T]]) -> None:
         """Runs the terms' forward passes only, for the routers' counts."""
         for term in terms:
             self._run(LossTerm(term.sequences, term.indices, no_loss, self._hidden), backward=False)
