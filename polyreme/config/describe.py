@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from polyreme.config.base import BaseConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, is_operational, subsections
+from polyreme.config.serve import ServeConfig
 from polyreme.config.stage import STAGES, StageTrainer
 
 _WIDTH = 120
@@ -50,6 +51,12 @@ keys as in a run; `optimizer.warmup` counts steps. The sources of `data.eval` ha
 (`trainer.steps`, `trainer.epochs`) counts as operational while the learning rate is constant.
 """
 
+_SERVE_HEAD = """
+## Training service
+
+The file of [`polyreme serve`](../serve.md). `model` has the same keys as in a run.
+"""
+
 
 def annotated_yaml(config: BaseConfig) -> str:
     """The resolved configuration as YAML that reads back as `config`. Each key has its description and default as a comment."""
@@ -63,6 +70,7 @@ def reference() -> str:
     for name, schema in STAGES.items():
         parts += _tables(schema, "", seen, f", stage {name}", without=("model", "trainer", "eval"))
     parts += _tables(StageTrainer, "trainer", seen, ", all stages", without=("parallel", "optimizer"))
+    parts += [_SERVE_HEAD, *_tables(ServeConfig, "", seen, ", training service", without=("model",))]
     return "".join(parts)
 
 

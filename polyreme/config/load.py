@@ -56,8 +56,12 @@ def load_stage(path: Path, overrides: Iterable[str], stage: str) -> StageConfig:
 
 def load_any(path: Path, overrides: Iterable[str] = ()) -> RunConfig | StageConfig:
     """Reads the YAML file of a run, or of the stage that its key `stage` names, as `load_config` does. Raises ConfigError."""
+    return load_as(_schema(_read_tree(path), path), path, overrides)
+
+
+def load_as(schema: type[AnySection], path: Path, overrides: Iterable[str] = ()) -> AnySection:
+    """Reads a YAML file of one schema, as `load_config` reads a run's. Raises ConfigError."""
     tree = _read_tree(path)
-    schema = _schema(tree, path)
     resolve_paths(tree, schema, path.resolve().parent)
     for override in overrides:
         resolve_paths(tree := _override(tree, override), schema, Path.cwd())

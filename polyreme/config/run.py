@@ -11,7 +11,7 @@ from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataConfig, Sources
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
-from polyreme.config.model import ModelConfig
+from polyreme.config.model import ModelConfig, WeightsConfig
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.recipes.recipe import Recipe, Zero
 from polyreme.config.recipes.recipe_checks import check
@@ -21,7 +21,6 @@ from polyreme.config.section import Operational
 from polyreme.config.security import SecurityConfig
 from polyreme.config.teacher import TeacherConfig
 from polyreme.config.trainer import CriticConfig, TrainerConfig
-from polyreme.config.weights import WeightsConfig
 
 
 class RunConfig(BaseConfig):

@@ -17,7 +17,6 @@ import yaml
 
 from polyreme.cli.new_run import sample_environment
 from polyreme.cli.new_run.sample_data import rows, supervised_rows
-from polyreme.cli.new_run.tiny_model import write_tiny_model
 from polyreme.config.base import NAME
 from polyreme.config.data import DataSource
 from polyreme.dataset.chat import plain_prompt, read_prompt
@@ -25,6 +24,7 @@ from polyreme.dataset.columns import column_names, label_text, value_at
 from polyreme.dataset.source import read_objects
 from polyreme.dataset.text_files import Row
 from polyreme.errors import ConfigError, DataError
+from polyreme.hub.tiny_model import write_tiny_model
 
 TINY = "tiny"
 """The model that is created for a first try."""

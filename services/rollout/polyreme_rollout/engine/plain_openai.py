@@ -61,6 +61,10 @@ class TokenizerCodec:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
+    def decode_whole(self, ids: Sequence[int]) -> str:
+        """The text with its special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
 
 class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid")

@@ -1,0 +1,95 @@
+"""The configuration of a training service: a base model, the engines that train it and sample from it, and the address.
+
+Invariant: its sections are those of a run; what a service does not have (data, rewards, iterations) has no key.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from polyreme.config.base import NAME
+from polyreme.config.load import load_as
+from polyreme.config.model import ModelConfig
+from polyreme.config.rollout import TransformersConfig, VllmConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.section import Operational, Section
+from polyreme.config.trainer import RECOMPUTE, ParallelConfig, Recompute
+
+
+class ServeLearner(Section):
+    """The learner."""
+
+    threads: Operational[int] = Field(1, ge=1, description="Compute threads on CPU.")
+    micro_batch_tokens: int = Field(
+        8192, ge=1, description="Maximum tokens of one micro-batch. A longer sequence forms its own micro-batch."
+    )
+    recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
+    max_models: Operational[int] = Field(
+        32, ge=1, description="Maximum number of models. Those that wait for their turn are in the host's memory."
+    )
+
+
+class ServeSampler(Section):
+    """The sampler."""
+
+    engine: str = Field("vllm", description="Inference engine, as `rollout.engine` of a run.")
+    max_model_len: int = Field(ge=2, description="Maximum length of prompt plus answer, in tokens.")
+    max_num_seqs: int = Field(256, ge=1, description="Maximum number of answers that are sampled at once.")
+    vllm: VllmConfig = VllmConfig()
+    transformers: TransformersConfig = TransformersConfig()
+
+
+class ServeConfig(Section):
+    """A training service."""
+
+    name: Operational[str] = Field("serve", pattern=NAME, description="Name of the service: lower-case letters, digits, hyphens.")
+    output_dir: Operational[Path] = Field(
+        Path("runs"), description="Parent directory of the service's directory output_dir/name."
+    )
+    seed: int = Field(0, ge=0, description="Seed of the processes. Models and samples have their own.")
+    device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="Device type of learner and sampler.")
+    base_model: Operational[str | None] = Field(
+        None, description="Name by which clients ask for the base model. null: the name or the last part of model.path."
+    )
+    port: Operational[int] = Field(8450, ge=0, le=65535, description="Port of the API on loopback. 0: a free one.")
+    max_restarts: Operational[int] = Field(
+        20, ge=0, description="Maximum restarts of each process. The count resets after five minutes of healthy uptime."
+    )
+    model: ModelConfig
+    learner: ServeLearner = ServeLearner()
+    sampler: ServeSampler
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.name
+
+    @property
+    def served_name(self) -> str:
+        """The base model's name for clients."""
+        return self.base_model or self.model.path.name
+
+    def as_run(self) -> RunConfig:
+        """A run with the same model and engines, of which these read the sections `model`, `rollout` and `trainer`."""
+        length = self.sampler.max_model_len
+        rollout = {**self.sampler.model_dump(), "max_new_tokens": length - 1}
+        trainer = {
+            "parallel": ParallelConfig(threads=self.learner.threads),
+            "micro_batch_tokens": self.learner.micro_batch_tokens,
+            "recompute": self.learner.recompute,
+            "optimizer": {"lr": 1e-4},
+            "lora": {"rank": 1},  # until the first model is created
+        }
+        unread = {"train": self.model.path, "max_prompt_tokens": 1}
+        shared = {"name": self.name, "output_dir": self.output_dir, "seed": self.seed, "device": self.device, "model": self.model}
+        unread_sizes = {"iterations": 1, "groups_per_iteration": 1, "group_size": 2}
+        reward = {"rewards": [{"name": "exact"}]}
+        return RunConfig.model_validate(
+            {**shared, **unread_sizes, "data": unread, "reward": reward, "rollout": rollout, "trainer": trainer}
+        )
+
+
+def read_serve(path: Path, overrides: Iterable[str] = ()) -> ServeConfig:
+    """Reads a service's YAML file, as `load_config` reads a run's. Raises ConfigError."""
+    return load_as(ServeConfig, path, overrides)

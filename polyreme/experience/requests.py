@@ -1,0 +1,207 @@
+"""The request log of the training service: each request is in Redis before it is executed, and its first result stands.
+
+A request belongs to a worker, the learner or the sampler. Requests for a model also have a sequence number, and form the model's lane: they
+are submitted and executed in order, without gaps. An executed request that changed the model is kept until a saved state includes it: the
+model after a restart is the newest saved state and the kept requests since.
+
+Invariant: a request that is submitted again, before or after its execution or a restart of any process, has one execution and one result.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from redis.asyncio import Redis
+
+from polyreme.experience.scripts import Scripts, key
+
+Worker = Literal["learner", "sampler"]
+Submitted = Literal["new", "known", "early", "gone", "full"]
+"""What became of a submission. early: a request with a lower sequence number is missing. gone: executed long ago, its result has expired.
+full: the log has no room now."""
+
+MAX_OPEN = 20_000
+"""Most open requests of a worker."""
+MAX_LANE_BYTES = 1 << 30
+"""Most bytes of a model's open and kept requests."""
+RESULT_SECONDS = 6 * 3600.0
+"""How long a result can be read."""
+RECORD_SECONDS = 7 * 86400
+"""How long a record lives that nobody renews."""
+MAX_BEGUN = 4
+"""Executions of a request that may end with their process. After them the request fails, so that it does not stop all others."""
+_POLL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class LogPlace:
+    """Where a request stands.
+
+    Attributes:
+        id: unique among all requests.
+        worker: who executes it.
+        lane: the model's name; empty for a request without an order.
+        seq: its number in the lane, from 0; -1 without a lane.
+    """
+
+    id: str
+    worker: Worker
+    lane: str = ""
+    seq: int = -1
+
+
+def in_lane(model: str, seq: int) -> LogPlace:
+    """The place of a model's request."""
+    return LogPlace(f"{model}:{seq}", "learner", model, seq)
+
+
+def place_of(id: str, worker: Worker) -> LogPlace:
+    """The place of a request by its id."""
+    if worker == "sampler":
+        return LogPlace(id, worker)
+    lane, _, seq = id.rpartition(":")
+    return LogPlace(id, worker, lane, int(seq))
+
+
+class RequestLog:
+    """The log of the service `name` in a Redis that persists every write."""
+
+    def __init__(self, redis: Redis, name: str) -> None:
+        self._name, self._scripts = f"service:{name}", Scripts(redis, f"service:{name}")
+        self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
+        self._waiters: dict[str, set[asyncio.Event]] = {}
+
+    def _key(self, *parts: str) -> str:
+        return key(self._name, ":".join(parts))
+
+    async def submit(self, place: LogPlace, payload: bytes) -> Submitted:
+        """Adds a request. Raises StoreError."""
+        keys = [
+            self._key("requests"),
+            self._key("open", place.worker),
+            self._key("result", place.id),
+            self._key("lane", place.lane),
+        ]
+        answer = await self._scripts.call(
+            "submit", place.id, payload, place.seq, MAX_OPEN, MAX_LANE_BYTES, place.worker, keys=keys
+        )
+        word: Submitted = answer.decode()
+        return word
+
+    async def begin(self, place: LogPlace) -> int:
+        """Counts the beginnings of a request's execution, and returns their number: above 1 after executions that ended with their process."""
+        return int(await self._redis.hincrby(self._key("begun"), place.id, 1))
+
+    async def finish(self, place: LogPlace, result: bytes, keep: bool = False) -> bool:
+        """Stores a result. Returns False when the request has one. `keep`: a restart executes it again unless a saved state includes it."""
+        names = [
+            ("requests",),
+            ("open", place.worker),
+            ("result", place.id),
+            ("lane", place.lane),
+            ("kept", place.lane),
+            ("begun",),
+        ]
+        life = int(RESULT_SECONDS * 1000)
+        keys = [self._key(*name) for name in names]
+        return bool(await self._scripts.call("finish", place.id, result, life, place.seq, int(keep), keys=keys))
+
+    async def forget(self, lane: str, seq: int) -> None:
+        """Deletes the lane's kept requests up to `seq`, which a saved state includes."""
+        await self._scripts.call("forget", seq, keys=[self._key("requests"), self._key("kept", lane), self._key("lane", lane)])
+
+    async def open(self, worker: Worker) -> list[LogPlace]:
+        """The requests that wait for a worker, in the order of their arrival."""
+        return [place_of(id.decode(), worker) for id in await self._redis.zrange(self._key("open", worker), 0, -1)]
+
+    async def kept(self, lane: str) -> list[LogPlace]:
+        """The lane's executed requests that no saved state includes, in order."""
+        return [place_of(id.decode(), "learner") for id in await self._redis.zrange(self._key("kept", lane), 0, -1)]
+
+    async def submitted(self, lane: str) -> int:
+        """The sequence number of the lane's newest request; -1 before the first."""
+        return int(await self._redis.hget(self._key("lane", lane), "submitted") or -1)
+
+    async def payload(self, place: LogPlace) -> bytes:
+        """A request that is open or kept."""
+        found = await self._redis.hget(self._key("requests"), place.id)
+        assert found is not None, f"request {place.id} is neither open nor kept"
+        return bytes(found)
+
+    async def is_known(self, id: str) -> bool:
+        """Whether a request is open or kept, or has a result."""
+        return bool(await self._redis.hexists(self._key("requests"), id)) or bool(
+            await self._redis.exists(self._key("result", id))
+        )
+
+    async def result(self, id: str, within: float = 0.0) -> bytes | None:
+        """A request's result; None after `within` seconds without one. The waits need `following`."""
+        deadline, event = time.monotonic() + within, asyncio.Event()
+        self._waiters.setdefault(id, set()).add(event)
+        try:
+            while True:
+                event.clear()
+                if (found := await self._redis.get(self._key("result", id))) is not None:
+                    return bytes(found)
+                if (left := deadline - time.monotonic()) <= 0:
+                    return None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, 5 * _POLL_SECONDS)):  # an event may be lost
+                        await event.wait()
+        finally:
+            self._waiters[id].discard(event)
+            if not self._waiters[id]:
+                del self._waiters[id]
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Within the block, `result` returns as soon as there is one."""
+
+        async def follow() -> None:
+            last = await self.last_event()
+            while True:
+                last, events = await self._watch(last)
+                for kind, value in events:
+                    for waiter in self._waiters.get(value, ()) if kind == "result" else ():
+                        waiter.set()
+
+        task = asyncio.create_task(follow(), name="events of the request log")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def last_event(self) -> str:
+        """The point after which `wait` sees every event from now on."""
+        entries = await self._redis.xrevrange(self._key("events"), count=1)
+        return str(entries[0][0], "ascii") if entries else "0"
+
+    async def wait(self, last: str) -> str:
+        """Waits at most two seconds for an event after `last`. Returns the newest. Events may be lost, so the caller looks again in any case."""
+        return (await self._watch(last))[0]
+
+    async def _watch(self, last: str) -> tuple[str, list[tuple[str, str]]]:
+        streams = await self._redis.xread({self._key("events"): last}, count=1000, block=int(_POLL_SECONDS * 1000))
+        if not streams:
+            return last, []
+        [(_, entries)] = streams.items() if isinstance(streams, dict) else streams
+        return entries[-1][0].decode(), [(fields[b"kind"].decode(), fields[b"value"].decode()) for _, fields in entries]
+
+    async def record(self, kind: str, name: str) -> Mapping[str, str] | None:
+        """What is known of a session or a model; None for an unknown or expired one."""
+        found = await self._redis.hgetall(self._key(kind, name))
+        return {field.decode(): value.decode() for field, value in found.items()} or None
+
+    async def set_record(self, kind: str, name: str, fields: Mapping[str, str]) -> None:
+        """Stores the fields of a session or a model. It expires RECORD_SECONDS after its newest change."""
+        await self._redis.hset(self._key(kind, name), mapping=dict(fields))
+        await self._redis.expire(self._key(kind, name), RECORD_SECONDS)
+
+    async def renew_record(self, kind: str, name: str) -> bool:
+        """Lets a record live for another RECORD_SECONDS. Returns whether there is one."""
+        return bool(await self._redis.expire(self._key(kind, name), RECORD_SECONDS))

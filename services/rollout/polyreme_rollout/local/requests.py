@@ -1,0 +1,199 @@
+"""The sampler of the training service: answers the requests of its log with an inference engine.
+
+One model is loaded at a time. Requests for it run together; a request for another one waits until they have ended, and no later one runs
+before it.
+
+Invariant: an answer depends on its request alone. So a request that is executed again after a restart has the same answer, up to the
+engine's rounding.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from polyreme.api.v1 import tinker_pb2 as pb
+from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
+from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling
+from polyreme_rollout.local.weights import SavedWeights
+
+MAX_RUNNING = 1024
+"""Most requests that run at once. Each may ask for several samples."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """A request as it is in the log.
+
+    Attributes:
+        weights: the directory of a saved model; None: the base model.
+        prompt: token ids.
+        samples: the number of answers.
+        max_tokens: of an answer; None: as many as fit.
+        seed: None: that of the request's id.
+        stop_ids: tokens that end an answer; None: the model's own.
+        stop_strings: texts that end an answer.
+        prompt_logprobs: whether the prompt's log-probabilities are returned.
+    """
+
+    weights: str | None
+    prompt: Sequence[int]
+    samples: int
+    max_tokens: int | None
+    seed: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    stop_ids: Sequence[int] | None
+    stop_strings: Sequence[str]
+    prompt_logprobs: bool
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> "SampleRequest":
+        fields = json.loads(payload.partition(b"\n")[0])
+        del fields["op"]
+        return cls(**({"max_tokens": None, "seed": None} | fields))
+
+
+class ServedSampler:
+    """Answers requests until `stop` is set.
+
+    Args:
+        log, engine, weights: the request log, an open engine, and what writes models for it.
+        stop_ids: tokens that end an answer when the request names none.
+        decode: token ids -> text, special tokens included.
+    """
+
+    def __init__(
+        self,
+        log: RequestLog,
+        engine: InferenceEngine,
+        weights: SavedWeights,
+        stop_ids: tuple[int, ...],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._log, self._engine, self._weights, self._stop_ids, self._decode = log, engine, weights, stop_ids, decode
+        self._loaded: str | None = None
+        self._loads = self._asked = 0
+        self._requests: dict[str, SampleRequest] = {}
+        self._running: dict[asyncio.Task[None], str] = {}
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Raises EngineDeadError or StoreError when it cannot continue."""
+        last = await self._log.last_event()
+        try:
+            while not stop.is_set():
+                await self._start_waiting()
+                news = asyncio.ensure_future(self._log.wait(last))
+                done, _ = await asyncio.wait({news, *self._running}, return_when=asyncio.FIRST_COMPLETED)
+                for task in [each for each in self._running if each in done]:
+                    del self._running[task]
+                    task.result()  # raises
+                last = await news
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _start_waiting(self) -> None:
+        """Starts the requests whose model is loaded, or loads the model of the first one when nothing runs."""
+        started = set(self._running.values())
+        waiting = [place for place in await self._log.open("sampler") if place.id not in started]
+        self._requests = {id: request for id, request in self._requests.items() if id in {place.id for place in waiting}}
+        for place in waiting[:MAX_RUNNING]:
+            if place.id not in self._requests:
+                self._requests[place.id] = SampleRequest.unpack(await self._log.payload(place))
+        while waiting and self._requests[waiting[0].id].weights != self._loaded:
+            if self._running:
+                return
+            if await self._load(waiting[0]):
+                break
+            waiting = waiting[1:]
+        for place in waiting[: MAX_RUNNING - len(self._running)]:
+            request = self._requests.get(place.id)
+            if request is not None and request.weights == self._loaded:
+                self._running[asyncio.create_task(self._answer(place, request))] = place.id
+
+    async def _load(self, place: LogPlace) -> bool:
+        """Loads the model of a request. Returns False, and answers the request with an error, when it cannot be loaded."""
+        wanted = self._requests[place.id].weights
+        try:
+            source = await asyncio.to_thread(self._weights.write, None if wanted is None else Path(wanted))
+            await self._engine.load([source])
+        except (OSError, KeyError, LoadError) as error:
+            self._loaded = ""  # arena and engine may hold a mixture
+            expected = f"expected weights that the sampler can load in {Path(wanted or '').name}; found {error}. Save them again."
+            await self._log.finish(place, _failure(expected, "server"))
+            return False
+        await self._engine.resume()
+        self._loads += 1
+        self._loaded = wanted
+        return True
+
+    async def _answer(self, place: LogPlace, request: SampleRequest) -> None:
+        room = self._engine.max_model_len - len(request.prompt)
+        vocabulary = self._engine.vocab_size
+        if room < 1:
+            problem = f"expected a prompt of at most {self._engine.max_model_len - 1} tokens; found {len(request.prompt)}"
+        elif not request.prompt or not all(0 <= id < vocabulary for id in request.prompt):
+            problem = f"expected a prompt of token ids from 0 to {vocabulary - 1}; found others, or none"
+        elif (begun := await self._log.begin(place)) > MAX_BEGUN:
+            lost = f"the sampler ended {begun - 1} times while it answered this request; see its log"
+            await self._log.finish(place, _failure(lost, "server"))
+            return
+        else:
+            await self._log.finish(place, b"P" + (await self._sample(place, request, room)).SerializeToString())
+            return
+        await self._log.finish(place, _failure(problem))
+
+    async def _sample(self, place: LogPlace, request: SampleRequest, room: int) -> pb.SampleResponse:
+        salt = str(self._loads)
+        parts = [self._sequence(place, request, number, room, salt) for number in range(request.samples)]
+        answer = pb.SampleResponse(sequences=await asyncio.gather(*parts))
+        if request.prompt_logprobs:
+            values = await self._engine.logprobs(request.prompt, salt)
+            answer.prompt_logprobs = np.array([np.nan, *values], "<f4").tobytes()
+        return answer
+
+    async def _sequence(self, place: LogPlace, request: SampleRequest, number: int, room: int, salt: str) -> pb.SampledSequence:
+        """One answer. A stop token or the token that completes a stop string is its last."""
+        stop_ids = self._stop_ids if request.stop_ids is None else tuple(request.stop_ids)
+        sampling = Sampling(request.temperature, request.top_p, request.top_k or -1, stop_ids)
+        origin = place.id if request.seed is None else str(request.seed)
+        seed = xxhash.xxh3_64_intdigest(f"{origin} {number}".encode()) >> 1
+        self._asked += 1
+        longest = min(room, request.max_tokens or room)
+        ask = EngineRequest(str(self._asked), list(request.prompt), longest, seed, salt, sampling)
+        ids, logprobs, finish = list[int](), list[float](), None
+        tokens = self._engine.generate(ask)
+        async for new in tokens:
+            before = len(ids)
+            ids += new.token_ids
+            logprobs += new.logprobs
+            finish = new.finish
+            if (end := self._stop_at(ids, before, request.stop_strings)) is not None:
+                ids, logprobs, finish = ids[:end], logprobs[:end], "stop"
+                break
+        await tokens.aclose()  # type: ignore[attr-defined]
+        reason = pb.STOP_REASON_STOP if finish == "stop" else pb.STOP_REASON_LENGTH
+        arrays = {"tokens": np.array(ids, "<i4").tobytes(), "logprobs": np.array(logprobs, "<f4").tobytes()}
+        return pb.SampledSequence(stop_reason=reason, **arrays)
+
+    def _stop_at(self, ids: Sequence[int], before: int, stops: Sequence[str]) -> int | None:
+        """The number of tokens up to the first one that completes a stop string, of those from `before` on."""
+        if not stops:
+            return None
+        window = 4 * max(map(len, stops)) + 4  # a character has at most four tokens
+        for end in range(before + 1, len(ids) + 1):
+            text = self._decode(ids[max(0, end - window) : end])
+            if any(stop in text for stop in stops):
+                return end
+        return None
+
+
+def _failure(message: str, category: str = "user") -> bytes:
+    return b"J" + json.dumps({"error": message, "category": category}).encode()

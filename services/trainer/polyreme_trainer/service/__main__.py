@@ -1,0 +1,82 @@
+"""A process of a training service: `python -m polyreme_trainer.service api` or `learner`.
+
+POLYREME_REDIS names its Redis, POLYREME_RUN_DIR its directory with config.yaml.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from polyreme.config.serve import ServeConfig, read_serve
+from polyreme.experience.requests import RequestLog
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.net.http_server import serve_http
+from polyreme.net.ports import loopback
+from polyreme.process import logging_setup
+from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
+from polyreme_trainer.service.api import ServiceApi
+from polyreme_trainer.service.folders import Folders
+
+logger = logging.getLogger("polyreme.service")
+MODELS = "models"
+"""The folder of the saved models in the service's directory."""
+
+
+async def with_log(config: ServeConfig, work: Callable[[RequestLog, asyncio.Event], Awaitable[None]]) -> None:
+    """Runs `work` until a signal, with the request log."""
+    stop = stop_event()
+    redis = await connect(os.environ["POLYREME_REDIS"], RECONNECT_TIMEOUT)
+    try:
+        log = RequestLog(redis, config.name)
+        async with log.following():
+            await work(log, stop)
+    finally:
+        await redis.aclose()
+
+
+def run_api(config: ServeConfig) -> None:
+    """Answers HTTP until a signal."""
+
+    async def serve(log: RequestLog, stop: asyncio.Event) -> None:
+        architecture = json.loads((config.model.path / "config.json").read_text())["model_type"]
+        folders, longest = Folders(config.run_dir / MODELS), config.sampler.max_model_len
+        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest)
+        async with serve_http(loopback(), config.port, api.app(), drain_timeout=1.0) as port:
+            logger.info("ready: http://%s:%d", loopback(), port)
+            await stop.wait()
+
+    asyncio.run(with_log(config, serve))
+
+
+def run_learner(config: ServeConfig) -> None:
+    """Executes requests for models until a signal."""
+    with gc_disabled():
+        from polyreme_trainer.service.engine import ServiceEngine
+        from polyreme_trainer.service.learner import ModelLearner
+        from polyreme_trainer.service.states import States
+
+    with ServiceEngine.open(config.as_run()) as engine:
+        freeze_gc()
+        states = States(config.run_dir / MODELS)
+
+        async def execute(log: RequestLog, stop: asyncio.Event) -> None:
+            logger.info("ready: %s", config.served_name)
+            await ModelLearner(log, engine, states, config.served_name, config.learner.max_models).run(stop)
+
+        asyncio.run(with_log(config, execute))
+
+
+def main() -> None:
+    part = sys.argv[1]
+    logging_setup.setup(part)
+    with exit_on_error(part):
+        config = read_serve(Path(os.environ["POLYREME_RUN_DIR"]) / "config.yaml")
+        {"api": run_api, "learner": run_learner}[part](config)
+
+
+if __name__ == "__main__":
+    main()

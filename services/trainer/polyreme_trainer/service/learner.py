@@ -1,0 +1,257 @@
+"""The learner of the training service: executes the requests for models, one after the other.
+
+Invariant: a request changes a model once. A request that ends with an error leaves the model as it was, except that a refused optimizer step
+drops the gradient; both happen again in the same way after a restart, so the weights have the same bits.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from polyreme.config.trainer import LoraConfig
+from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
+from polyreme_trainer.megatron.training.optimizer import Adam
+from polyreme_trainer.service.engine import GRADIENT, ServiceEngine, TenantState
+from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.folders import Facts
+from polyreme_trainer.service.messages import AdamSettings, LoraOptions, SavedModel, read_path
+from polyreme_trainer.service.states import States
+from polyreme_trainer.service.turns import LaneTurn, next_request
+from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
+
+logger = logging.getLogger(__name__)
+
+CHANGES = frozenset({"create_model", "create_from", "forward_backward", "optim_step", "load_weights"})
+"""Requests that change a model, which a restart executes again."""
+LORA_ALPHA = 32.0
+"""The output of an adapter of rank r is multiplied by LORA_ALPHA / r."""
+EPHEMERAL_SECONDS = 86400.0
+"""Life of sampler weights without a name."""
+REPLAY_SECONDS = 20.0
+"""A state is saved after an optimizer step when executing the requests since the newest state took longer than this."""
+
+
+class ModelLearner:
+    """Executes requests until `stop` is set.
+
+    Args:
+        log, engine, states: the request log, the engine, and the saved models.
+        base_model: the base model's name.
+        max_models: the largest number of models, each of which takes host memory.
+    """
+
+    def __init__(self, log: RequestLog, engine: ServiceEngine, states: States, base_model: str, max_models: int) -> None:
+        self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
+        self._waiting: dict[str, TenantState] = {}
+        self._installed = ""
+        self._replay: dict[str, float] = {}
+        """Seconds that a restart would need to execute the kept requests of each model."""
+        self._ops: Mapping[str, Callable[[str, int, Request], bytes]] = {
+            "create_model": self._create,
+            "create_from": self._create_from,
+            "forward": self._forward,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load,
+            "refused": self._refuse,
+        }
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Raises StoreError when Redis is lost."""
+        turn, last = LaneTurn(), await self._log.last_event()
+        while not stop.is_set():
+            chosen = next_request(await self._log.open("learner"), turn)
+            if chosen is None:
+                last = await self._log.wait(last)
+                continue
+            place, turn = chosen
+            await self._finish(place, Request.unpack(await self._log.payload(place)))
+            await asyncio.sleep(0)  # for the signal handlers
+
+    async def _finish(self, place: LogPlace, request: Request) -> None:
+        """Executes a request and stores its result."""
+        lane, began = place.lane, time.monotonic()
+        if request.op == "unload_model":
+            await self._log.finish(place, json_result(type="unload_model", model_id=lane))
+            await self._unload(place)
+            return
+        if request.op not in ("create_model", "create_from"):
+            await self._recover(lane)
+        begun = await self._log.begin(place)
+        lost = f"the learner ended {begun - 1} times while it executed this request; see its log"
+        result = failure(lost, "server") if begun > MAX_BEGUN else self._execute(place, request)
+        keep = request.op in CHANGES and begun <= MAX_BEGUN
+        await self._log.finish(place, result, keep)
+        if keep:
+            self._replay[lane] = self._replay.get(lane, 0.0) + time.monotonic() - began
+        if keep and (request.op in ("create_from", "load_weights") or self._replay[lane] > REPLAY_SECONDS):
+            await self._save_state(place)
+
+    def _execute(self, place: LogPlace, request: Request) -> bytes:
+        """The result of a request, on the installed model."""
+        try:
+            if request.op not in ("create_model", "create_from", "refused"):
+                self._install(place.lane)
+            return self._ops[request.op](place.lane, place.seq, request)
+        except TenantError as error:
+            return failure(str(error), "user")
+
+    async def _recover(self, lane: str) -> None:
+        """Makes a model what it was before a restart: its newest state, and the kept requests since."""
+        if lane in self._waiting or lane == self._installed:
+            return
+        saved = self._states.newest_state(lane)
+        seq = -1
+        if saved is not None:
+            seq, self._waiting[lane] = saved
+            await self._log.forget(lane, seq)
+        kept = [place for place in await self._log.kept(lane) if place.seq > seq]
+        if kept:
+            logger.info("model %s: executing %d requests again", lane, len(kept))
+        began = time.monotonic()
+        for place in kept:
+            self._execute(place, Request.unpack(await self._log.payload(place)))
+        self._replay[lane] = time.monotonic() - began
+
+    async def _save_state(self, place: LogPlace) -> None:
+        """Saves the model after a request, so that a restart need not execute it again."""
+        if place.lane != self._installed:  # it could not be created
+            return
+        state = self._engine.take()
+        if state.of(GRADIENT):  # the next optimizer step's requests stay together
+            return
+        self._states.save_state(place.lane, state, self._base_model, place.seq)
+        await self._log.forget(place.lane, place.seq)
+        self._replay[place.lane] = 0.0
+
+    async def _unload(self, place: LogPlace) -> None:
+        self._waiting.pop(place.lane, None)
+        self._installed = "" if self._installed == place.lane else self._installed
+        self._states.remove(place.lane)
+        await self._log.forget(place.lane, place.seq)
+
+    def _install(self, lane: str) -> None:
+        """Installs a model that waits. Raises TenantError for one that could not be created or is unloaded."""
+        if lane == self._installed:
+            return
+        if lane not in self._waiting:
+            raise TenantError("expected a model; found one that could not be created, or that was unloaded")
+        self._move_out()
+        self._engine.put(self._waiting.pop(lane))
+        self._installed = lane
+
+    def _move_out(self) -> None:
+        if self._installed:
+            self._waiting[self._installed] = self._engine.take()
+            self._installed = ""
+
+    def _check_room(self, lora: LoraConfig | None) -> None:
+        """Raises TenantError when there is no room for another model."""
+        count = len(self._waiting) + bool(self._installed)
+        if count >= self._max_models:
+            raise TenantError(f"expected at most {self._max_models} models; found {count}. Unload one, or raise max_models.")
+        if count and (lora is None or any(self._lora_of(name) is None for name in (*self._waiting, self._installed) if name)):
+            raise TenantError("a model with all parameters shares the base model with no other model; unload the others first")
+
+    def _lora_of(self, name: str) -> LoraConfig | None:
+        return self._engine.lora if name == self._installed else self._waiting[name].lora
+
+    def _create(self, lane: str, seq: int, request: Request) -> bytes:
+        lora, seed = lora_of(request.fields["lora"], lane)
+        self._check_room(lora)
+        self._move_out()
+        self._engine.create(lora, seed)
+        self._installed = lane
+        return json_result(type="create_model", model_id=lane)
+
+    def _create_from(self, lane: str, seq: int, request: Request) -> bytes:
+        state = self._read_checkpoint(request)
+        self._check_room(state.lora)
+        self._move_out()
+        self._engine.put(state)
+        self._installed = lane
+        return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
+
+    def _load(self, lane: str, seq: int, request: Request) -> bytes:
+        state = self._read_checkpoint(request)
+        if state.lora != self._engine.lora:
+            raise TenantError(
+                "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
+            )
+        self._engine.put(state)
+        return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
+
+    def _read_checkpoint(self, request: Request) -> TenantState:
+        """The state of a checkpoint, with or without the moments. Raises TenantError when there is none, or it is not one to continue from."""
+        checkpoint = read_path(request.fields["path"])
+        facts = self._states.facts(checkpoint)
+        if checkpoint.kind != "weights":
+            raise TenantError(f"expected a checkpoint that save_weights wrote; found {checkpoint}")
+        if facts.base_model != self._base_model:
+            raise TenantError(f"expected a checkpoint of {self._base_model}; found one of {facts.base_model}")
+        state = self._states.load(self._states.folder(checkpoint))
+        return (
+            state if request.fields["optimizer"] else TenantState(state.lora, 0, state.without("exp_avg", "exp_avg_sq").tensors)
+        )
+
+    def _forward(self, lane: str, seq: int, request: Request) -> bytes:
+        call = read_batch(parse_batch(request.body))
+        return batch_result(*self._engine.forward(call.batch, call.loss, call.options))
+
+    def _forward_backward(self, lane: str, seq: int, request: Request) -> bytes:
+        call = read_batch(parse_batch(request.body))
+        return batch_result(*self._engine.forward_backward(call.batch, call.loss, call.options))
+
+    def _optim_step(self, lane: str, seq: int, request: Request) -> bytes:
+        given = AdamSettings.model_validate(request.fields["adam"])
+        adam = Adam(given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm)
+        norm, steps = self._engine.optim_step(given.learning_rate, adam)
+        return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
+
+    def _save(self, lane: str, seq: int, request: Request) -> bytes:
+        checkpoint = SavedModel(lane, "weights", request.fields["name"])
+        state = self._engine.take()
+        facts = self._facts(seq, state.steps, request.fields["ttl"])
+        self._states.save(checkpoint, state, facts, request.fields["overwrite"])
+        self._states.sweep(lane)
+        return json_result(type="save_weights", path=str(checkpoint))
+
+    def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
+        fields = request.fields
+        checkpoint, session = SavedModel(lane, "sampler_weights", fields["name"]), fields["sampling_session"]
+        facts = self._facts(seq, self._engine.steps, fields["ttl"] or (EPHEMERAL_SECONDS if session else None))
+        self._states.save_for_sampler(checkpoint, self._write_sampler_weights, facts, fields["overwrite"])
+        self._states.sweep(lane)
+        named: dict[str, Any] = {"path": None, "sampling_session_id": session} if session else {"path": str(checkpoint)}
+        return json_result(type="save_weights_for_sampler", **named)
+
+    def _write_sampler_weights(self, folder: Path) -> None:
+        self._engine.write_sampler_weights(folder)
+
+    def _facts(self, seq: int, steps: int, ttl: float | None) -> Facts:
+        return Facts(self._base_model, self._engine.lora, seq, steps, None if ttl is None else time.time() + ttl)
+
+    def _refuse(self, lane: str, seq: int, request: Request) -> bytes:
+        return failure(request.fields["message"], "user")
+
+
+def lora_of(fields: Mapping[str, Any] | None, lane: str) -> tuple[LoraConfig | None, int]:
+    """The adapters that a client asks for, and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no layers."""
+    if fields is None or fields["rank"] == 0:
+        return None, 0
+    given = LoraOptions.model_validate(fields)
+    if not (given.train_attn or given.train_mlp):
+        raise TenantError(
+            "not supported: lora_config with train_attn = false and train_mlp = false; the output layer has no adapters"
+        )
+    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+    targets = None if given.train_attn and given.train_mlp else attention if given.train_attn else mlp
+    seed = xxhash.xxh3_64_intdigest(lane.encode()) >> 1 if given.seed is None else given.seed
+    return LoraConfig(rank=given.rank, alpha=LORA_ALPHA, targets=targets), seed

@@ -1,0 +1,205 @@
+"""The JSON requests of the Tinker API (SDK 0.38), and its names of saved models.
+
+Invariant: pure. A request that cannot be executed as it stands is refused, and the message names what is not supported.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from polyreme_trainer.service.errors import TenantError
+
+_MODEL = r"[0-9a-f]{32}:train:[0-9]{1,9}"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
+_PATH = re.compile(rf"tinker://({_MODEL})/(weights|sampler_weights)/({_NAME})")
+
+Kind = Literal["weights", "sampler_weights"]
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A saved model: one to continue from (`weights`), or one to sample from."""
+
+    model: str
+    kind: Kind
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+
+def read_path(text: str) -> SavedModel:
+    """The checkpoint of a tinker:// path. Raises TenantError."""
+    found = _PATH.fullmatch(text)
+    if found is None:
+        raise TenantError(f"expected tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME; found {text!r:.200}")
+    return SavedModel(found[1], "weights" if found[2] == "weights" else "sampler_weights", found[3])
+
+
+def check_name(name: str) -> str:
+    """A checkpoint's name. Raises TenantError."""
+    if re.fullmatch(_NAME, name) is None:
+        raise TenantError(
+            f"expected a name of up to 128 letters, digits and . _ - that begins with none of . and -; found {name!r:.200}"
+        )
+    return name
+
+
+class Message(BaseModel):
+    """A JSON request. Keys that are null count as missing; unknown keys are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), frozen=True)
+    type: str = ""
+    user_metadata: dict[str, Any] = {}
+
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+class LoraOptions(Message):
+    rank: int = Field(ge=0, le=1024)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerKind(Message):
+    type: Literal["adamw", "adam"] = "adamw"
+
+
+class CreateModel(Message):
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    lora_config: LoraOptions | None = None
+    optimizer_config: OptimizerKind = OptimizerKind()
+
+
+class AdamSettings(Message):
+    type: Literal["adamw", "adam", ""] = ""
+    learning_rate: float = Field(1e-4, ge=0, allow_inf_nan=False)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
+
+
+class OfModel(Message):
+    model_id: str
+
+
+class OptimStep(OfModel):
+    seq_id: int = Field(ge=1)
+    adam_params: AdamSettings | None = None
+    optimizer_params: AdamSettings | None = None
+
+    @property
+    def settings(self) -> AdamSettings:
+        return self.optimizer_params or self.adam_params or AdamSettings()
+
+
+class SaveWeights(OfModel):
+    path: str | None = None
+    seq_id: int = Field(ge=1)
+    ttl_seconds: float | None = Field(None, gt=0)
+    overwrite: bool = False
+
+
+class SaveForSampler(SaveWeights):
+    sampling_session_seq_id: int | None = Field(None, ge=0)
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+class LoadWeights(Message):
+    model_id: str | None = None
+    seq_id: int | None = Field(None, ge=1)
+    session_id: str | None = None
+    model_seq_id: int | None = Field(None, ge=0)
+    base_model: str | None = None
+    path: str
+    optimizer: bool = False
+
+
+class SamplingSession(Message):
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class TextChunk(Message):
+    type: Literal["encoded_text", ""] = ""
+    tokens: list[int] = Field(max_length=1 << 20)
+
+
+class SamplePrompt(Message):
+    chunks: list[TextChunk] = Field(min_length=1, max_length=1 << 16)
+
+
+class SamplingOptions(Message):
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_k: int = Field(-1, ge=-1)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class Sample(Message):
+    num_samples: int = Field(1, ge=1, le=1024)
+    prompt: SamplePrompt
+    sampling_params: SamplingOptions
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Literal[0] = 0
+    prompt_alt_tokens_k: Literal[0] = 0
+    record_stability_info: Literal[False] = False
+
+
+class TinkerPath(Message):
+    tinker_path: str
+
+
+class Retrieve(Message):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class OfSession(Message):
+    session_id: str
+
+
+def read(kind: type[AnyMessage], body: bytes) -> AnyMessage:
+    """A JSON request. Raises TenantError."""
+    try:
+        tree = json.loads(body or b"{}")
+        if not isinstance(tree, dict):
+            raise TenantError(f"expected a JSON object; found {type(tree).__name__}")
+        return kind.model_validate(without_nulls(tree))
+    except ValidationError as error:
+        raise TenantError("; ".join(_explain(each) for each in error.errors()[:3])) from None
+    except (ValueError, RecursionError) as error:
+        raise TenantError(f"expected JSON; found {error}") from None
+
+
+def without_nulls(tree: Any) -> Any:
+    """A JSON value without the keys that are null."""
+    if isinstance(tree, dict):
+        return {key: without_nulls(value) for key, value in tree.items() if value is not None}
+    return [without_nulls(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def _explain(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] in ("extra_forbidden", "literal_error"):
+        return f"not supported: {where} = {problem['input']!r:.80}"
+    return f"{where}: {problem['msg']}; found {problem['input']!r:.80}"

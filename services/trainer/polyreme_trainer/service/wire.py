@@ -1,0 +1,143 @@
+"""Requests and results as they are in the log, and the SDK's batches in them (SDK 0.38).
+
+A request in the log is one line of JSON, with the key `op`, and after it the body of a batch as the SDK has sent it. A result is the body of
+its answer after one byte: J for JSON, P for protobuf.
+
+Invariant: pure. A batch that cannot be computed as it stands is refused, and the message names what is not supported.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from polyreme.api.v1 import tinker_pb2 as pb
+from polyreme_trainer.algorithms.service_losses import LOSSES
+from polyreme_trainer.service.batch import Batch
+from polyreme_trainer.service.errors import TenantError
+
+_DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as it is in the log.
+
+    Attributes:
+        op: what to do, the name of its endpoint.
+        fields: its JSON.
+        body: of a batch, the SDK's protobuf.
+    """
+
+    op: str
+    fields: Mapping[str, Any]
+    body: bytes = b""
+
+    def pack(self) -> bytes:
+        return json.dumps({"op": self.op, **self.fields}, sort_keys=True).encode() + b"\n" + self.body
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> "Request":
+        head, _, body = payload.partition(b"\n")
+        fields = json.loads(head)
+        return cls(fields.pop("op"), fields, body)
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """A batch and the loss to compute on it."""
+
+    batch: Batch
+    loss: str
+    options: Mapping[str, float]
+
+
+def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
+    """The message of a batch. Raises TenantError."""
+    try:
+        return pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise TenantError(f"expected a ForwardBackwardRequest in protobuf; found {error}") from None
+
+
+def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
+    """The arrays of a batch. Raises TenantError."""
+    if (loss := LOSSES.get(message.loss_fn)) is None:
+        raise TenantError(f"not supported: loss_fn = {message.loss_fn!r:.80}; expected one of {', '.join(LOSSES)}")
+    options = dict(loss.options)
+    given = {name: value.number if value.HasField("number") else value.text for name, value in message.loss_fn_config_v2.items()}
+    for name, value in (given or dict(message.loss_fn_config)).items():
+        if name not in options or not isinstance(value, float):
+            raise TenantError(f"not supported: loss_fn_config.{name} = {value!r:.80} of {message.loss_fn}")
+        options[name] = value
+    if not message.data:
+        raise TenantError("expected at least one datum; found none")
+    inputs, targets, columns = [], [], {name: list[Any]() for name in loss.inputs}
+    for number, datum in enumerate(message.data):
+        where = f"data[{number}]"
+        ids = _tokens(datum.model_input, where)
+        given_inputs = {name: _array(tensor, f"{where}.{name}") for name, tensor in datum.loss_fn_inputs.items()}
+        wanted = given_inputs.pop("target_tokens", None)
+        if wanted is None:
+            raise TenantError(f"expected target_tokens in {where}; found none")
+        if unknown := sorted(given_inputs.keys() - set(loss.inputs)):
+            raise TenantError(f"not supported: {where}.{unknown[0]} for {message.loss_fn}; expected {', '.join(loss.inputs)}")
+        for name in loss.inputs:
+            if name not in given_inputs and name not in loss.optional:
+                raise TenantError(f"expected {name} in {where}; found none")
+            columns[name].append(given_inputs.get(name, np.ones(len(ids))).astype(np.float32))
+        for name, array in {"target_tokens": wanted, **given_inputs}.items():
+            if array.shape != (len(ids),):
+                raise TenantError(f"expected {where}.{name} of shape [{len(ids)}], one for each token; found {list(array.shape)}")
+        inputs.append(ids)
+        targets.append(wanted.astype(np.int64))
+    return LossCall(Batch(inputs, targets, {n: np.concatenate(parts) for n, parts in columns.items()}), message.loss_fn, options)
+
+
+def _tokens(chunks: Sequence[pb.InputChunk], where: str) -> np.ndarray:
+    parts = []
+    for chunk in chunks:
+        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+            raise TenantError(f"not supported: {where}.model_input of {kind}; expected encoded_text")
+        if len(chunk.encoded_text.tokens) % 4:
+            raise TenantError(f"expected int32 tokens in {where}; found {len(chunk.encoded_text.tokens)} bytes")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4").astype(np.int64))
+    if not sum(map(len, parts)):
+        raise TenantError(f"expected tokens in {where}.model_input; found none")
+    return np.concatenate(parts)
+
+
+def _array(tensor: pb.TensorData, where: str) -> np.ndarray:
+    if tensor.WhichOneof("encoding") != "dense":
+        raise TenantError(f"not supported: {where} as {tensor.WhichOneof('encoding')}; expected a dense array")
+    if (dtype := _DTYPES.get(tensor.dtype)) is None:
+        raise TenantError(f"not supported: {where} of dtype {tensor.dtype}; expected float32, int64 or int32")
+    try:
+        flat = np.frombuffer(tensor.dense, dtype)
+        return flat.reshape(list(tensor.shape)) if tensor.shape else flat
+    except ValueError as error:
+        raise TenantError(f"expected an array in {where}; found {error}") from None
+
+
+def batch_result(logprobs: Sequence[np.ndarray], loss: float) -> bytes:
+    """The result of a batch: float32 [n] for each sequence, and the loss."""
+    arrays = [np.asarray(each, "<f4") for each in logprobs]
+    offsets = np.cumsum([0, *(each.nbytes for each in arrays)]).astype("<i8")
+    tensor = pb.BatchedTensor(data=b"".join(each.tobytes() for each in arrays), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32)
+    record = pb.ArrayRecord(type_tag="logprobs", num_datums=len(arrays), fields={"logprobs": tensor})
+    metrics = {"loss:sum": loss}
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=metrics)
+    return b"P" + output.SerializeToString()
+
+
+def json_result(**fields: Any) -> bytes:
+    """A result in JSON."""
+    return b"J" + json.dumps(fields).encode()
+
+
+def failure(message: str, category: Literal["user", "server"]) -> bytes:
+    """The result of a request that was not executed."""
+    return json_result(error=message, category=category)

@@ -1,0 +1,92 @@
+"""The request log on a real Redis."""
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from polyreme.experience import requests
+from polyreme.experience.requests import LogPlace, RequestLog, in_lane
+
+
+@pytest.fixture
+def log(redis: Redis, run_id: str) -> RequestLog:
+    return RequestLog(redis, run_id)
+
+
+async def test_a_repeated_request_is_executed_once(log: RequestLog) -> None:
+    place = in_lane("m", 0)
+    assert [await log.submit(place, b"a"), await log.submit(place, b"a")] == ["new", "known"]
+    assert await log.open("learner") == [place]
+    assert await log.payload(place) == b"a"
+    assert await log.finish(place, b"first")
+    assert not await log.finish(place, b"second")
+    assert await log.submit(place, b"a") == "known"
+    assert (await log.open("learner"), await log.result(place.id)) == ([], b"first")
+
+
+async def test_a_models_requests_have_no_gap(log: RequestLog) -> None:
+    assert await log.submit(in_lane("m", 1), b"") == "early"
+    assert await log.submit(in_lane("m", 0), b"") == "new"
+    assert await log.submit(in_lane("m", 1), b"") == "new"
+    assert await log.submitted("m") == 1
+    assert await log.submit(in_lane("other", 0), b"") == "new"
+
+
+async def test_an_old_request_is_never_executed_again(log: RequestLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "RESULT_SECONDS", 0.001)
+    place = in_lane("m", 0)
+    await log.submit(place, b"")
+    await log.finish(place, b"")
+    await asyncio.sleep(0.01)  # the result expires
+    assert await log.submit(place, b"") == "gone"
+    assert not await log.is_known(place.id)
+
+
+async def test_kept_requests_stay_until_a_saved_state_has_them(log: RequestLog) -> None:
+    places = [in_lane("m", seq) for seq in range(4)]
+    for place in places:
+        await log.submit(place, f"{place.seq}".encode())
+        await log.finish(place, b"", keep=place.seq != 1)
+    assert await log.kept("m") == [places[0], places[2], places[3]]
+    await log.forget("m", 2)
+    assert await log.kept("m") == [places[3]]
+    assert await log.payload(places[3]) == b"3"
+
+
+async def test_a_full_log_takes_no_request(log: RequestLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_OPEN", 2)
+    monkeypatch.setattr(requests, "MAX_LANE_BYTES", 10)
+    assert await log.submit(in_lane("m", 0), b"x" * 11) == "new"
+    assert await log.submit(in_lane("m", 1), b"") == "full"
+    await log.finish(in_lane("m", 0), b"")
+    assert await log.submit(in_lane("m", 1), b"") == "new"
+    assert await log.submit(LogPlace("s", "learner"), b"") == "new"
+    assert await log.submit(LogPlace("t", "learner"), b"") == "full"
+    assert await log.submit(LogPlace("t", "sampler"), b"") == "new"
+
+
+async def test_a_waiter_gets_the_result_when_it_comes(log: RequestLog) -> None:
+    place = LogPlace("s:0", "sampler")
+    await log.submit(place, b"")
+    async with log.following():
+        waiting = [asyncio.create_task(log.result(place.id, 60.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await log.finish(place, b"answer")
+        async with asyncio.timeout(30):
+            assert await asyncio.gather(*waiting) == [b"answer"] * 2
+    assert await log.result("never", 0.0) is None
+
+
+async def test_beginnings_are_counted_until_the_end(log: RequestLog) -> None:
+    place = in_lane("m", 0)
+    await log.submit(place, b"")
+    assert [await log.begin(place), await log.begin(place)] == [1, 2]
+    await log.finish(place, b"")
+    assert await log.begin(place) == 1
+
+
+async def test_records_are_found_by_kind_and_name(log: RequestLog) -> None:
+    await log.set_record("session", "s", {"a": "1"})
+    assert (await log.record("session", "s"), await log.record("model", "s")) == ({"a": "1"}, None)
+    assert (await log.renew_record("session", "s"), await log.renew_record("session", "t")) == (True, False)

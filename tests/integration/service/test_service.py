@@ -1,0 +1,96 @@
+"""The public SDK, unmodified, against a training service with megatron's learner: numbers, restarts, tenants."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from polyreme.hub.tiny_model import write_tiny_model
+from support.service import Service, service, tenant
+from support.tinker_client import SEQUENCES, STEPS, WEIGHTS
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    write_tiny_model(folder / "model")
+    with service(folder, folder / "model", "tiny", 64) as started:
+        yield started
+
+
+def plain_steps(base: Path, adapter: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same steps with torch and PEFT alone: the adapter's tensors after them, and the losses."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True).eval()
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    adam = torch.optim.AdamW(trained.values(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    losses = []
+    for _ in range(STEPS):
+        adam.zero_grad()
+        total = torch.zeros(())
+        for ids, weights in zip(SEQUENCES, WEIGHTS, strict=True):
+            logprobs = model(input_ids=torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+            total = total - (torch.tensor(weights) * logprobs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]).sum()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        adam.step()
+        losses.append(float(total.detach()))
+    return {name.replace(".default.", "."): param.detach() for name, param in trained.items()}, losses
+
+
+def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_twenty_steps_are_those_of_plain_torch(running: Service, tmp_path: Path) -> None:
+    outcome = tenant(running, "twenty_steps", tmp_path).result()
+    wanted, losses = plain_steps(running.folder.parents[1] / "model", running.saved(outcome["start"]))
+    found = adapter_of(running.saved(outcome["end"]))
+    assert found.keys() == wanted.keys()
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-5
+    np.testing.assert_allclose(outcome["losses"], losses, rtol=1e-4)
+    assert outcome["losses"][-1] < 0.9 * outcome["losses"][0]
+    assert outcome["difference"] < 1e-4 < 1e-2 < outcome["moved"], "the sampler has the learner's weights, not the base model's"
+    first, again = outcome["tokens"]
+    assert first == again and first[0] != first[1], "a seed decides the answers, and each has its own"
+
+
+async def test_killed_processes_cost_a_client_nothing(running: Service, tmp_path: Path) -> None:
+    """Two tenants train at the same time; the second run has no kills, and other tenants between its requests."""
+    disturbed = tenant(running, "continued", tmp_path)
+    for line, part in (("2 ", "learner"), ("5 ", "api"), ("9 ", "learner")):
+        await disturbed.wait_for(line)
+        running.kill(part)
+    lost = disturbed.result()
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    kept = tenant(running, "continued", quiet).result()
+    assert lost["losses"] == kept["losses"]
+    one, two = (adapter_of(running.saved(each["end"])) for each in (lost, kept))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+async def test_tenants_of_different_ranks_share_the_base_model(running: Service, tmp_path: Path) -> None:
+    """The same program has the same weights alone and beside others."""
+    programs = []
+    for number, case in enumerate(("twenty_steps", "continued", "twenty_steps")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        programs.append(tenant(running, case, folder))
+    first, other, second = (program.result() for program in programs)
+    assert first["losses"] == second["losses"] != other["losses"]
+    one, two = (adapter_of(running.saved(each["end"])) for each in (first, second))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_refused_request_leaves_the_model_as_it_was(running: Service, tmp_path: Path) -> None:
+    outcome = tenant(running, "refused", tmp_path).result()
+    assert "token ids from 0 to" in outcome["problems"][0]
+    assert "loss_fn = 'gspo'" in outcome["problems"][1]
+    assert np.isfinite(outcome["losses"]).all()

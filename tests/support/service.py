@@ -1,0 +1,98 @@
+"""A training service of its own processes, and programs of its tenants."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import yaml
+
+from polyreme.net.ports import free_port
+
+TESTS = Path(__file__).resolve().parents[1]
+QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Service:
+    """A running `polyreme serve`."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str, folder: Path) -> None:
+        self._process, self.url, self.folder = process, url, folder
+
+    def kill(self, part: str) -> None:
+        """Kills the learner, the API or the sampler."""
+        word = {"sampler": "polyreme_rollout.local"}.get(part, part)
+        [found] = [each for each in psutil.Process(self._process.pid).children() if word in each.cmdline()]
+        found.kill()
+
+    def saved(self, path: str) -> Path:
+        """The directory of a tinker:// path."""
+        return self.folder / "models" / path.removeprefix("tinker://")
+
+
+@contextmanager
+def service(folder: Path, model: Path, name: str, length: int, engine: str = "transformers") -> Iterator[Service]:
+    """Serves a model until the block ends.
+
+    Args:
+        name: the base model's name for clients.
+        length: of prompt and answer.
+    """
+    url, file = f"http://127.0.0.1:{(port := free_port())}", folder / "serve.yaml"
+    sampler = {"engine": engine, "max_model_len": length}
+    tree = {"output_dir": "out", "base_model": name, "port": port, "model": {"path": str(model)}, "sampler": sampler}
+    file.write_text(yaml.safe_dump(tree))
+    with open(folder / "serve.log", "wb") as log:
+        command = [sys.executable, "-m", "polyreme", "serve", str(file)]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **QUIET})
+    try:
+        yield Service(process, url, folder / "out" / "serve")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(120)
+    assert status == 0, (folder / "serve.log").read_text()
+
+
+class Program:
+    """A tenant's program that runs."""
+
+    def __init__(self, command: Sequence[str], folder: Path, environment: dict[str, str], file: Path) -> None:
+        self._file = file
+        with open(file, "wb") as log:
+            environment = {**os.environ, **QUIET, **environment}
+            self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    async def wait_for(self, line: str) -> None:
+        """Waits until the program has written a line that begins so."""
+        async with asyncio.timeout(600):
+            while not any(each.startswith(line) for each in self._file.read_text().splitlines()):
+                assert self._process.poll() is None, self._file.read_text()
+                await asyncio.sleep(0.05)
+
+    def result(self, within: float = 900.0) -> Any:
+        """The JSON of its last line, once it has ended well."""
+        try:
+            assert self._process.wait(within) == 0, self._file.read_text()
+        finally:
+            self._process.kill()
+        return json.loads(self._file.read_text().splitlines()[-1])
+
+    def ended(self, within: float = 900.0) -> str:
+        """Its output, once it has ended well."""
+        began = time.monotonic()
+        assert self._process.wait(within) == 0, (time.monotonic() - began, self._file.read_text()[-5000:])
+        return self._file.read_text()
+
+
+def tenant(running: Service, case: str, folder: Path) -> Program:
+    """Starts a case of `tinker_client`."""
+    command = [sys.executable, "-W", "ignore", "-m", "support.tinker_client", running.url, case]
+    return Program(command, folder, {"PYTHONPATH": str(TESTS)}, folder / f"{case}.log")

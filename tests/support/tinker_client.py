@@ -1,0 +1,89 @@
+"""A program of a tenant, with the public SDK: `python -m support.tinker_client URL CASE`. Its last line is JSON."""
+
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+os.environ.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1")
+
+import tinker
+from tinker import types
+
+SEQUENCES = ([5, 9, 14, 7, 30, 8], [11, 5, 9, 6])
+WEIGHTS = ([0.0, 0.5, 1.0, 1.0, 1.0], [1.0, 1.0, 0.25])
+STEPS = 20
+ADAM = types.AdamParams(learning_rate=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
+
+
+def datum(ids: list[int], weights: list[float]) -> types.Datum:
+    inputs: Any = {"target_tokens": ids[1:], "weights": weights}
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+DATA = [datum(ids, weights) for ids, weights in zip(SEQUENCES, WEIGHTS, strict=True)]
+
+
+def train(model: Any, steps: int) -> list[float]:
+    """Each optimizer step has two batches, so that gradients add up."""
+    losses = []
+    for step in range(steps):
+        parts = [model.forward_backward([each], "cross_entropy") for each in DATA]
+        moved = model.optim_step(ADAM)
+        losses.append(sum(part.result().metrics["loss:sum"] for part in parts))
+        moved.result()
+        print(step, losses[-1], flush=True)
+    return losses
+
+
+def twenty_steps(service: Any) -> dict[str, Any]:
+    """Trains with weights saved before and after, and compares the sampler with the learner."""
+    model = service.create_lora_training_client(base_model="tiny", rank=4, seed=3)
+    model = model.result()
+    start = model.save_weights_for_sampler("start").result().path
+    losses = train(model, STEPS)
+    end = model.save_weights_for_sampler("end").result().path
+    prompt = types.ModelInput.from_ints(list(SEQUENCES[0]))
+    sampler = service.create_sampling_client(model_path=end)
+    sampled = sampler.compute_logprobs(prompt).result()[1:]
+    learned = model.forward([DATA[0]], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
+    options = types.SamplingParams(max_tokens=4, temperature=1.0, seed=5, top_p=0.9)
+    answers = [sampler.sample(prompt, num_samples=2, sampling_params=options).result() for _ in range(2)]
+    tokens = [[list(sequence.tokens) for sequence in answer.sequences] for answer in answers]
+    base = service.create_sampling_client(base_model="tiny").compute_logprobs(prompt).result()[1:]
+    difference = float(np.abs(np.array(sampled) - np.array(learned)).max())
+    moved = float(np.abs(np.array(base) - np.array(learned)).max())
+    return {"start": start, "end": end, "losses": losses, "difference": difference, "moved": moved, "tokens": tokens}
+
+
+def continued(service: Any) -> dict[str, Any]:
+    """Trains, saves, and continues in a new model from the checkpoint."""
+    first = service.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
+    train(first, 3)
+    path = first.save_state("three").result().path
+    second = service.create_training_client_from_state_with_optimizer(path)
+    losses = train(second, 25)
+    return {"end": second.save_weights_for_sampler("end").result().path, "losses": losses}
+
+
+def refused(service: Any) -> dict[str, Any]:
+    """What the service refuses, and that the model goes on."""
+    model = service.create_lora_training_client(base_model="tiny", rank=2).result()
+    problems = []
+    wrong = datum([5, 10**6], [1.0])
+    for data, loss in (([wrong], "cross_entropy"), (DATA, "gspo")):
+        try:
+            model.forward_backward(data, loss).result()
+        except tinker.RequestFailedError as error:
+            problems.append(str(error))
+    return {"problems": problems, "losses": train(model, 1)}
+
+
+CASES = {case.__name__: case for case in (twenty_steps, continued, refused)}
+
+if __name__ == "__main__":
+    outcome = CASES[sys.argv[2]](tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-any"))
+    print(json.dumps(outcome), flush=True)
+    os._exit(0)  # the SDK's threads would wait for a heartbeat
