@@ -5,12 +5,9 @@ with `error` and `category`, as the SDK expects it. What the API does not have i
 """
 
 import json
-import logging
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import zstandard
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -18,21 +15,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
-from polyreme.net.http_server import BODY_LIMIT
 from polyreme_trainer.service import messages as m
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.http_answers import Handler, endpoint, refused, refused_tenant
 from polyreme_trainer.service.wire import Request, parse_batch, read_batch
-
-logger = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
 HOLD_SECONDS = 30.0
 """How long an answer of retrieve_future is held for a result. The SDK asks again at once, and waits 45 seconds itself."""
 _AGAIN = 409
 _FULL = 429
-Handler = Callable[[bytes], Awaitable[Response]]
-AnyMessage = TypeVar("AnyMessage", bound=m.Message)
 
 
 class ServiceApi:
@@ -73,14 +66,14 @@ class ServiceApi:
             "asample": self._sample,
             "retrieve_future": self._retrieve,
         }
-        routes = [Route(f"{PREFIX}/{name}", _endpoint(handler), methods=["POST"]) for name, handler in posts.items()]
+        routes = [Route(f"{PREFIX}/{name}", endpoint(handler), methods=["POST"]) for name, handler in posts.items()]
         routes += [
             Route("/health", self._health),
             Route(f"{PREFIX}/healthz", self._health),
             Route(f"{PREFIX}/get_server_capabilities", self._capabilities),
             Route(f"{PREFIX}/samplers/{{name:path}}", self._sampler),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _refused, TenantError: _refused_tenant})
+        return Starlette(routes=routes, exception_handlers={HTTPException: refused, TenantError: refused_tenant})
 
     async def _health(self, request: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
@@ -290,45 +283,3 @@ class ServiceApi:
     def _check_base(self, name: str) -> None:
         if name != self._base_model:
             raise TenantError(f"expected the base model {self._base_model}; found {name!r:.200}")
-
-
-def _endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """A Starlette endpoint that gives the handler the body, decompressed."""
-
-    async def answer(request: HttpRequest) -> Response:
-        body = await request.body()
-        if (encoding := request.headers.get("content-encoding", "identity")) == "zstd":
-            body = _decompressed(body)
-        elif encoding != "identity":
-            raise TenantError(f"not supported: content-encoding {encoding!r:.40}; expected zstd or none")
-        return await handler(body)
-
-    return answer
-
-
-def _decompressed(body: bytes) -> bytes:
-    """A zstd body of at most BODY_LIMIT bytes. Raises TenantError."""
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            whole = reader.read(BODY_LIMIT + 1)
-    except zstandard.ZstdError as error:
-        raise TenantError(f"expected a zstd body; found {error}") from None
-    if len(whole) > BODY_LIMIT:
-        raise HTTPException(413, f"expected a body of at most {BODY_LIMIT} bytes; found more")
-    return whole
-
-
-def _body(message: str) -> dict[str, str]:
-    return {"error": message, "detail": message, "category": "user"}
-
-
-async def _refused(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = error.detail
-    if error.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed"):
-        message = f"not supported: {request.method} {request.url.path}"
-    return JSONResponse(_body(message), status_code=error.status_code)
-
-
-async def _refused_tenant(request: HttpRequest, error: Exception) -> Response:
-    return JSONResponse(_body(str(error)), status_code=400)

@@ -1,0 +1,61 @@
+"""Bodies and errors of the Tinker API over HTTP.
+
+Invariant: every error is JSON with `error` and `category`, as the SDK expects it.
+"""
+
+from collections.abc import Awaitable, Callable
+
+import zstandard
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from polyreme.net.http_server import BODY_LIMIT
+from polyreme_trainer.service.errors import TenantError
+
+Handler = Callable[[bytes], Awaitable[Response]]
+"""Answers a request from its body."""
+
+
+def endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """A Starlette endpoint that gives the handler the body, decompressed."""
+
+    async def answer(request: HttpRequest) -> Response:
+        body = await request.body()
+        if (encoding := request.headers.get("content-encoding", "identity")) == "zstd":
+            body = _decompressed(body)
+        elif encoding != "identity":
+            raise TenantError(f"not supported: content-encoding {encoding!r:.40}; expected zstd or none")
+        return await handler(body)
+
+    return answer
+
+
+def _decompressed(body: bytes) -> bytes:
+    """A zstd body of at most BODY_LIMIT bytes. Raises TenantError."""
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+            whole = reader.read(BODY_LIMIT + 1)
+    except zstandard.ZstdError as error:
+        raise TenantError(f"expected a zstd body; found {error}") from None
+    if len(whole) > BODY_LIMIT:
+        raise HTTPException(413, f"expected a body of at most {BODY_LIMIT} bytes; found more")
+    return whole
+
+
+def _body(message: str) -> dict[str, str]:
+    return {"error": message, "detail": message, "category": "user"}
+
+
+async def refused(request: HttpRequest, error: Exception) -> Response:
+    """The answer to a request that the API does not take."""
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed"):
+        message = f"not supported: {request.method} {request.url.path}"
+    return JSONResponse(_body(message), status_code=error.status_code)
+
+
+async def refused_tenant(request: HttpRequest, error: Exception) -> Response:
+    """The answer to a request that cannot be executed."""
+    return JSONResponse(_body(str(error)), status_code=400)
