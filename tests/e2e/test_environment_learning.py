@@ -121,7 +121,7 @@ def test_grpo_with_branches_on_shared_devices(made: Path) -> None:
 
 OTHERS = {
     "dapo": {"algorithm": {"preset": "dapo"}},
-    "turn_norm": {"algorithm": {"preset": "grpo", "kl": None, "advantage": {"kind": "turn_norm", "gamma": 0.4}}},
+    "turn-norm": {"algorithm": {"preset": "grpo", "kl": None, "advantage": {"kind": "turn_norm", "gamma": 0.4}}},
     "asynchronous": {
         "algorithm": {"preset": "grpo", "kl": None},
         "max_staleness": 2,
