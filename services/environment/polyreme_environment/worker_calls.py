@@ -23,10 +23,9 @@ _ANSWER_SECONDS = 4.0
 """A process that has not said for so long that it could not cancel a call is blocked."""
 _STUCK: Mapping[str, Any] = {}
 """In place of the reply to a call that cannot be cancelled."""
-Reply = Mapping[str, Any]
-
-
 _NO_CALL = -1
+"""At fault where something else killed the process."""
+Reply = Mapping[str, Any]
 
 
 class StuckError(PlayError):
