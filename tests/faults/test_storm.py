@@ -64,7 +64,9 @@ async def endure(
             await s.end("learner")
             await start_supervisor(s, TRAIN_SECONDS)
         wrong = await verdict(s, await s.wait(900.0), iterations) + await weights_verdict(s, iterations)
-        wrong += replayed(s.finished, trained_episodes(folder / "run" / "samples")) if "environment" in kind else []
+        if "environment" in kind:
+            wrong += replayed(s.finished, trained_episodes(folder / "run" / "samples"))
+            print(f"{len(s.finished)} finished episodes were in the log when an orchestrator was killed")
         if "tokens_per_iteration" in kind.get("rollout", {}) and not await samples_continued(s):
             wrong.append("no trained sample had paused")
         print(*s.notes, sep="\n")
