@@ -211,27 +211,22 @@ async def start_supervisor(storm: Storm, train_seconds: float) -> None:
     await storm.start("supervisor", "polyreme_trainer.testing.simulation", *options)
 
 
-def _real_task(folder: Path, iterations: int) -> Path:
-    """Makes the run's folders and files. Returns its configuration's path."""
-    reward = _telling_reward(folder)
-    path = make_task(folder)
-    tree = yaml.safe_load(path.read_text())
-    tree |= {"name": "storm", "iterations": iterations, "groups_per_iteration": 4, "max_staleness": 1, "reward": reward}
-    tree["data"].pop("eval")
-    tree["rollout"] |= {"replicas": REAL_REPLICAS, "start_timeout": 600.0, "chunk_timeout": 10.0, "vllm": {"kv_cache_mib": 32}}
-    tree["trainer"] |= {"save_interval": 2, "max_restarts": 1000}
-    tree["trainer"]["sft"][0]["steps"] = 20
-    path.write_text(yaml.safe_dump(tree))
-    load_config(path).run_dir.mkdir(parents=True)
-    return path
-
-
-def _real_game(folder: Path, iterations: int) -> Path:
-    """The same for agents, whose policy has learned to guess numbers."""
-    played = _telling_environment(folder, function="run", step_timeout=60.0, max_turns=4)
-    path = make_game(folder)
-    tree = yaml.safe_load(path.read_text()) | played
-    tree |= {"name": "storm", "output_dir": str(folder), "iterations": iterations, "groups_per_iteration": 4, "max_staleness": 1}
+def _real_task(folder: Path, iterations: int, *, agents: bool) -> Path:
+    """Makes the run's folders and files: a task with a reward, or agents whose policy guesses numbers. Returns its configuration's path."""
+    if agents:
+        scores = _telling_environment(folder, function="run", step_timeout=60.0, max_turns=4)
+    else:
+        scores = {"reward": _telling_reward(folder)}
+    path = make_game(folder) if agents else make_task(folder)
+    tree = yaml.safe_load(path.read_text()) | scores
+    tree |= {
+        "name": "storm",
+        "iterations": iterations,
+        "groups_per_iteration": 4,
+        "max_staleness": 1,
+        "output_dir": str(folder / "runs"),
+    }
+    tree["data"].pop("eval", None)
     tree["rollout"] |= {"replicas": REAL_REPLICAS, "start_timeout": 600.0, "chunk_timeout": 10.0, "vllm": {"kv_cache_mib": 32}}
     tree["trainer"] |= {"save_interval": 2, "max_restarts": 1000}
     tree["trainer"]["sft"][0]["steps"] = 20
@@ -243,7 +238,7 @@ def _real_game(folder: Path, iterations: int) -> Path:
 @asynccontextmanager
 async def real_storm(nursery: Nursery, folder: Path, seed: int, iterations: int, *, agents: bool = False) -> AsyncIterator[Storm]:
     """Starts an asynchronous run of `polyreme train` with two vLLM replicas and megatron-core (tensor parallel 2)."""
-    path = _real_game(folder, iterations) if agents else _real_task(folder, iterations)
+    path = _real_task(folder, iterations, agents=agents)
     config = load_config(path)
     async with _ground(nursery, folder, seed, config, read_model_files(config.model.path), REAL_PATIENCE) as storm:
         run = ("--run", storm.run.run_id, "--log-dir", str(folder))
