@@ -365,6 +365,20 @@ async def test_without_a_server_the_run_fails_in_time(redis, run_id, tmp_path, c
             await w.play(client)
 
 
+async def test_an_episode_that_waits_for_a_server_can_be_cancelled(redis, run_id, tmp_path, config):
+    """Also in the moment in which it hears of a change."""
+    async with hosted(redis, run_id, tmp_path, config) as (_, client):
+        for turns in range(12):  # of the event loop, between the change and the end
+            waiting = asyncio.create_task(client.play(None, None))
+            await asyncio.sleep(0.01)
+            await client.refresh()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            ended, _ = await asyncio.wait({waiting}, timeout=30)
+            assert ended and waiting.cancelled(), turns
+
+
 async def test_a_failed_environment_is_no_reward(redis, run_id, tmp_path, config):
     config.file.write_text(ENVIRONMENT.replace("0.25, done", "float('nan'), done"))
     async with hosted(redis, run_id, tmp_path, config) as (w, client), serve(config, run=w.run):

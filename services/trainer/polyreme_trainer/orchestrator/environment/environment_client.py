@@ -211,7 +211,8 @@ class EnvironmentClient:
                 )
             async with self._changed:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), 0.5)
+                    async with asyncio.timeout(0.5):
+                        await self._changed.wait()
         server.playing += 1
         try:
             yield server
