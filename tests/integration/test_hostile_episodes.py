@@ -258,7 +258,7 @@ async def test_a_connection_that_closes_in_mid_stream_and_an_endless_body():
         assert (await said(call)).reward == 1.0
 
 
-@pytest.mark.parametrize("sessions", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("sessions", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(2400)])])
 async def test_sessions_that_are_opened_and_abandoned(sessions):
     """They are abandoned in turn, while the next ones open; their keys open nothing afterwards."""
     async with addresses(episodes=100) as (agents, lease, begin):
