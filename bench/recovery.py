@@ -4,7 +4,7 @@
 
 Replicas and learner are simulated, everything else is real: Redis with every write on disk, gRPC, and reward server, supervisor,
 orchestrator, log and recorder in separate processes. Each of Redis, orchestrator, learner, a replica, the reward server and the supervisor
-gets SIGKILL `--kills` times, in phases drawn uniformly from those of an iteration. Then the run is stopped. A run of as many iterations
+gets SIGKILL `--kills` times, in all phases of an iteration equally often. Then the run is stopped. A run of as many iterations
 without faults is the control. A token takes 5 ms; lengths are geometric, with a mean that varies log-normally over samples, and cut at 512
 tokens.
 
@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import json
 import math
-import random
 import sys
 import tempfile
 import time
@@ -42,10 +41,10 @@ from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.record_codec import decode_group
 from polyreme.experience.run import RunState
 from support.driver import Storm
-from support.faults import PHASES, Fault
+from support.faults import PHASES, Fault, kills
 from support.nursery import Nursery
 from support.storms import MODULES, simulated_storm
-from support.verdicts import records, verdict, weights_verdict
+from support.verdicts import last_trained, verdict, weights_verdict
 
 TARGET = {"lost_samples": 0, "trained_twice": 0, "length_shift_p": 0.05}
 ROLES = ("redis", "orchestrator", "learner", "rollout", "reward", "supervisor")
@@ -84,22 +83,6 @@ class Outcome:
         return self.sampled - sum(self.lengths) - self.waiting
 
 
-def kills(seed: int, count: int) -> list[Fault]:
-    """Returns `count` kills of each role, in random order, phase and moment."""
-    rng = random.Random(seed)
-    deck = [role for role in ROLES for _ in range(count)]
-    phases = [phase for _ in range(-(-len(deck) // len(PHASES))) for phase in PHASES]
-    rng.shuffle(deck)
-    rng.shuffle(phases)
-    faults = []
-    for role, phase in zip(deck, phases, strict=False):
-        victim = f"rollout-{rng.randrange(REPLICAS)}" if role == "rollout" else role
-        spread = rng.uniform(*PHASES[phase].spread)
-        moment = rng.choice(PHASES[phase].moments)
-        faults.append(Fault(phase, moment, spread, victim, "kill", rng.uniform(0.0, 0.3), rng.expovariate(1.0)))
-    return faults
-
-
 async def run(nursery: Nursery, folder: Path, seed: int, faults: Sequence[Fault] = (), iterations: int = ENDLESS) -> Outcome:
     """Runs `iterations`, or until the last of `faults`, and returns the outcome."""
     replica = ("--mean-length", "96", "--length-spread", "1", "--count", str(folder.parent / f"{folder.name}-{{name}}.txt"))
@@ -131,7 +114,7 @@ async def run(nursery: Nursery, folder: Path, seed: int, faults: Sequence[Fault]
             storm.stop()
         state = await storm.wait(LIMIT)
         seconds = time.monotonic() - began
-        trained = await last_trained(storm)
+        trained = await last_trained(storm.run)
         ended = RunState.DONE if faults and state is RunState.STOPPED else state
         problems = await verdict(storm, ended, trained) + await weights_verdict(storm, trained)
         planned = await planned_groups(storm, trained)
@@ -148,14 +131,10 @@ async def run(nursery: Nursery, folder: Path, seed: int, faults: Sequence[Fault]
 
 async def one_more(storm: Storm) -> None:
     """Waits for one more trained iteration, and for a sample after the last fault."""
-    reached, appends = await last_trained(storm), storm.appends
+    reached, appends = await last_trained(storm.run), storm.appends
     async with asyncio.timeout(LIMIT):
-        while storm.appends == appends or await last_trained(storm) <= reached:  # noqa: ASYNC110 - Redis gives no event
+        while storm.appends == appends or await last_trained(storm.run) <= reached:  # noqa: ASYNC110 - Redis gives no event
             await asyncio.sleep(0.2)
-
-
-async def last_trained(storm: Storm) -> int:
-    return max((record["iteration"] for record in await records(storm.run, "iteration")), default=0)
 
 
 async def waiting_tokens(storm: Storm, planned: set[int]) -> int:
@@ -224,7 +203,7 @@ def report(calm: Outcome, stormy: Outcome, crashes: int) -> dict[str, float]:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    faults = kills(options.seed, options.kills)
+    faults = kills(options.seed, options.kills * len(ROLES), REPLICAS, ROLES, [*PHASES], pace=1.0)
     nursery = await Nursery.open(MODULES)
     try:
         stormy = await run(nursery, folder / "killed", options.seed, faults)

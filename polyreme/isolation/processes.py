@@ -37,8 +37,16 @@ INVALID_MESSAGE = (ValueError, TypeError, AttributeError, LookupError, Arithmeti
 """What reading a message raises whose form or numbers are wrong: untrusted code can write to its worker's socket."""
 
 
+_WITH_KEEPER = "ended with its keeper"
+
+
 class WorkerExitedError(Exception):
     """The worker's process has ended. The message states how."""
+
+    @property
+    def killed(self) -> bool:
+        """Whether by SIGKILL or with its keeper: from outside, or by the kernel, rather than by what it ran."""
+        return str(self) in ("was killed by SIGKILL", _WITH_KEEPER)
 
 
 class Worker:
@@ -293,7 +301,7 @@ class Workers:
         self._stop_keeper()
         for worker in self._alive.values():
             worker.forked.set()
-            worker.end("ended with its keeper")
+            worker.end(_WITH_KEEPER)
 
     def _stop_keeper(self) -> None:
         if self._control is not None:

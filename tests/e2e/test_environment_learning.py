@@ -1,7 +1,6 @@
 """Whole runs with the real learner on episodes of several turns: what each way to learn sees of them, and a run that is killed and resumed."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from support.whole_run import Up
+from support.whole_run import Up, make_game
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TALK = '''
 class Talk:
     """Counts the words of each answer, and ends after three, or after a digit."""
@@ -45,13 +43,10 @@ SMALL = {"iterations": 3, "groups_per_iteration": 2, "group_size": 4, "output_di
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's folder with its data; its model keeps its random weights."""
-    folder = tmp_path_factory.mktemp("made")
-    shutil.copytree(EXAMPLES / "guess_number", folder / "task", ignore=shutil.ignore_patterns("data", "__pycache__"))
-    shutil.copy(EXAMPLES / "tiny_chat.py", folder)
-    subprocess.run([sys.executable, str(folder / "task" / "prepare.py")], check=True, timeout=600)
-    (folder / "task" / "talk.py").write_text(TALK)
-    (folder / "task" / "rewrites.py").write_text(REWRITES)
-    return folder / "task"
+    folder = make_game(tmp_path_factory.mktemp("made")).parent
+    (folder / "talk.py").write_text(TALK)
+    (folder / "rewrites.py").write_text(REWRITES)
+    return folder
 
 
 def written(made: Path, name: str, **sections: Any) -> Path:
@@ -126,7 +121,7 @@ def test_grpo_with_branches_on_shared_devices(made: Path) -> None:
 
 OTHERS = {
     "dapo": {"algorithm": {"preset": "dapo"}},
-    "turn_norm": {"algorithm": {"preset": "grpo", "kl": None, "advantage": {"kind": "turn_norm", "gamma": 0.4}}},
+    "turn-norm": {"algorithm": {"preset": "grpo", "kl": None, "advantage": {"kind": "turn_norm", "gamma": 0.4}}},
     "asynchronous": {
         "algorithm": {"preset": "grpo", "kl": None},
         "max_staleness": 2,

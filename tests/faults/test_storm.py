@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,28 +16,44 @@ import pytest
 
 from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import RunState
 from support.driver import Storm
-from support.faults import PHASES, Fault, schedule
+from support.faults import IN_EPISODES, PHASES, Fault, kills, schedule
+from support.finished import replayed, trained_episodes
 from support.nursery import Nursery
 from support.storms import MODULES, REAL_REPLICAS, real_storm, simulated_storm, start_supervisor
-from support.verdicts import records, table, verdict, weights_verdict
+from support.verdicts import last_trained, records, table, verdict, weights_verdict
 from support.waiting import until
 
 DIRECT = ("redis", "orchestrator", "learner", "rollout", "reward")
 PLAYING = ("redis", "orchestrator", "learner", "rollout", "environment", "worker")
+KILLED = ("environment", "worker", "address", "rollout", "orchestrator", "redis")
 TRAIN_SECONDS = 0.03
+Draw = Callable[..., tuple[int, list[Fault]]]
 
 
 def seed_of(default: int) -> int:
     return int(os.environ.get("POLYREME_FAULT_SEED", default))
 
 
-async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervised: bool, pace: float, **kind: Any) -> Storm:
-    """Runs with `count` faults, or fewer if the run finishes earlier, and then without faults to the end."""
-    iterations = max(8, int((1.2 if kind.get("max_staleness") else 0.55) * count))  # about as many as there are faults
+def drawn(seed: int, count: int, supervised: bool, pace: float, **kind: Any) -> tuple[int, list[Fault]]:
+    """A run's iterations, about as many as there are faults, and its faults."""
     direct = PLAYING if "environment" in kind else DIRECT
     victims = (*direct, "supervisor") if supervised else direct
-    faults = schedule(seed, count, 3, victims, pace, drafts="step_seconds" in kind)
+    iterations = max(8, int((1.2 if kind.get("max_staleness") else 0.55) * count))
+    return iterations, schedule(seed, count, 3, victims, pace, drafts="step_seconds" in kind)
+
+
+def killed(seed: int, count: int, supervised: bool, pace: float, **kind: Any) -> tuple[int, list[Fault]]:
+    """The same of kills in mid-episode."""
+    return max(12, count // 2), kills(seed, count, 3, KILLED, IN_EPISODES, pace)
+
+
+async def endure(
+    nursery: Nursery, folder: Path, seed: int, count: int, supervised: bool, pace: float, draw: Draw, **kind: Any
+) -> Storm:
+    """Runs with `count` faults, or fewer if the run finishes earlier, and then without faults to the end."""
+    iterations, faults = draw(seed, count, supervised, pace, **kind)
     print(f"seed {seed}:", *faults, sep="\n  ")
     fixed = {"iterations": iterations, "supervised": supervised, "train_seconds": TRAIN_SECONDS}
     async with simulated_storm(nursery, folder, seed, **fixed, **kind) as s:
@@ -47,9 +64,13 @@ async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervis
             await s.end("learner")
             await start_supervisor(s, TRAIN_SECONDS)
         wrong = await verdict(s, await s.wait(900.0), iterations) + await weights_verdict(s, iterations)
+        if "environment" in kind:
+            wrong += replayed(s.finished, trained_episodes(folder / "run" / "samples"))
+            print(f"{len(s.finished)} finished episodes were in the log when an orchestrator was killed")
         if "tokens_per_iteration" in kind.get("rollout", {}) and not await samples_continued(s):
             wrong.append("no trained sample had paused")
-        assert not wrong, "\n".join([f"seed {seed}", *wrong, *s.notes])
+        print(*s.notes, sep="\n")
+        assert not wrong, "\n".join([f"seed {seed}", *wrong])
     return s
 
 
@@ -58,7 +79,9 @@ async def samples_continued(s: Storm) -> bool:
     return paused > 0 and any(record["partial/carried_samples"] for record in await records(s.run, "iteration"))
 
 
-async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervised: bool, pace: float = 0.1, **kind: Any) -> None:
+async def endure_all(
+    folder: Path, seed: int, count: int, per_run: int, supervised: bool, pace: float = 0.1, draw: Draw = drawn, **kind: Any
+) -> list[Storm]:
     """Repeats runs with different seeds until there were `count` faults."""
     storms: list[Storm] = []
     nursery = await Nursery.open(MODULES)
@@ -66,10 +89,11 @@ async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervis
         while (left := count - sum(sum(s.done.values()) for s in storms)) > 0:
             number = len(storms)
             own = seed if number == 0 else random.Random(f"{seed} {number}").randrange(1 << 31)
-            storms.append(await endure(nursery, folder / str(number), own, min(per_run, left), supervised, pace, **kind))
+            storms.append(await endure(nursery, folder / str(number), own, min(per_run, left), supervised, pace, draw, **kind))
     finally:
         await nursery.close()
         print(table(storms))
+    return storms
 
 
 @pytest.mark.parametrize(
@@ -82,6 +106,25 @@ async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
 
 async def test_faults_in_mid_episode(tmp_path: Path) -> None:
     await endure_all(tmp_path, seed_of(500), 8, 8, supervised=False, environment={}, max_staleness=1)
+
+
+async def kill_in_mid_episode(folder: Path, count: int, pace: float, step_seconds: float) -> list[Storm]:
+    agents = {"environment": {"function": "run"}, "max_staleness": 1, "step_seconds": step_seconds}
+    storms = await endure_all(folder, seed_of(600), count, 50, supervised=False, pace=pace, draw=killed, **agents)
+    assert {victim for storm in storms for victim, _ in storm.done} == {*KILLED}
+    return storms
+
+
+async def test_kills_in_mid_episode(tmp_path: Path) -> None:
+    await kill_in_mid_episode(tmp_path, 12, pace=0.2, step_seconds=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_two_hundred_kills_in_mid_episode(tmp_path: Path) -> None:
+    """Groups take seconds. What was finished when an orchestrator was killed is trained as it was."""
+    storms = await kill_in_mid_episode(tmp_path, 200, pace=1.5, step_seconds=0.04)
+    assert any(storm.finished for storm in storms)
 
 
 @pytest.mark.slow
@@ -211,5 +254,36 @@ async def test_faults_in_every_part_of_the_real_stack(tmp_path: Path) -> None:
             assert not wrong, "\n".join([f"seed {seed}", *wrong, *s.notes])
             assert done >= 30
             assert {phase for _, phase in s.done} >= PHASES.keys() - {"draft"}
+    finally:
+        await nursery.close()
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.timeout(5400)
+async def test_kills_in_mid_episode_on_the_real_stack(tmp_path: Path) -> None:
+    """Two vLLM replicas, megatron-core on two tensor ranks, and agents. The run is stopped after its kills."""
+    seed = seed_of(700)
+    faults = kills(seed, 20, REAL_REPLICAS, KILLED, IN_EPISODES, pace=4.0)
+    print(f"seed {seed}:", *faults, sep="\n  ")
+    nursery = await Nursery.open(MODULES)
+    try:
+        async with real_storm(nursery, tmp_path / "real", seed, 100_000, agents=True) as s:
+            await s.running(600.0)
+            assert await s.rage(faults) == 20
+            await s.calm()
+            after = await last_trained(s.run)
+
+            async def goes_on() -> bool:
+                return await last_trained(s.run) >= after + 2
+
+            await until(goes_on, 600.0)
+            s.stop()
+            state, trained = await s.wait(900.0), await last_trained(s.run)
+            wrong = await verdict(s, RunState.DONE if state is RunState.STOPPED else state, trained)
+            wrong += replayed(s.finished, trained_episodes((await s.run.config()).run_dir / "samples"))
+            print(table([s]), *s.notes, f"{trained} iterations", sep="\n")
+            assert not wrong, "\n".join([f"seed {seed}", *wrong])
+            assert {victim for victim, _ in s.done} == {*KILLED}
     finally:
         await nursery.close()

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import os
 from contextlib import asynccontextmanager
 
 import grpc
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -18,6 +20,7 @@ from polyreme.net.endpoint import Endpoint
 from polyreme_environment.server import serve
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.orchestrator.environment import environment_client
 from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.main import orchestrate
@@ -140,7 +143,7 @@ async def test_user_code_that_fails_is_an_error_of_its_episode_alone(config, act
         assert await bad.read() is grpc.StatusCode.OK
         kept = act in ("raise", "allocate")
         found = await other.answer("a")
-        assert found.messages if kept else found is grpc.StatusCode.UNAVAILABLE
+        assert found.messages if kept else found is grpc.StatusCode.ABORTED
         assert (await started(stream)).reward == 0.0, "a new worker plays on"
 
 
@@ -336,6 +339,23 @@ async def test_a_server_that_dies_costs_its_episodes_one_try(redis, run_id, tmp_
         assert [len(sample.turns) for sample in group.samples] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("keepers", [True, False], ids=["keeper", "worker"])
+async def test_a_server_that_loses_a_process_plays_on(redis, run_id, tmp_path, config, monkeypatch, keepers):
+    """Its episodes begin again there, although a server that fails gets none for a while."""
+    monkeypatch.setattr(environment_client, "_REST_SECONDS", 3600.0)
+    async with hosted(redis, run_id, tmp_path, config) as (w, client), serve(config, run=w.run):
+        await client.refresh()
+        w.replicas[0].engine._step_seconds = 0.05
+        playing = asyncio.create_task(w.play(client))
+        await w.replicas[0].asked.wait()
+        for process in psutil.Process().children(recursive=True):
+            if "polyreme_environment.worker" in process.cmdline() and (process.ppid() == os.getpid()) == keepers:
+                process.kill()
+        w.replicas[0].engine._step_seconds = 0.0
+        group = await playing
+        assert [len(sample.turns) for sample in group.samples] == [3, 3, 3]
+
+
 async def test_without_a_server_the_run_fails_in_time(redis, run_id, tmp_path, config):
     hasty = config.model_copy(update={"start_timeout": 0.3})
     async with hosted(redis, run_id, tmp_path, hasty) as (w, client):
@@ -343,6 +363,20 @@ async def test_without_a_server_the_run_fails_in_time(redis, run_id, tmp_path, c
             await client.wait_ready()
         with pytest.raises(UnavailableError, match="an environment server within"):
             await w.play(client)
+
+
+async def test_an_episode_that_waits_for_a_server_can_be_cancelled(redis, run_id, tmp_path, config):
+    """Also in the moment in which it hears of a change."""
+    async with hosted(redis, run_id, tmp_path, config) as (_, client):
+        for turns in range(12):  # of the event loop, between the change and the end
+            waiting = asyncio.create_task(client.play(None, None))
+            await asyncio.sleep(0.01)
+            await client.refresh()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            ended, _ = await asyncio.wait({waiting}, timeout=30)
+            assert ended and waiting.cancelled(), turns
 
 
 async def test_a_failed_environment_is_no_reward(redis, run_id, tmp_path, config):

@@ -3,11 +3,15 @@ thousands of sessions that nobody ends. What they cost is bounded, and the serve
 
 import asyncio
 import json
+import sys
 from contextlib import asynccontextmanager
 
+import grpc
 import httpx
+import msgpack
 import psutil
 import pytest
+import zmq.asyncio
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -15,9 +19,14 @@ from starlette.routing import Route
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.isolation.processes import INVALID_MESSAGE
 from polyreme.net import rpc
 from polyreme.net.http_server import BODY_LIMIT, serve_http
 from polyreme_environment.server import serve
+from polyreme_environment.verifiers.episode import EpisodeDeltas
+from polyreme_environment.verifiers.wire import REPLY_BYTES, EnvServerClient
+from support.environment_stream import serving
+from support.recorded_openenv import replayed
 from support.waiting import until
 
 HOSTILE = '''
@@ -104,6 +113,103 @@ async def test_endless_calls_of_one_answer_have_a_deadline(hostile):
         assert "environment.step_timeout = 2 s" in (await said(call, CALL % "wait" * 1000)).error
 
 
+@asynccontextmanager
+async def env_server(folder, answer):
+    """A client of a server with the wire of verifiers, which sends the messages of `answer` for each run."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.LINGER, 0)
+        server.bind(f"ipc://{folder}/server")
+
+        async def answered():
+            while True:
+                peer, name, method, body = await server.recv_multipart()
+                for message in answer(msgpack.unpackb(body)) if method == b"run" else ():
+                    await server.send_multipart([peer, name, *message])
+
+        answering, client = asyncio.create_task(answered()), EnvServerClient(f"ipc://{folder}/server")
+        try:
+            yield client
+        finally:
+            await client.close()
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [[b"reply", b"\xc1"]],
+        [[b"reply", b"\x91" * 100_000]],
+        [[b"reply", msgpack.packb([1])]],
+        [[b"reply"]],
+        [[b"delta", msgpack.packb({"trace": []})]],
+        [[b"delta", msgpack.packb({"trace": "a", "errors": 5})]],
+        [[b"delta", msgpack.packb({"trace": "a", "set": {"x": b"x" * (1 << 20)}})]] * (REPLY_BYTES // (1 << 20)),
+    ],
+    ids=["broken", "deep", "list", "short", "trace", "errors", "gigabytes"],
+)
+async def test_what_an_env_server_says_wrongly_ends_its_run_alone(tmp_path, messages):
+    good = [[b"reply", msgpack.packb({"fine": True})]]
+    async with env_server(tmp_path, lambda body: messages if body["bad"] else good) as client, asyncio.timeout(60):
+        with pytest.raises(INVALID_MESSAGE):
+            await client.run({"bad": True}, EpisodeDeltas().add)
+        assert await client.run({"bad": False}, EpisodeDeltas().add) == {"fine": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "INVALID_REPLY"),
+        ("[" * 100_000, "INVALID_REPLY"),
+        ('{"type": "observation", "data": {"reward": "high", "done": false, "observation": {}}}', "expected"),
+        ("x" * (1 << 23), grpc.StatusCode.UNAVAILABLE),
+        (None, grpc.StatusCode.UNAVAILABLE),
+    ],
+    ids=["broken", "deep", "reward", "gigabytes", "closed"],
+)
+async def test_what_an_openenv_server_says_wrongly_ends_its_episode_alone(text, error):
+    async with (
+        replayed("guess") as server,
+        serving(EnvironmentConfig(openenv=server.url, options={"answer": "$answer"})) as (_, stream),
+    ):
+        bad, other = stream(), stream()
+        await bad.start(answer="4")
+        await other.start(answer="4")
+        server.says = [text]
+        found = await bad.answer("2")
+        assert found is error if isinstance(error, grpc.StatusCode) else error in found.error, found
+        assert (await other.answer("2")).messages
+
+
+DESK = """
+import json, sys
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    result = {"tools": [{"name": "keep"}]} if asked["method"] == "tools/list" else {"content": [{"text": "kept"}]}
+    if asked["method"] == "tools/call" and "say" in asked["params"]["arguments"]:
+        print(eval(asked["params"]["arguments"]["say"]), flush=True)
+    elif "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("say", ["'{'", "'[' * 100_000", "[1]", "'x' * (17 << 20)", "sys.exit()"])
+async def test_what_an_mcp_server_says_wrongly_ends_its_episode_alone(tmp_path, say):
+    (tmp_path / "desk.py").write_text(DESK)
+    tools = [{"command": [sys.executable, str(tmp_path / "desk.py")]}]
+    async with serving(EnvironmentConfig.model_validate({"tools": tools})) as (_, stream):
+        for arguments in ({"say": say}, {}):
+            episode = stream()
+            await episode.start(prompt="Keep!", answer="")
+            call = json.dumps({"name": "keep", "arguments": arguments})
+            found = await episode.answer(f"<tool_call>{call}</tool_call>")
+            if arguments:
+                assert found is grpc.StatusCode.UNAVAILABLE, found
+            else:
+                assert found.messages[0].content == "kept"
+
+
 class Agents:
     """A program whose runs never end by themselves."""
 
@@ -152,7 +258,7 @@ async def test_a_connection_that_closes_in_mid_stream_and_an_endless_body():
         assert (await said(call)).reward == 1.0
 
 
-@pytest.mark.parametrize("sessions", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("sessions", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(2400)])])
 async def test_sessions_that_are_opened_and_abandoned(sessions):
     """They are abandoned in turn, while the next ones open; their keys open nothing afterwards."""
     async with addresses(episodes=100) as (agents, lease, begin):

@@ -27,6 +27,7 @@ from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import Child
 from polyreme.process.supervisor import last_error
 from support.faults import PHASES, Fault, script_digest
+from support.finished import Finished, finished_episodes
 from support.nursery import Born, Nursery
 from support.processes import runs
 from support.proxy import Proxy, at_port, bad_network, port_of
@@ -66,6 +67,7 @@ class Storm:
     Attributes:
         done: faults by (victim, phase), with victims without their numbers.
         recoveries: by (victim, action), seconds from the fault to the next append.
+        finished: episodes that were in the log when an orchestrator was killed, by group, attempt and number.
         problems: descriptions of violations.
     """
 
@@ -87,6 +89,7 @@ class Storm:
         self.unseen = 0
         self.recoveries: dict[tuple[str, str], list[float]] = defaultdict(list)
         self.problems: list[str] = []
+        self.finished: dict[tuple[int, int, int], Finished] = {}
         self.notes: list[str] = []
         self._waiting: list[tuple[str, str, float]] = []
         self._armed: tuple[Fault, asyncio.Event] | None = None
@@ -284,19 +287,20 @@ class Storm:
     async def _victim_is_up(self, victim: str) -> bool:
         deadline = time.monotonic() + self._patience
         while time.monotonic() < deadline:
-            if victim == "redis" and not self._redis_is_away:
-                return True
-            if victim != "redis" and self.pid(victim) is not None:
+            if not self._redis_is_away if victim == "redis" else self.pid(victim) is not None:
                 return True
             await asyncio.sleep(0.02)
         return False
 
     def pid(self, victim: str) -> int | None:
-        """The pid of a running process; None while it is down."""
-        if victim == "worker":  # of the environment server
+        """The pid of a running process, for `address` that of its server; None while it is down."""
+        victim = "environment" if victim == "address" else victim
+        if victim == "worker":  # of the environment server, or the process that starts them
             server = self.pid("environment")
             with suppress(psutil.Error):
-                workers = [child.pid for child in psutil.Process(server).children() if runs(child)] if server else []
+                workers = (
+                    [child.pid for child in psutil.Process(server).children(recursive=True) if runs(child)] if server else []
+                )
                 return self._rng.choice(workers) if workers else None
             return None
         if victim in self.parts:
@@ -326,6 +330,13 @@ class Storm:
             os.kill(self._server.pid, signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
             self._mend(self._bring_redis_back(fault))
             return
+        if fault.victim == "address":  # at the environment server, which goes on without it
+            self._links["address"].refuse()
+            self._mend(self._heal(self._links["address"], fault.seconds))
+            return
+        if fault.victim == "orchestrator" and not self._redis_is_away:
+            with suppress(PolyremeError):
+                self.finished |= await finished_episodes(self.run)
         pid, owner = self.pid(fault.victim), "environment" if fault.victim == "worker" else fault.victim
         part = self.parts.get(owner) or self.parts["supervisor"]
         if pid is None:

@@ -46,6 +46,8 @@ PHASES = {
     "checkpoint": Phase("learner", re.compile(rb'"kind": "iteration"'), ("after",), (0.0, 0.004)),
     "release": _script("learner", "release"),
 }
+IN_EPISODES = ("admit", "generate", "chunk", "draft", "score", "append")
+"""Phases while episodes are played; `score`: a turn."""
 ACTIONS: Mapping[str, Mapping[str, float]] = {
     "redis": {"kill": 2, "stop": 1},
     "orchestrator": {"kill": 5, "stop": 1, "cut": 1, "usurp": 1},
@@ -54,12 +56,23 @@ ACTIONS: Mapping[str, Mapping[str, float]] = {
     "reward": {"kill": 2, "stop": 1, "cut": 1, "term": 2},
     "environment": {"kill": 3, "stop": 1, "cut": 2, "term": 2},
     "worker": {"kill": 1},
+    "address": {"cut": 1},
     "supervisor": {"kill": 1},
 }
 """Actions by victim, with their weights. `term` drains a server, which is then replaced."""
 BEYOND_ITS_LEASE = {"rollout": 0.1, "reward": 0.25}
 """Fraction of a victim's stops that outlast its lease."""
-WEIGHTS = {"redis": 3, "orchestrator": 6, "learner": 6, "rollout": 6, "reward": 3, "environment": 4, "worker": 3, "supervisor": 2}
+WEIGHTS = {
+    "redis": 3,
+    "orchestrator": 6,
+    "learner": 6,
+    "rollout": 6,
+    "reward": 3,
+    "environment": 4,
+    "worker": 3,
+    "address": 3,
+    "supervisor": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -97,13 +110,23 @@ def schedule(seed: int, count: int, replicas: int, victims: Sequence[str], pace:
         )
         if action == "stop" and rng.random() < BEYOND_ITS_LEASE.get(victim, 0.0):
             seconds = 12.0
-        if victim == "rollout":
-            victim = f"rollout-{rng.randrange(replicas)}"
-        kind = PHASES[phase]
-        faults.append(
-            Fault(phase, rng.choice(kind.moments), rng.uniform(*kind.spread), victim, action, seconds, rng.expovariate(1 / pace))
-        )
+        faults.append(_fault(rng, phase, victim, action, seconds, replicas, pace))
     return faults
+
+
+def kills(seed: int, count: int, replicas: int, victims: Sequence[str], phases: Sequence[str], pace: float) -> list[Fault]:
+    """Kills of all victims equally often, and in all phases. Arguments as of `schedule`."""
+    rng = random.Random(seed)
+    drawn = zip(_evenly(rng, victims, count), _evenly(rng, phases, count), strict=True)
+    return [_fault(rng, phase, victim, "kill", rng.uniform(0.0, 0.3), replicas, pace) for victim, phase in drawn]
+
+
+def _fault(rng: random.Random, phase: str, victim: str, action: str, seconds: float, replicas: int, pace: float) -> Fault:
+    if victim == "rollout":
+        victim = f"rollout-{rng.randrange(replicas)}"
+    kind = PHASES[phase]
+    moment, delay = rng.choice(kind.moments), rng.uniform(*kind.spread)
+    return Fault(phase, moment, delay, victim, action, seconds, rng.expovariate(1 / pace))
 
 
 def _evenly(rng: random.Random, phases: Sequence[str], count: int) -> list[str]:

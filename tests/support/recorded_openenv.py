@@ -48,7 +48,8 @@ async def record(url: str, sent: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 class RecordedServer:
     """The server. `capacity`: its number of connections; `active`: those that are open; `ended`: those that were ended by `close`; `hangs`: set
-    to an event, it answers only after that; `replace`: a text of its answers, and the other one that stands there."""
+    to an event, it answers only after that; `replace`: a text of its answers, and the other one that stands there; `says`: its next answers
+    instead, None: it closes the connection."""
 
     def __init__(self, recording: dict[str, Any], capacity: int) -> None:
         self._recording, self.capacity = recording, capacity
@@ -56,6 +57,7 @@ class RecordedServer:
         self.url = ""
         self.hangs: asyncio.Event | None = None
         self.replace = ("", "")
+        self.says: list[str | None] = []
         self.server: Server | None = None
 
     async def stop(self) -> None:
@@ -79,7 +81,10 @@ class RecordedServer:
                     return
                 if self.hangs is not None:
                     await self.hangs.wait()
-                await socket.send(json.dumps(self._reply(history)).replace(*self.replace))
+                said = self.says.pop(0) if self.says else json.dumps(self._reply(history)).replace(*self.replace)
+                if said is None:
+                    return
+                await socket.send(said)
         finally:
             self.active -= 1
 

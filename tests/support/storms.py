@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from support.driver import Storm
 from support.nursery import Nursery
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
-from support.whole_run import make_task
+from support.whole_run import make_game, make_task
 
 MODULES = (
     "polyreme.cli.main",
@@ -54,7 +54,7 @@ def reward(response, label):
 '''
 
 ENVIRONMENT = '''
-import json, socket, urllib.request, zlib
+import http.client, json, re, socket, time, urllib.error, urllib.request, zlib
 
 def told():
     """Notifies the driver of a turn."""
@@ -74,13 +74,24 @@ class Play:
         self.state = zlib.crc32(f"{{self.state}} {{message}}".encode())
         return f"turn {{self.state % 10}}", (self.state % 3) / 2, self.said == 3
 
+def chat(request):
+    """Asks again while the address cannot be reached, as public clients do."""
+    for _ in range(100):
+        try:
+            return json.load(urllib.request.urlopen(request, timeout=600))["choices"][0]["message"]
+        except urllib.error.HTTPError:
+            raise
+        except (OSError, http.client.HTTPException):
+            time.sleep(0.1)
+    raise TimeoutError("the session address cannot be reached")
+
 def run(task, base_url, api_key):
-    """The same as an agent, which rewrites its history once."""
+    """The same as an agent, which rewrites its history once. It asks through a link that can be cut."""
+    url = re.sub(":[0-9]+/", ":{address}/", base_url) + "/chat/completions"
     headers, messages = {{"authorization": f"Bearer {{api_key}}", "content-type": "application/json"}}, []
-    for turn in range(3):
-        messages = [*messages[2 * (turn == 2):], {{"role": "user", "content": f"turn {{turn}}"}}]
-        request = urllib.request.Request(base_url + "/chat/completions", json.dumps({{"model": "m", "messages": messages}}).encode(), headers)
-        messages.append(json.load(urllib.request.urlopen(request, timeout=600))["choices"][0]["message"])
+    for turn, word in enumerate({words!r}):
+        messages = [*messages[2 * (turn == 2):], {{"role": "user", "content": word}}]
+        messages.append(chat(urllib.request.Request(url, json.dumps({{"model": "m", "messages": messages}}).encode(), headers)))
         told()
     return (zlib.crc32(messages[-1]["content"].encode()) % 3) / 2
 '''
@@ -123,11 +134,20 @@ def _telling_reward(folder: Path, rare: int = 0) -> dict[str, Any]:
 
 
 def _telling_environment(folder: Path, **section: Any) -> dict[str, Any]:
-    """Writes the environment into a new folder, and returns the configuration's sections."""
+    """Makes a new folder for the environment, which `_start_environment` writes, and returns the configuration's sections."""
     folder.mkdir(parents=True)
-    (folder / "played.py").write_text(ENVIRONMENT.format(path=str(folder / "wire")))
     played = {"file": str(folder / "played.py"), "start_timeout": 600.0, "step_timeout": 5.0, "tries": 20, "workers": 2}
     return {"reward": None, "environment": {**played, **section}}
+
+
+async def _start_environment(storm: Storm, words: Sequence[str] = ("turn 0", "turn 1", "turn 2")) -> None:
+    """Starts the environment server. Its agents, which say these words, also reach it through a link that can be cut."""
+    port = free_port()
+    address = await storm.link("address", port)
+    code = ENVIRONMENT.format(path=str(storm.folder / "wire"), address=address, words=words)
+    (storm.folder / "played.py").write_text(code)
+    reached = await _linked(storm, "environment")
+    await storm.start("environment", "polyreme", "environment", "--http-port", str(port), *reached)
 
 
 async def _linked(storm: Storm, name: str) -> tuple[str, ...]:
@@ -173,8 +193,10 @@ async def simulated_storm(
             reached = await _linked(storm, name)
             options = ("--step-seconds", str(step_seconds), *(word.format(name=name) for word in replica))
             await storm.start(name, "polyreme_rollout.testing.simulated_replicas", *options, *reached)
-        scores = "reward" if environment is None else "environment"
-        await storm.start(scores, "polyreme", scores, *await _linked(storm, scores))
+        if environment is None:
+            await storm.start("reward", "polyreme", "reward", *await _linked(storm, "reward"))
+        else:
+            await _start_environment(storm)
         if supervised:
             await start_supervisor(storm, train_seconds)
         else:
@@ -189,13 +211,22 @@ async def start_supervisor(storm: Storm, train_seconds: float) -> None:
     await storm.start("supervisor", "polyreme_trainer.testing.simulation", *options)
 
 
-def _real_task(folder: Path, iterations: int) -> Path:
-    """Makes the run's folders and files. Returns its configuration's path."""
-    reward = _telling_reward(folder)
-    path = make_task(folder)
-    tree = yaml.safe_load(path.read_text())
-    tree |= {"name": "storm", "iterations": iterations, "groups_per_iteration": 4, "max_staleness": 1, "reward": reward}
-    tree["data"].pop("eval")
+def _real_task(folder: Path, iterations: int, *, agents: bool) -> Path:
+    """Makes the run's folders and files: a task with a reward, or agents whose policy guesses numbers. Returns its configuration's path."""
+    if agents:
+        scores = _telling_environment(folder, function="run", step_timeout=60.0, max_turns=4)
+    else:
+        scores = {"reward": _telling_reward(folder)}
+    path = make_game(folder) if agents else make_task(folder)
+    tree = yaml.safe_load(path.read_text()) | scores
+    tree |= {
+        "name": "storm",
+        "iterations": iterations,
+        "groups_per_iteration": 4,
+        "max_staleness": 1,
+        "output_dir": str(folder / "runs"),
+    }
+    tree["data"].pop("eval", None)
     tree["rollout"] |= {"replicas": REAL_REPLICAS, "start_timeout": 600.0, "chunk_timeout": 10.0, "vllm": {"kv_cache_mib": 32}}
     tree["trainer"] |= {"save_interval": 2, "max_restarts": 1000}
     tree["trainer"]["sft"][0]["steps"] = 20
@@ -205,15 +236,18 @@ def _real_task(folder: Path, iterations: int) -> Path:
 
 
 @asynccontextmanager
-async def real_storm(nursery: Nursery, folder: Path, seed: int, iterations: int) -> AsyncIterator[Storm]:
+async def real_storm(nursery: Nursery, folder: Path, seed: int, iterations: int, *, agents: bool = False) -> AsyncIterator[Storm]:
     """Starts an asynchronous run of `polyreme train` with two vLLM replicas and megatron-core (tensor parallel 2)."""
-    path = _real_task(folder, iterations)
+    path = _real_task(folder, iterations, agents=agents)
     config = load_config(path)
     async with _ground(nursery, folder, seed, config, read_model_files(config.model.path), REAL_PATIENCE) as storm:
         run = ("--run", storm.run.run_id, "--log-dir", str(folder))
         for place in range(REAL_REPLICAS):
             name = f"rollout-{place}"
             await storm.start(name, "polyreme", "rollout", *await _linked(storm, name), forked=False)
-        await storm.start("reward", "polyreme", "reward", *await _linked(storm, "reward"))
+        if agents:
+            await _start_environment(storm, ("guess", "higher", "lower"))
+        else:
+            await storm.start("reward", "polyreme", "reward", *await _linked(storm, "reward"))
         await storm.start("supervisor", "polyreme", "train", str(path), *run, forked=False)
         yield storm

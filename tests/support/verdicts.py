@@ -59,6 +59,11 @@ async def records(run: Run, kind: str) -> list[dict[str, Any]]:
     return found
 
 
+async def last_trained(run: Run) -> int:
+    """The newest iteration on record; 0 if there is none."""
+    return max((record["iteration"] for record in await records(run, "iteration")), default=0)
+
+
 def table(storms: Sequence[Storm]) -> str:
     """Faults by process and phase, and the seconds to the next sample by process and action."""
     done: Counter[tuple[str, str]] = Counter()

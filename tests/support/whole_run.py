@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,15 @@ def make_task(folder: Path, lead: str = "") -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+def make_game(folder: Path) -> Path:
+    """Copies the example that guesses numbers into FOLDER/task, with its data and untrained model. Returns its configuration's path."""
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    shutil.copytree(examples / "guess_number", folder / "task", ignore=shutil.ignore_patterns("data", "__pycache__"))
+    shutil.copy(examples / "tiny_chat.py", folder)
+    subprocess.run([sys.executable, str(folder / "task" / "prepare.py")], check=True, timeout=600)
+    return folder / "task" / "run.yaml"
 
 
 class Up:

@@ -50,8 +50,9 @@ class EnvironmentServiceServicer(object):
         """One episode. The caller sends Start. The server asks for answers; each Ask is followed by one Answer. Ending is the last message. The end of
         the stream, for whatever reason, ends the episode. An agent may ask for several answers at once: they come in any order.
 
-        RESOURCE_EXHAUSTED: the server plays as many episodes as it can. UNAVAILABLE: the server ends, or the process of this episode was lost
-        through no fault of the episode; it may be played again. INVALID_ARGUMENT: a message that the protocol does not allow here.
+        RESOURCE_EXHAUSTED: the server plays as many episodes as it can. UNAVAILABLE: the server ends, or cannot play this episode now; it may be
+        played again. ABORTED: the same where only the process of this episode was lost, and the server plays on. INVALID_ARGUMENT: a message that
+        the protocol does not allow here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,7 +18,7 @@ from polyreme.api.v1.experience_pb2 import ToolCall
 from polyreme_environment.agents.agent_episode import AgentEpisode
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool
+from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool, WorkerLostError
 
 NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 
@@ -49,7 +49,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except EpisodeLostError as error:
             how = "lost"
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            plays_on = isinstance(error, WorkerLostError)
+            await context.abort(grpc.StatusCode.ABORTED if plays_on else grpc.StatusCode.UNAVAILABLE, str(error))
         finally:
             if how:
                 self._metrics.ended.labels(how).inc()

@@ -18,6 +18,10 @@ class EpisodeLostError(Exception):
     """What this episode needs was lost through no fault of it: its process, because of another one, or a server of tools."""
 
 
+class WorkerLostError(EpisodeLostError):
+    """Its process was lost. The server plays on in others."""
+
+
 class PlayError(Exception):
     """The environment failed in this episode."""
 

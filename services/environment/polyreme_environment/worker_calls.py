@@ -15,7 +15,7 @@ from polyreme.errors import ConfigError
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_environment.contract import ContractError
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.pool import EpisodeLostError, PlayError
+from polyreme_environment.pool import EpisodeLostError, PlayError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ _ANSWER_SECONDS = 4.0
 """A process that has not said for so long that it could not cancel a call is blocked."""
 _STUCK: Mapping[str, Any] = {}
 """In place of the reply to a call that cannot be cancelled."""
+_NO_CALL = -1
+"""At fault where something else killed the process."""
 Reply = Mapping[str, Any]
 
 
@@ -67,7 +69,7 @@ class WorkerCalls:
         """
         async with self._room:
             if self._ended:
-                raise EpisodeLostError(self._ended)
+                raise WorkerLostError(self._ended)
             number = next(self._numbers)
             answer = self._calls[number] = asyncio.get_running_loop().create_future()
             answer.add_done_callback(_noted)
@@ -110,7 +112,7 @@ class WorkerCalls:
                         logger.info("printed: %s", printed)
                     self._answer(self._calls.pop(reply.pop("number")), reply)
         except WorkerExitedError as gone:
-            self.end(f"the worker process {gone}", "exit")
+            self.end(f"the worker process {gone}", "exit", _NO_CALL if gone.killed else None)
         except INVALID_MESSAGE as bad:
             self.end(f"the worker's reply is invalid: {bad}", "reply")
 
@@ -121,7 +123,7 @@ class WorkerCalls:
             self.end("its last episode has ended", self.reason)
 
     def end(self, why: str, reason: str, at_fault: int | None = None) -> None:
-        """Ends the process. The call `at_fault` has failed; None: the only one. The other calls are lost."""
+        """Ends the process. The call `at_fault` has failed; None: the only one. The other calls are lost; all, with `_NO_CALL`."""
         if self._ended:
             return
         self._ended = f"{why}, because of this episode, of another one or from outside"
@@ -129,7 +131,7 @@ class WorkerCalls:
         if at_fault is None and len(calls) == 1:
             (at_fault,) = calls
         for number, call in calls.items():
-            call.set_exception(PlayError(why) if number == at_fault else EpisodeLostError(self._ended))
+            call.set_exception(PlayError(why) if number == at_fault else WorkerLostError(self._ended))
         self._retire(reason)
         self._discard(self._worker)
 

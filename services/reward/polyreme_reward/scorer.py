@@ -145,7 +145,8 @@ class Scorer:
         """Refuses new calls and waits up to `grace` seconds for open ones. Returns the number of abandoned items."""
         self._draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), grace)
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
         except TimeoutError:
             logger.warning("%d items are abandoned, since they were not scored within %.0f s", self._inside, grace)
         return self._inside

@@ -24,7 +24,7 @@ _VERSION = "2025-06-18"
 _BYTES = 16 << 20
 _SECONDS = 30.0
 _PAGES = 100
-_LOST = (OSError, ValueError, httpx.HTTPError)
+_LOST = (OSError, ValueError, RecursionError, httpx.HTTPError)
 
 Message = dict[str, Any]
 Headers = dict[str, str]
@@ -77,7 +77,7 @@ class _Process:
                 message = json.loads(line)
                 if "method" not in message and (reply := self._asked.pop(message.get("id"), None)) is not None:
                     reply.set_result(message)
-        except (ValueError, TypeError, AttributeError, OSError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
             why = f"it wrote what is no message: {error}"
         with self._lock:
             self._ended = True
@@ -98,6 +98,8 @@ class _Http:
 
     def ask(self, message: Message) -> Message:
         for reply in self._sent(message):
+            if not isinstance(reply, dict):
+                raise ValueError(f"expected an object; found {reply!r:.100}")
             if reply.get("id") == message["id"] and "method" not in reply:
                 return reply
         raise ConnectionError(f"no reply to {message['method']}")

@@ -22,6 +22,10 @@ from polyreme.isolation.processes import INVALID_MESSAGE
 logger = logging.getLogger(__name__)
 
 
+REPLY_BYTES = 64 << 20
+"""Maximum of all that a server says of one run."""
+
+
 class EnvServerLostError(Exception):
     """The server has ended before its reply."""
 
@@ -29,6 +33,7 @@ class EnvServerLostError(Exception):
 @dataclass
 class _Request:
     on_delta: Callable[[dict[str, Any]], None] | None
+    nbytes: int = 0
     reply: "asyncio.Future[dict[str, Any]]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -100,6 +105,9 @@ class EnvServerClient:
                 continue  # of a run that was cancelled
             try:
                 kind, payload = rest
+                request.nbytes += len(payload)
+                if request.nbytes > REPLY_BYTES:
+                    raise ValueError(f"expected at most {REPLY_BYTES} bytes of a run; found more")
                 message = msgpack.unpackb(payload, raw=False, strict_map_key=False)
                 if not isinstance(message, dict):
                     raise ValueError(f"expected a map; found a {type(message).__name__}")

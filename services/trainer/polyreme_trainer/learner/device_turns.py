@@ -201,7 +201,8 @@ class LeaseThread:
     async def _renew(self) -> None:
         while not self._stop.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), TTL / 3)
+                async with asyncio.timeout(TTL / 3):
+                    await self._stop.wait()
             try:
                 await self._renewed()
             except StaleGrantError as error:

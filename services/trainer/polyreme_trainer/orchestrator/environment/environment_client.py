@@ -38,7 +38,9 @@ from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
 logger = logging.getLogger(__name__)
 
 _REST_SECONDS = 5.0
-"""Seconds for which a server that failed gets no episode; one that is full, a tenth of it."""
+"""Seconds for which a server that failed gets no episode."""
+_PAUSE_SECONDS = 0.5
+"""Those of a server that plays on: it is full, or has lost a process, which is no reason to leave its others without work."""
 _CLOSE_SECONDS = 1.0
 _AGENT_SECONDS = 10.0
 """Seconds for a server to report the end of an agent that it has ended."""
@@ -111,17 +113,20 @@ class EnvironmentClient:
                     return await self._play(server, task, session)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # others play there too
-                        server.rests_until = time.monotonic() + _REST_SECONDS / 10
+                        server.rests_until = time.monotonic() + _PAUSE_SECONDS
                         continue
-                    raise self._lost(server, f"answered {error.code().name}: {error.details()}") from error
+                    plays_on = error.code() is grpc.StatusCode.ABORTED
+                    raise self._lost(server, f"answered {error.code().name}: {error.details()}", plays_on=plays_on) from error
                 except asyncio.CancelledError:
                     if not rpc.channel_closed():
                         raise
                     raise self._lost(server, "left") from None
 
-    def _lost(self, server: _EnvironmentServer, how: str) -> HostLostError:
-        server.rests_until = time.monotonic() + _REST_SECONDS
-        logger.warning("environment server %s %s", server.lease.id, how)
+    def _lost(self, server: _EnvironmentServer, how: str, *, plays_on: bool = False) -> HostLostError:
+        now = time.monotonic()
+        if server.rests_until <= now:  # else others of its episodes have just said it
+            logger.warning("environment server %s %s", server.lease.id, how)
+        server.rests_until = max(server.rests_until, now + (_PAUSE_SECONDS if plays_on else _REST_SECONDS))
         return HostLostError(f"environment server {server.lease.id} {how}")
 
     async def _play(self, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
@@ -206,7 +211,8 @@ class EnvironmentClient:
                 )
             async with self._changed:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), 0.5)
+                    async with asyncio.timeout(0.5):
+                        await self._changed.wait()
         server.playing += 1
         try:
             yield server

@@ -179,7 +179,8 @@ class RewardClient:
             retries += 1
             seconds = outcome.retry_after or RETRY_BACKOFF.draw(retries)
             with suppress(TimeoutError):  # a server that joins is used at once
-                await asyncio.wait_for(self._joined.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._joined.wait()
 
     async def _judge(self, outcome: CallOutcome, attempts: int, which: str) -> None:
         """Raises when a retry is pointless; emits a notice when an outage begins."""
