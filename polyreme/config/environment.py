@@ -50,6 +50,40 @@ class PythonTool(Section):
     python: PythonLimits = Field(description="A Python interpreter in a sandbox, for each episode.")
 
 
+class OnlineConfig(Section):
+    """Sessions of a running product, which gives their rewards when it knows them."""
+
+    port: Operational[int] = Field(
+        8450,
+        ge=0,
+        le=65_535,
+        description="HTTP port of the session address of the server that `polyreme up` starts. 0: a free one.",
+    )
+    key_env: str = Field(
+        "POLYREME_ONLINE_KEY",
+        description="Environment variable with the key by which the product opens sessions. `polyreme up` makes one in RUN_DIR/online/key if it is not set.",
+    )
+    max_sessions: Operational[int] = Field(
+        4096,
+        ge=1,
+        description="Maximum number of sessions that are kept: open, waiting for a reward, or for others of their task.",
+    )
+    overflow: Operational[Literal["refuse", "serve"]] = Field(
+        "refuse",
+        description="Beyond max_sessions: refuse to open a session, or serve it without keeping anything of it.",
+    )
+    max_age: Operational[float] = Field(
+        86_400.0,
+        gt=0,
+        description="Maximum seconds from a session's last turn to its reward, and from its reward to that of the last session of its group.",
+    )
+    max_wait: Operational[float] = Field(
+        86_400.0,
+        gt=0,
+        description="Maximum seconds without enough complete groups for an iteration. Then the run saves and stops.",
+    )
+
+
 class EnvironmentConfig(Section):
     file: Path | None = Field(
         None, description="Python file with a class that has `reset`, and `step` or tools, or with an agent's function."
@@ -89,6 +123,9 @@ class EnvironmentConfig(Section):
     venv: Path | None = Field(
         None, description="`verifiers`, `nemo_gym`: folder of the virtual environment that has the package."
     )
+    online: OnlineConfig | None = Field(
+        None, description="Sessions that a running product opens, in place of `file`. Their groups are those of its tasks."
+    )
     options: dict[str, Any] = Field(
         {},
         description="Arguments of the class, or further ones of the function. `openenv`: fields of `reset`, where `$NAME` is that column of the row. `verifiers`: the environment's configuration. `nemo_gym`: settings of its agent.",
@@ -107,7 +144,7 @@ class EnvironmentConfig(Section):
         ge=1,
         description="Maximum number of turns of an agent's episode that are sampled at the same time. More requests wait.",
     )
-    max_seconds: float = Field(600.0, gt=0, description="Maximum wall-clock seconds of an episode.")
+    max_seconds: float = Field(600.0, gt=0, description="Maximum wall-clock seconds of an episode; `online`: of one answer.")
     step_timeout: float = Field(
         30.0,
         gt=0,
@@ -153,9 +190,9 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> "EnvironmentConfig":
-        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers, self.nemo_gym, self.tools))) != 1:
+        if sum(map(bool, (self.file, self.url, self.openenv, self.verifiers, self.nemo_gym, self.tools, self.online))) != 1:
             raise ValueError(
-                "an environment is a `file`, an agent's `url`, `openenv`, `verifiers`, `nemo_gym` or `tools`; set one of them"
+                "an environment is a `file`, an agent's `url`, `openenv`, `verifiers`, `nemo_gym`, `tools` or `online`; set one of them"
             )
         if (self.verifiers is None and self.nemo_gym is None) != (self.venv is None):
             raise ValueError("`verifiers` and `nemo_gym` need a `venv`, and nothing else has one")
@@ -165,8 +202,9 @@ class EnvironmentConfig(Section):
             raise ValueError(f"`{given[0]}` belongs to a `file`; remove it")
         if self.name is not None and self.function is not None:
             raise ValueError("`name` is for a class and `function` for an agent; set one of the two")
-        if self.tools and (given := [key for key in ("options", "correctness") if getattr(self, key)]):
-            raise ValueError(f"`{given[0]}` does not go with `tools`; remove it")
+        alone = next((key for key in ("tools", "online") if getattr(self, key)), None)
+        if alone and (given := [key for key in ("options", "correctness") if getattr(self, key)]):
+            raise ValueError(f"`{given[0]}` does not go with `{alone}`; remove it")
         if self.url is not None and (given := [key for key in ("name", "function", "options") if getattr(self, key)]):
             raise ValueError(f"`{given[0]}` belongs to a `file`; remove it, since `url` names another program")
         return self
@@ -174,4 +212,4 @@ class EnvironmentConfig(Section):
     @property
     def is_agent(self) -> bool:
         """Whether the episodes are those of an agent, which asks for turns over HTTP and gives its reward at the end."""
-        return any(each is not None for each in (self.function, self.url, self.verifiers, self.nemo_gym))
+        return any(each is not None for each in (self.function, self.url, self.verifiers, self.nemo_gym, self.online))

@@ -15,7 +15,20 @@ from polyreme.config.named_input import HELD_OUT
 from polyreme.config.section import Section
 
 RESERVED = frozenset(
-    {"actor", "checkpoint", "critic", "device", "episode", "eval", "importance", "moe", "offload", "partial", "prompt_length"}
+    {
+        "actor",
+        "checkpoint",
+        "critic",
+        "device",
+        "episode",
+        "eval",
+        "importance",
+        "moe",
+        "offload",
+        "online",
+        "partial",
+        "prompt_length",
+    }
     | {"reference", "resources", "response_length", "reward", "reward_weighted", "rollout", "sft", "staleness", "stop", "time"}
     | {"timing", "tokens", "train", "weights"}
 )

@@ -203,6 +203,7 @@ class RunConfig(BaseConfig):
             )
         if self.environment is None:
             return
+        self._check_online(self.environment)
         if self.environment.tools and self.reward is None and self.teacher is None:
             raise ValueError("environment.tools needs the section `reward`, which scores the episodes")
         if self.rollout.tokens_per_iteration is not None and self.environment.is_agent:
@@ -223,6 +224,20 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 "an advantage per reward (gdpo) needs the section `reward`: an environment gives an episode only one reward"
             )
+
+    def _check_online(self, environment: EnvironmentConfig) -> None:
+        """Raises ValueError for what a run on a product's sessions cannot have."""
+        has = {
+            "the section `reward`, since the product gives the rewards": self.reward is not None,
+            "a `teacher`": self.teacher is not None,
+            "data.eval or eval_sets, since only the product can play its tasks": bool(self.evaluation_sets),
+            "placement: colocated, since the product's requests would wait for the learner": self.placement == "colocated",
+            "dynamic sampling": self.recipe.dynamic_sampling,
+            "algorithm.skip_prompts": self.recipe.skip_prompts is not None,
+            "an advantage with a greedy baseline": self.recipe.advantage.needs_greedy,
+        }
+        if environment.online is not None and (found := [name for name, given in has.items() if given]):
+            raise ValueError(f"environment.online does not go with {found[0]}; remove one of the two")
 
     def _check_evaluation(self) -> None:
         """Raises ValueError unless the held-out sets are consistent and exist when a setting needs them."""

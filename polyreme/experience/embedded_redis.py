@@ -41,7 +41,7 @@ class EmbeddedServer:
     """
 
     def __init__(self, data_dir: Path, port: int) -> None:
-        self._password = _make_private(data_dir)
+        self._password = kept_secret(data_dir, _PASSWORD_FILE)
         self._data_dir, self._given_port, self._host = data_dir, port, loopback()
         self._launch()
 
@@ -176,30 +176,30 @@ def embedded_url(data_dir: Path, url: str) -> str:
         ) from None
 
 
-def _make_private(data_dir: Path) -> str:
-    """Makes the directory, which others cannot enter, and its file with a random password. Returns the password.
+def kept_secret(data_dir: Path, name: str) -> str:
+    """Makes the directory, which others cannot enter, and its file with a random secret. Returns the secret.
 
     A later start keeps it, so that manually started replicas find the Redis again.
 
     Raises:
         StoreError: the directory belongs to another user, who could know the password.
     """
-    path = data_dir / _PASSWORD_FILE
+    path = data_dir / name
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".password-", dir=data_dir)  # of mode 0600
+        descriptor, new = tempfile.mkstemp(prefix=".password-", dir=data_dir)  # of mode 0600
         with open(descriptor, "w") as file:
             ours = os.fstat(descriptor).st_uid  # some network file systems show another id than this process's
             if data_dir.stat().st_uid != ours:
-                Path(name).unlink()
+                Path(new).unlink()
                 raise PermissionError("it belongs to another user")
             data_dir.chmod(0o700)
-            if password := _own_password(path, ours):
-                Path(name).unlink()
-                return password
-            file.write(password := secrets.token_hex(32))
-        os.replace(name, path)
-        return password
+            if secret := _own_password(path, ours):
+                Path(new).unlink()
+                return secret
+            file.write(secret := secrets.token_hex(32))
+        os.replace(new, path)
+        return secret
     except OSError as error:
         raise StoreError(
             f"a directory {data_dir} of this user", str(error), "Start as the user who owns it, or set another output_dir."

@@ -85,7 +85,7 @@ class ExperienceLog(LogReader):
 
     async def admit(self, most: int = 1) -> list[Admission]:
         """Admits up to `most` next groups. Admits none if they would exceed max_staleness, or before the learner has begun."""
-        return [_admission(row) for row in await self._change("admit", most, keys=[self.run.once()])]
+        return [_admission(row) for row in await self.change("admit", most, keys=[self.run.once()])]
 
     async def readmit(self, index: int, attempt: int, reason: str, max_attempts: int) -> Admission | None:
         """Admits the next attempt after `attempt`, which failed for `reason` or expired.
@@ -97,7 +97,7 @@ class ExperienceLog(LogReader):
         Raises:
             StaleAttemptError: the group is in another state.
         """
-        reply = await self._change("readmit", index, attempt, _one_line(reason), max_attempts)
+        reply = await self.change("readmit", index, attempt, _one_line(reason), max_attempts)
         return None if reply is None else _admission(reply)
 
     async def save_partial_rollouts(self, parts: Sequence[PartialRolloutPart]) -> None:
@@ -109,14 +109,14 @@ class ExperienceLog(LogReader):
             TransitionError: a part's number is beyond the next one.
         """
         words: list[bytes | int] = [word for part in parts for word in (part.index, part.attempt, part.number, part.payload)]
-        await self._change("draft", *words)
+        await self.change("draft", *words)
 
     async def set_paused(self, indices: Collection[int]) -> None:
         """Records which groups in flight wait for the learner's next version; all others are sampled.
 
         A paused group is not a straggler. When it continues, its time counts from then on.
         """
-        await self._change("pause", *sorted(indices))
+        await self.change("pause", *sorted(indices))
 
     async def append(
         self,
@@ -146,7 +146,7 @@ class ExperienceLog(LogReader):
         if not math.isfinite(mean_reward):
             raise ValueError(f"group {index}: the mean reward must be finite, found {mean_reward}")
         words = (index, attempt, oldest_version, repr(float(mean_reward)), payload, *_words(tally))
-        return bool(await self._change("append", *words, keys=[self._pass_rates]))
+        return bool(await self.change("append", *words, keys=[self._pass_rates]))
 
     async def drop(self, index: int, attempt: int, reason: str, mean_reward: float, tally: Tally | None = None) -> bool:
         """Drops a scored group that is not used for training, without its payload. Returns False when it was dropped before.
@@ -159,16 +159,16 @@ class ExperienceLog(LogReader):
         if not math.isfinite(mean_reward):
             raise ValueError(f"group {index}: the mean reward must be finite, found {mean_reward}")
         words = (index, attempt, repr(float(mean_reward)), _one_line(reason), *_words(tally))
-        return bool(await self._change("drop", *words, keys=[self._pass_rates]))
+        return bool(await self.change("drop", *words, keys=[self._pass_rates]))
 
     async def skip(self, index: int, attempt: int, reason: str) -> bool:
         """Drops a group that was not sampled. Returns False when it was dropped before. Raises StaleAttemptError as `append`."""
         words = (index, attempt, "-", _one_line(reason), *_words(None))
-        return bool(await self._change("drop", *words, keys=[self._pass_rates]))
+        return bool(await self.change("drop", *words, keys=[self._pass_rates]))
 
     async def set_evaluated(self, version: int) -> None:
         """Records that evaluations up to `version` have ended or were skipped."""
-        await self._change("evaluated", version)
+        await self.change("evaluated", version)
 
     # -- the learner's changes
 
@@ -181,11 +181,11 @@ class ExperienceLog(LogReader):
             TransitionError: groups that the replay needs are released, or the checkpoint is ahead of the log.
         """
         lines = "\n".join(f"{prompt} {rate}" for prompt, rate in (pass_rates or {}).items())
-        await self._change("begin", version, lines, keys=[self._pass_rates])
+        await self.change("begin", version, lines, keys=[self._pass_rates])
 
     async def set_version(self, version: int) -> None:
         """Records that iteration `version` is trained. Raises TransitionError unless it is the next one."""
-        await self._change("version", version)
+        await self.change("version", version)
 
     async def plan(self, iteration: int, straggler_timeout: float) -> Plan | None:
         """The plan of `iteration`, created if it does not exist; None when it cannot be created yet.
@@ -196,7 +196,7 @@ class ExperienceLog(LogReader):
         Raises:
             TransitionError: `iteration` is beyond the next one.
         """
-        text = await self._change("plan", iteration, int(straggler_timeout * 1000))
+        text = await self.change("plan", iteration, int(straggler_timeout * 1000))
         return None if text is None else Plan.parse(iteration, text)
 
     async def wait_plan(self, iteration: int, straggler_timeout: float) -> Plan | None:
@@ -217,7 +217,7 @@ class ExperienceLog(LogReader):
         Raises:
             TransitionError: `iteration` is not trained yet.
         """
-        return int(await self._change("release", iteration))
+        return int(await self.change("release", iteration))
 
     async def ack_stage(self, replica_id: str, version: int, term: int) -> None:
         """Records that a replica has staged `version` and is about to commit it under the learner's `term`."""
@@ -231,9 +231,10 @@ class ExperienceLog(LogReader):
         state = "served" if swap else "staged"
         text = json.dumps({"replica": replica_id, "version": version, "term": term, "state": state, **swap})
         keys = [self.run.key("commits"), self.run.once()]
-        await self._change("commit", COMMITS_BOUND, replica_id, text, keys=keys)
+        await self.change("commit", COMMITS_BOUND, replica_id, text, keys=keys)
 
-    async def _change(self, script: str, *args: bytes | str | int, keys: list[str] | None = None) -> Any:
+    async def change(self, script: str, *args: bytes | str | int, keys: list[str] | None = None) -> Any:
+        """Calls a script that checks this writer's term. Raises StaleTermError without one."""
         if self.term is None:
             raise StaleTermError(f"a term for `{script}`", "none taken", "Call take() first.")
         return await self.run.scripts.call(script, str(self.term), *args, keys=keys or [])

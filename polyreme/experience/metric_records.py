@@ -223,10 +223,11 @@ class Alarm(MetricRecord, kind="alarm"):
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceNotice(MetricRecord, kind="notice"):
-    """An event of a service needs attention."""
+    """An event of a service needs attention. `waiting`: it says what the run waits for, until groups are planned."""
 
     service: str
     text: str
+    waiting: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -290,7 +290,7 @@ class Run:
     async def watch(self, after_id: str, block_ms: int) -> tuple[str, list[tuple[str, str]]]:
         """Waits up to `block_ms` milliseconds for events after `after_id` ("$": from now). Returns the new id and (kind, value) pairs.
 
-        Kinds: append, fail, drop, expire, plan, version, evaluated, commit, state, lease, term, device. Events may be lost, so the
+        Kinds: append, fail, drop, expire, plan, version, evaluated, commit, state, lease, term, device, reward. Events may be lost, so the
         caller must also poll the keys.
         """
         entries = await self._read("events", after_id, block_ms, 1000)

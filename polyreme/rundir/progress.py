@@ -140,6 +140,7 @@ class Progress:
     sft_seconds: float = 0.0
     saved: CheckpointSaved | None = None
     rollout: GroupsPlanned | None = None
+    waiting: str = ""
     learning: Learning = field(default_factory=Learning)
     steps: int = 0
     loss: float | None = None
@@ -186,6 +187,7 @@ class Progress:
             case StageDone():
                 self.hf_path = record.hf_path
             case GroupsPlanned():
+                self.waiting = ""
                 self._wait(record)
             case Evaluation():
                 self.evaluating = None
@@ -223,6 +225,7 @@ class Progress:
                 self.alarm_count += 1
             case ServiceNotice():
                 self.notices.append((record.time, f"{record.service}: {record.text}"))
+                self.waiting = record.text if record.waiting else self.waiting
             case TrackerFailed():
                 self.tracker_failures[record.tracker] = record.failures
             case GateMeasured():
@@ -302,6 +305,7 @@ class Progress:
             "replayed": self.replayed,
             "reward": self.last.metrics["reward/mean"] if self.last else None,
             "versions": dict(self.versions),
+            "waiting": self.waiting,
             "updated": self.time,
             "samples_per_second": round(self.iterations * self.samples_per_iteration / seconds, 2) if seconds else None,
             "time_split": {name: round(value, 2) for name, value in split.items()},
@@ -339,7 +343,7 @@ class Progress:
         self.starts, self.started = record.start, record.time
         self.forked_from, self.replayed = record.forked_from or self.forked_from, None
         self.sft, self._sft_first, self.evaluating, self.loading, self.engine_start = None, None, None, {}, None
-        self._planned = None
+        self._planned, self.waiting = None, ""
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: IterationTrained) -> None:

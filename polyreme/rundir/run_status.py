@@ -23,7 +23,7 @@ class RunStatus:
         run_id: id of the run.
         place: its run directory, or the URL of its Redis.
         state: a RunState, or `interrupted`: its processes ended without setting a final state.
-        reason: reason for the state, or for a run that is done that it has learned nothing; else ''.
+        reason: reason for the state, or for a run that is done that it has learned nothing, or what a run waits for; else ''.
         iteration, iterations: the newest trained iteration (of a stage: step) and the configured number; None when it is unknown.
         replayed: while the iterations (of a stage: steps) after the newest checkpoint are repeated after a resume, the newest that is; else
             None.
@@ -70,7 +70,7 @@ def redis_status(listed: ListedRun, url: str) -> RunStatus:
         run_id=listed.run_id,
         place=url,
         state=str(listed.state),
-        reason=listed.reason,
+        reason=listed.reason or ("" if listed.state.ended else progress.waiting),
         iteration=listed.iteration,
         iterations=listed.iterations,
         replayed=progress.replayed,
@@ -89,7 +89,7 @@ def _run_status(status: RunStatus, found: RunFile, summary: Mapping[str, Any], s
     nothing = summary.get("not_learned") if status.ended else None
     return replace(
         status,
-        reason=status.reason or (nothing[0] if nothing else ""),
+        reason=status.reason or (nothing[0] if nothing else "" if status.ended else summary.get("waiting", "")),
         iteration=summary.get("iteration", summary.get("iterations")),
         iterations=settings.get("iterations"),
         replayed=None if status.ended else summary.get("replayed"),

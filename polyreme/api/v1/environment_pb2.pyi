@@ -26,7 +26,7 @@ class Start(_message.Message):
     def __init__(self, row_json: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("text", "raw", "refused", "over", "is_cut", "context_tokens", "tokens", "sampled", "number", "seconds_left", "in_thought")
+    __slots__ = ("text", "raw", "refused", "over", "is_cut", "context_tokens", "tokens", "sampled", "number", "seconds_left", "in_thought", "record", "oldest_version")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,8 @@ class Answer(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     IN_THOUGHT_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     text: str
     raw: str
     refused: str
@@ -49,7 +51,45 @@ class Answer(_message.Message):
     number: int
     seconds_left: float
     in_thought: bool
-    def __init__(self, text: _Optional[str] = ..., raw: _Optional[str] = ..., refused: _Optional[str] = ..., over: bool = ..., is_cut: bool = ..., context_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sampled: _Optional[_Union[TurnTokens, _Mapping]] = ..., number: _Optional[int] = ..., seconds_left: _Optional[float] = ..., in_thought: bool = ...) -> None: ...
+    record: bytes
+    oldest_version: int
+    def __init__(self, text: _Optional[str] = ..., raw: _Optional[str] = ..., refused: _Optional[str] = ..., over: bool = ..., is_cut: bool = ..., context_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sampled: _Optional[_Union[TurnTokens, _Mapping]] = ..., number: _Optional[int] = ..., seconds_left: _Optional[float] = ..., in_thought: bool = ..., record: _Optional[bytes] = ..., oldest_version: _Optional[int] = ...) -> None: ...
+
+class SessionTurn(_message.Message):
+    __slots__ = ("trajectory", "context", "ids", "logprobs", "routes", "spans", "finish_reason", "replicas", "seconds", "messages_json")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
+    trajectory: int
+    context: bytes
+    ids: bytes
+    logprobs: bytes
+    routes: bytes
+    spans: _containers.RepeatedCompositeFieldContainer[_experience_pb2.VersionSpan]
+    finish_reason: _experience_pb2.FinishReason
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    seconds: float
+    messages_json: str
+    def __init__(self, trajectory: _Optional[int] = ..., context: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., routes: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[_experience_pb2.VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[_experience_pb2.FinishReason, str]] = ..., replicas: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., messages_json: _Optional[str] = ...) -> None: ...
+
+class SessionExchange(_message.Message):
+    __slots__ = ("request_json", "answer", "after", "calls")
+    REQUEST_JSON_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    request_json: str
+    answer: Answer
+    after: int
+    calls: _containers.RepeatedCompositeFieldContainer[_experience_pb2.ToolCall]
+    def __init__(self, request_json: _Optional[str] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., after: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("number", "text", "context_tokens", "in_thought")
@@ -125,7 +165,7 @@ class Ask(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reward: _Optional[float] = ..., seconds: _Optional[float] = ..., tools_json: _Optional[str] = ..., calls: _Optional[_Iterable[_Union[_experience_pb2.ToolCall, _Mapping]]] = ..., agent: _Optional[_Union[AgentRequest, _Mapping]] = ..., rewards: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class AgentRequest(_message.Message):
-    __slots__ = ("messages_json", "tools_json", "after", "max_tokens", "temperature", "prompt", "context_ids", "stop", "wants_tokens", "number", "streams", "stop_ids")
+    __slots__ = ("messages_json", "tools_json", "after", "max_tokens", "temperature", "prompt", "context_ids", "stop", "wants_tokens", "number", "streams", "stop_ids", "session", "records")
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +178,8 @@ class AgentRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
     STOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
     messages_json: str
     tools_json: str
     after: int
@@ -150,7 +192,9 @@ class AgentRequest(_message.Message):
     number: int
     streams: bool
     stop_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., after: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., prompt: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., wants_tokens: bool = ..., number: _Optional[int] = ..., streams: bool = ..., stop_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    session: str
+    records: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., after: _Optional[int] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., prompt: _Optional[str] = ..., context_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., wants_tokens: bool = ..., number: _Optional[int] = ..., streams: bool = ..., stop_ids: _Optional[_Iterable[int]] = ..., session: _Optional[str] = ..., records: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Ending(_message.Message):
     __slots__ = ("reward", "parts", "error", "seconds", "calls", "rewards")

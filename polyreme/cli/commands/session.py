@@ -63,7 +63,9 @@ class Session:
             return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=OWNER_DIED)], log_dir, serves)
 
         scorers = {"reward": config.reward, "environment": config.environment}
-        services = [process(name, name, *server) for name, section in scorers.items() if section]
+        online = config.environment.online if config.environment else None
+        ports = {"environment": ("--http-port", str(online.port))} if online else {}
+        services = [process(name, name, *server, *ports.get(name, ())) for name, section in scorers.items() if section]
         services += [
             process(f"rollout-{place}", "rollout", *server, "--host", loopback()) for place in range(config.rollout.replicas)
         ]

@@ -24,7 +24,7 @@ from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.display.summary import summary_lines
 from polyreme.errors import ConfigError
-from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.experience.embedded_redis import EmbeddedServer, kept_secret
 from polyreme.experience.store import connect
 from polyreme.hub.resolve import resolve_names
 from polyreme.net.redis_url import exposure, redis_option, without_password
@@ -91,6 +91,8 @@ async def train(
             console.print(f"forked from    {start.origin.run_id} at iteration {start.origin.iteration}", soft_wrap=True)
         log_dir = next_attempt(config.run_dir)
         console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
+        for line in _online_lines(config):
+            console.print(line, soft_wrap=True)
         session = Session(config, run, url, own, log_dir, console)
         console.print(f"Redis          {url}", soft_wrap=True)
         console.print(f"page           {session.page}", soft_wrap=True)
@@ -103,6 +105,18 @@ async def train(
             return await session.run(_stop_signals())
         finally:
             await _sweep(run.run_id)
+
+
+def _online_lines(config: RunConfig) -> list[str]:
+    """Where a product opens sessions. Sets the variable with its key for the services, from RUN_DIR/online/key unless it is set."""
+    online = config.environment.online if config.environment else None
+    if online is None:
+        return []
+    source = online.key_env
+    if not os.environ.get(online.key_env):
+        os.environ[online.key_env] = kept_secret(config.run_dir / "online", "key")
+        source = str(config.run_dir / "online" / "key")
+    return [f"sessions       port {online.port or 'in the log'}; their key is in {source}"]
 
 
 def open_ports(config: RunConfig, others: Sequence[int]) -> str:

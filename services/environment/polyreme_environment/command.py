@@ -125,7 +125,10 @@ async def _serve(redis: str, run_id: str | None, endpoint_towards: Callable[[str
             config = await run.config()
             settings = config.environment
             if settings is not None:
-                async with serve(settings, endpoint_towards(redis), run, rewarded=config.reward is not None) as lease, following:
+                serving = serve(
+                    settings, endpoint_towards(redis), run, rewarded=config.reward is not None, group_size=config.group_size
+                )
+                async with serving as lease, following:
                     gc.freeze()  # excludes loaded modules from garbage collections
                     logger.info("ready: gRPC at %s, HTTP at %s", lease.address, lease.http_address)
                     try:

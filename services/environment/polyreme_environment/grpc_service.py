@@ -15,7 +15,7 @@ import grpc
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import ToolCall
-from polyreme_environment.agents.agent_episode import AgentEpisode
+from polyreme_environment.agents.agent_episode import AgentEpisode, AgentMoved
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool, WorkerLostError
@@ -89,8 +89,6 @@ async def _play_agent(episode: AgentEpisode, requests: AsyncIterator[pb.RunReque
             response = _response(moved, moved.seconds)
             told = response.ending if moved.done else response.ask
             told.rewards.update(moved.rewards)
-            if not moved.done:
-                response.ask.agent.CopyFrom(moved.agent)
             yield response
 
 
@@ -100,7 +98,9 @@ def _response(moved: Moved, seconds: float) -> pb.RunResponse:
         return pb.RunResponse(ending=pb.Ending(reward=moved.reward, parts=moved.parts, seconds=seconds, calls=calls))
     messages = [pb.ChatMessage(role=role, content=content) for role, content in moved.messages]
     tools = json.dumps(moved.tools) if moved.tools else ""
-    return pb.RunResponse(ask=pb.Ask(messages=messages, reward=moved.reward, seconds=seconds, tools_json=tools, calls=calls))
+    agent = moved.agent if isinstance(moved, AgentMoved) else None
+    ask = pb.Ask(messages=messages, reward=moved.reward, seconds=seconds, tools_json=tools, calls=calls, agent=agent)
+    return pb.RunResponse(ask=ask)
 
 
 class _BadRequestError(Exception):

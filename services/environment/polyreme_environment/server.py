@@ -17,7 +17,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route
 
 from polyreme import API_VERSION
-from polyreme.config.environment import EnvironmentConfig
+from polyreme.config.environment import EnvironmentConfig, OnlineConfig
+from polyreme.errors import ConfigError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.net import rpc
@@ -30,6 +31,8 @@ from polyreme_environment.episode_pool import EpisodePool
 from polyreme_environment.grpc_service import NAME, EnvironmentServicer
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.nemo_gym.runner import NeMoGymRunner
+from polyreme_environment.online.address import online_routes
+from polyreme_environment.online.pool import OnlinePool
 from polyreme_environment.openenv.pool import OpenEnvPool
 from polyreme_environment.pool import Pool
 from polyreme_environment.verifiers.runner import VerifiersRunner
@@ -52,6 +55,7 @@ async def serve(
     grace: float = GRACE_SECONDS,
     *,
     rewarded: bool = False,
+    group_size: int = 1,
 ) -> AsyncIterator[Lease]:
     """Loads the environment, serves it until the block ends, then drains. Yields its lease.
 
@@ -60,6 +64,7 @@ async def serve(
         run: the run to register with, or None.
         grace: seconds in which running episodes may end.
         rewarded: whether the run's rewards score the episodes, so that an agent need not.
+        group_size: that of the run.
 
     Raises:
         ConfigError: the environment cannot be loaded, a port is in use, or `security` is invalid.
@@ -68,16 +73,21 @@ async def serve(
     assert endpoint.http_port is not None, "the environment service needs an HTTP port"
     metrics = EnvironmentMetrics()
     async with AsyncExitStack() as stack:
-        pool = make_pool(config, metrics, rewarded)
+        if config.online is not None:
+            pool: Pool = _online_pool(config, metrics, config.online, run, group_size)
+        else:
+            pool = make_pool(config, metrics, rewarded)
         stack.push_async_callback(pool.close)
         routes = session_routes(pool.sessions) if isinstance(pool, AgentPool) else []
+        if isinstance(pool, OnlinePool):
+            routes = [*online_routes(pool), *session_routes(pool)]
         started = asyncio.Event()
         app = make_app(lambda: started.is_set() and pool.available and not pool.draining, metrics, routes)
         is_open = is_session_path if routes else lambda path: False
         http = await stack.enter_async_context(
             serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security, is_open, names=endpoint.names)
         )
-        if isinstance(pool, AgentPool):
+        if isinstance(pool, AgentPool | OnlinePool):
             scheme = "https" if config.security is not None and config.security.certificate else "http"
             pool.server = f"{scheme}://{endpoint.http_address(http)}"
         await pool.start()
@@ -116,6 +126,21 @@ def make_pool(config: EnvironmentConfig, metrics: EnvironmentMetrics, rewarded: 
     if config.function is not None:
         return AgentPool(config, metrics, FunctionRunner(config, metrics), rewarded)
     return EpisodePool(config, metrics)
+
+
+def _online_pool(
+    config: EnvironmentConfig, metrics: EnvironmentMetrics, settings: OnlineConfig, run: Run | None, group_size: int
+) -> OnlinePool:
+    """Raises ConfigError without a run, which keeps the sessions, or without the key."""
+    key = os.environ.get(settings.key_env, "").strip()
+    if run is None or not key:
+        found = "no run" if run is None else "it is empty or not set"
+        raise ConfigError(
+            f"a run, and the key of its product in the environment variable {settings.key_env} (environment.online.key_env)",
+            found,
+            "Set it; under `polyreme up`, the key is in RUN_DIR/online/key.",
+        )
+    return OnlinePool(config, metrics, settings, run, key, grouped=group_size > 1)
 
 
 def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics, routes: Sequence[Route] = ()) -> FastAPI:

@@ -13,6 +13,7 @@ from polyreme.cli.main import build_app
 from polyreme.errors import ConfigError
 from polyreme.experience.run import RunState
 from polyreme.page.answers import overview
+from polyreme.rundir.progress import Progress
 from polyreme.rundir.reader import RunReader
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, owned, write_run_file
 from polyreme.rundir.run_records import write_summary
@@ -80,6 +81,20 @@ def test_a_run_that_learned_nothing_says_so(tmp_path: Path) -> None:
     write_summary(tmp_path, "run-1", RunState.DONE, "", {"iteration": 60, "not_learned": ["nothing was learned: why", "a cause"]})
     assert status_lines([directory_status(tmp_path)], now=0.0)[-1] == "run-1: nothing was learned: why"
     assert overview("run", RunReader(tmp_path), True)["activities"] == ["nothing was learned: why", "a cause"]
+
+
+def test_a_run_says_what_it_waits_for(tmp_path: Path) -> None:
+    progress, waiting = (
+        Progress(1),
+        {"kind": "notice", "service": "orchestrator", "text": "waiting for experience", "waiting": True},
+    )
+    progress.add({"time": 1.0, **waiting})
+    write_run_file(tmp_path, RunFile("run-1", "embedded"))
+    write_summary(tmp_path, "run-1", RunState.RUNNING, "", progress.summary())
+    with owned(tmp_path):
+        assert status_lines([directory_status(tmp_path)], now=0.0)[-1] == "run-1: waiting for experience"
+    progress.add({"time": 2.0, "kind": "rollout", "iteration": 1, "time/rollout_wait": 0.0})
+    assert progress.waiting == ""
 
 
 def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:

@@ -11,22 +11,31 @@ with the same address and headers in all episodes.
 Invariant: a request without an open session's key learns nothing but that.
 """
 
+import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from polyreme.errors import StoreError
 from polyreme_environment.agents.apis import APIS, Api, chat, responses
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn, encoded, server_sent
-from polyreme_environment.agents.request import TOKEN_FIELDS, Asked, RefusedRequestError, bad, read_object
-from polyreme_environment.agents.session import AgentSession
-from polyreme_environment.agents.session_table import SessionTable
+from polyreme_environment.agents.request import (
+    TOKEN_FIELDS,
+    Asked,
+    Message,
+    RefusedRequestError,
+    TurnRequest,
+    bad,
+    check_unicode,
+    read_object,
+)
+from polyreme_environment.agents.session import Read
 
 _BY_MODEL = "/by-model"
 BY_MODEL = f"{_BY_MODEL}/v1"
@@ -34,8 +43,34 @@ _GYM = "/ng-rollout/{key}"
 _PREFIXES = ("/s/{id}", "", _BY_MODEL, _GYM, f"{_GYM}/training-token-capture")
 _OPEN = re.compile(r"(/s/[^/]*|/by-model|/ng-rollout/[^/]*(/training-token-capture)?|)(/inference)?/v1/")
 _MODEL = "policy"
+_RETRY_SECONDS = 2
+_TASK_CHARS = 512
 
-Answer = Callable[[AgentSession, bytes, bool], Awaitable[Response]]
+
+class OpenSession(Protocol):
+    """What a key opens. Its calls raise RefusedRequestError."""
+
+    async def turn(self, read: Read) -> AgentTurn:
+        """The turn that answers what `read` reads."""
+        ...
+
+    def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
+        """What is certain of that turn, as it is sampled, and at last the turn."""
+        ...
+
+    async def give(self, amount: float, task: str = "") -> None:
+        """Gives a reward. `task`: of a running product's session that was opened without."""
+
+
+class Sessions(Protocol):
+    """The sessions of a server."""
+
+    def find(self, key: str, id: str | None) -> OpenSession:
+        """The session of a key, and of an address if it names one. Raises RefusedRequestError."""
+        ...
+
+
+Answer = Callable[[OpenSession, bytes, bool], Awaitable[Response]]
 """Answers a request, by its body and whether it is NeMo Gym's."""
 
 
@@ -44,12 +79,12 @@ def is_session_path(path: str) -> bool:
     return _OPEN.match(path) is not None
 
 
-def base_url(server: str, session: AgentSession) -> str:
-    """The session's address on a server `http://host:port`."""
-    return f"{server}/s/{session.id}/v1"
+def base_url(server: str, id: str) -> str:
+    """The address of a session, by its id, on a server `http://host:port`."""
+    return f"{server}/s/{id}/v1"
 
 
-def session_routes(sessions: SessionTable) -> list[Route]:
+def session_routes(sessions: Sessions) -> list[Route]:
     """The routes."""
 
     def guarded(answer: Answer, api: Api) -> Callable[[Request], Awaitable[Response]]:
@@ -58,7 +93,9 @@ def session_routes(sessions: SessionTable) -> list[Route]:
                 session = sessions.find(await _key(request), request.path_params.get("id"))
                 return await answer(session, await request.body(), "key" in request.path_params)
             except RefusedRequestError as refused:
-                return JSONResponse(api.error(refused.status, refused.message, refused.code), refused.status)
+                return refusal(refused, api)
+            except StoreError as error:
+                return refusal(unavailable(error), api)
             except ClientDisconnect:  # within its body
                 return Response(status_code=400)
 
@@ -74,23 +111,42 @@ def session_routes(sessions: SessionTable) -> list[Route]:
 
 
 async def _key(request: Request) -> str:
-    """The key of a request: that of the path, `x-api-key`, that of `Authorization: Bearer` as OpenAI's clients send it, or `model`."""
+    """The key of a request: `model` below `_BY_MODEL`, else as `key_of`."""
     if request.url.path.startswith(f"{_BY_MODEL}/"):
         return str(read_object(await request.body()).get("model"))
+    return key_of(request)
+
+
+def refusal(refused: RefusedRequestError, api: Api = chat) -> Response:
+    """The reply to a refused request, in the format of its API."""
+    headers = {"Retry-After": str(_RETRY_SECONDS)} if refused.status in (429, 503) else None
+    return JSONResponse(api.error(refused.status, refused.message, refused.code), refused.status, headers)
+
+
+def unavailable(error: StoreError) -> RefusedRequestError:
+    """The refusal of a request that the log did not take."""
+    return RefusedRequestError(503, f"expected an answer of the run's log; found {error.found}", "unavailable")
+
+
+def key_of(request: Request) -> str:
+    """The key of a request: that of the path, `x-api-key`, or that of `Authorization: Bearer` as OpenAI's clients send it."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     bearer = token.strip() if kind.lower() == "bearer" else ""
     return str(request.path_params.get("key") or request.headers.get("x-api-key") or bearer)
 
 
 def _turn_of(api: Api) -> Answer:
-    async def answer(session: AgentSession, body: bytes, is_gym: bool) -> Response:
+    async def answer(session: OpenSession, body: bytes, is_gym: bool) -> Response:
         asked = read_object(body)
         if is_gym and api in (chat, responses):
             asked[TOKEN_FIELDS] = True
-        request = api.read(asked, session.history)
+
+        def read(history: Callable[[str], list[Message]]) -> TurnRequest:
+            return api.read(asked, history)
+
         if not asked.get("stream"):
-            return JSONResponse(api.reply(asked, await session.answer(request)))
-        parts = session.stream(replace(request, streams=True))
+            return JSONResponse(api.reply(asked, await session.turn(read)))
+        parts = session.streamed(read)
         first = await anext(parts)  # a refusal has its status, as long as nothing has been told
         return _EventStream(api, asked, first, parts)
 
@@ -125,15 +181,30 @@ class _EventStream(StreamingResponse):
             yield part
 
 
-async def _reward(session: AgentSession, body: bytes, is_gym: bool) -> Response:
-    given: Any = read_object(body).get("reward")
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        raise bad(f"expected a number as `reward`; found {given!r:.100}")
-    session.reward(float(given))
+async def _reward(session: OpenSession, body: bytes, is_gym: bool) -> Response:
+    await session.give(*read_reward(body))
     return JSONResponse({"status": "ok"})
 
 
-async def _models(session: AgentSession, body: bytes, is_gym: bool) -> Response:
+def read_reward(body: bytes) -> tuple[float, str]:
+    """The reward of a request, and the task if it names one. Raises RefusedRequestError."""
+    asked = read_object(body)
+    given: Any = asked.get("reward")
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise bad(f"expected a finite number as `reward`; found {given!r:.100}")
+    return float(given), read_task(asked)
+
+
+def read_task(asked: Asked) -> str:
+    """The `task` of a request, "" without one. Raises RefusedRequestError."""
+    task = asked.get("task")
+    if task is not None and (not isinstance(task, str) or not 0 < len(task) <= _TASK_CHARS):
+        raise bad(f"expected `task` to be a text of at most {_TASK_CHARS} characters; found {task!r:.100}")
+    check_unicode(task, "`task`")
+    return task or ""
+
+
+async def _models(session: OpenSession, body: bytes, is_gym: bool) -> Response:
     """The models in the forms of OpenAI and Anthropic at once."""
     model = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "polyreme"}
     model |= {"type": "model", "display_name": _MODEL, "created_at": "1970-01-01T00:00:00Z"}

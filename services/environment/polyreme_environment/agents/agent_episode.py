@@ -5,7 +5,6 @@ has `step_timeout` seconds to give its reward. While turns are sampled, the call
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.result import Result
 from polyreme_environment.agents.runners import Runner
-from polyreme_environment.agents.session import AgentSession, Asked, Withdrawn
+from polyreme_environment.agents.session import AgentSession, Asked, Withdrawn, agent_request
 from polyreme_environment.contract import Moved
 from polyreme_environment.pool import PlayError
 
@@ -107,23 +106,8 @@ class AgentEpisode:
             self._deadline = min(self._deadline, self._idle_since + self._config.step_timeout)
 
     def _asked(self, asked: Asked) -> AgentMoved:
-        request = asked.request
-        agent = pb.AgentRequest(
-            messages_json=json.dumps(asked.messages) if asked.messages else "",
-            tools_json=json.dumps(request.tools) if request.tools else "",
-            after=asked.after,
-            max_tokens=request.max_tokens or 0,
-            temperature=request.temperature,
-            prompt=asked.text,
-            context_ids=request.prompt if isinstance(request.prompt, tuple) else (),
-            stop=request.stop,
-            stop_ids=request.stop_ids,
-            wants_tokens=request.wants_tokens,
-            number=asked.number,
-            streams=request.streams,
-        )
         idle = time.monotonic() - self._idle_since if self._session.sampling == 1 else 0.0
-        return AgentMoved(rewards=self._session.take_rewards(), calls=asked.calls, agent=agent, seconds=idle)
+        return AgentMoved(rewards=self._session.take_rewards(), calls=asked.calls, agent=agent_request(asked), seconds=idle)
 
     def _ended(self, run: asyncio.Task[Result]) -> AgentMoved:
         if (error := run.exception()) is None:

@@ -57,4 +57,4 @@ class AgentPool:
             raise FullError(f"{len(self.sessions)} of environment.episodes = {self._config.episodes} agents")
         limits = SessionLimits(self._config.max_message_chars, self._config.parallel_turns, self._config.tool_parser)
         with self.sessions.opened(limits) as session, self._metrics.playing.track_inprogress():
-            yield AgentEpisode(self._config, self._runner, session, base_url(self.server, session), self._rewarded)
+            yield AgentEpisode(self._config, self._runner, session, base_url(self.server, session.id), self._rewarded)

@@ -67,11 +67,11 @@ class AgentConversation:
         if text is not None:
             self._texts[text] = max(number, self._texts.get(text, 0))
 
-    def history(self, number: int) -> list[Message] | None:
-        """The conversation up to a turn, without instructions; None: there is none of messages."""
+    def history(self, number: int, *, instructions: bool = False) -> list[Message] | None:
+        """The conversation up to a turn, with or without its instructions; None: there is none of messages."""
         found: list[Message] = []
         while (turn := self._kept.get(number)) is not None:
-            found = [*turn.messages[0 if turn.after else turn.instructions :], turn.answer, *found]
+            found = [*turn.messages[0 if turn.after or instructions else turn.instructions :], turn.answer, *found]
             number = turn.after
         return found or None
 

@@ -5,15 +5,15 @@ which may still be sampled. A request whose streams have all been closed is with
 """
 
 import asyncio
-import math
+import json
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from polyreme.api.v1.environment_pb2 import Answer, Delta
+from polyreme.api.v1.environment_pb2 import AgentRequest, Answer, Delta
 from polyreme_environment.agents.conversation import AgentConversation
 from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn
@@ -21,7 +21,9 @@ from polyreme_environment.agents.request import Message, RefusedRequestError, Tu
 from polyreme_environment.contract import ToolCall
 from polyreme_environment.tool_calls import ParsedCall, beginning
 
-_WAITING = 64
+Read = Callable[[Callable[[str], list[Message]]], TurnRequest]
+"""Reads a request, by the conversation up to an answer. Raises RefusedRequestError."""
+WAITING = 64
 """Maximum number of requests of a session that wait to be asked for."""
 
 
@@ -77,6 +79,25 @@ class _Pending:
     is_kept: bool = False
 
 
+def agent_request(asked: Asked) -> AgentRequest:
+    """The request as the policy's client gets it."""
+    request = asked.request
+    return AgentRequest(
+        messages_json=json.dumps(asked.messages) if asked.messages else "",
+        tools_json=json.dumps(request.tools) if request.tools else "",
+        after=asked.after,
+        max_tokens=request.max_tokens or 0,
+        temperature=request.temperature,
+        prompt=asked.text,
+        context_ids=request.prompt if isinstance(request.prompt, tuple) else (),
+        stop=request.stop,
+        stop_ids=request.stop_ids,
+        wants_tokens=request.wants_tokens,
+        number=asked.number,
+        streams=request.streams,
+    )
+
+
 class AgentSession:
     """The policy in one episode, as an agent asks for it and as the episode's stream gives it.
 
@@ -86,8 +107,9 @@ class AgentSession:
         over: why no turn begins any more; "": turns may begin.
     """
 
-    def __init__(self, limits: SessionLimits) -> None:
-        self.id, self.key, self.over = secrets.token_hex(8), secrets.token_hex(24), ""
+    def __init__(self, limits: SessionLimits, id: str = "") -> None:
+        """Args: id: of a session that was kept."""
+        self.id, self.key, self.over = id or secrets.token_hex(8), secrets.token_hex(24), ""
         self._limits = limits
         self._conversation = AgentConversation()
         self._known: dict[bytes, _Pending] = {}  # by the requests' digests, answered or not
@@ -105,6 +127,18 @@ class AgentSession:
     def sampling(self) -> int:
         """How many turns are being sampled."""
         return len(self._sampling)
+
+    async def turn(self, read: Read) -> AgentTurn:
+        """The turn that answers what `read` reads. Raises RefusedRequestError."""
+        return await self.answer(read(self.history))
+
+    def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
+        """`stream` for what `read` reads. Raises RefusedRequestError."""
+        return self.stream(replace(read(self.history), streams=True))
+
+    async def give(self, amount: float, task: str = "") -> None:
+        """See `reward`."""
+        self.reward(amount)
 
     async def answer(self, request: TurnRequest) -> AgentTurn:
         """The turn that answers a request. A caller that is cancelled leaves the request to its end. Raises RefusedRequestError."""
@@ -138,8 +172,8 @@ class AgentSession:
             return known
         if self.over:
             raise RefusedRequestError(400, self.over, "episode_over")
-        if len(self._waiting) >= _WAITING:
-            raise RefusedRequestError(429, f"expected at most {_WAITING} requests of a session that wait; found more", "too_many")
+        if len(self._waiting) >= WAITING:
+            raise RefusedRequestError(429, f"expected at most {WAITING} requests of a session that wait; found more", "too_many")
         pending = self._known[request.digest] = _Pending(request)
         pending.answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may have left
         self._waiting.append(pending)
@@ -148,8 +182,6 @@ class AgentSession:
 
     def reward(self, amount: float) -> None:
         """Adds to the reward of the turn that was answered last. Raises RefusedRequestError."""
-        if not math.isfinite(amount):
-            raise RefusedRequestError(400, f"expected a finite reward; found {amount}", "invalid_request")
         if not self._last:
             raise RefusedRequestError(400, "expected a turn before its reward; found none", "invalid_request")
         self._rewards[self._last] += amount
@@ -216,8 +248,24 @@ class AgentSession:
     def _parser(self, request: TurnRequest) -> str | None:
         return self._limits.tool_parser if request.calls else None
 
-    def sampled(self, answer: Answer) -> None:
-        """Answers a request, by its number."""
+    def known(self, request: TurnRequest) -> AgentTurn | None:
+        """The turn that answered this request before."""
+        pending = self._known.get(request.digest)
+        return pending.answer.result() if pending is not None and pending.answer.done() else None
+
+    def replay(self, asked: Asked, answer: Answer, created: int) -> None:
+        """Repeats a turn of a session that was kept: what it asked, as `next` told it, its answer, and the Unix time of that."""
+        request = asked.request
+        if request.prompt is None:
+            before = self._conversation.history(asked.after, instructions=True) or []
+            request = replace(request, messages=[*before, *asked.messages])
+            self._made(asked.after, asked.messages)
+        self._newest = asked.number
+        self._known[request.digest] = self._sampling[asked.number] = _Pending(request, number=asked.number)
+        self.sampled(answer, created)
+
+    def sampled(self, answer: Answer, created: int | None = None) -> None:
+        """Answers a request, by its number. `created`: its Unix time; None: now."""
         if (pending := self._take(answer.number)) is None:
             return
         request, number = pending.request, answer.number
@@ -227,7 +275,8 @@ class AgentSession:
         said = Spoken(text) if is_prompt else spoken(text, raw, self._parser(request), answer.in_thought)
         counts = answer.is_cut, answer.context_tokens, answer.tokens
         tokens = answer.sampled if request.wants_tokens else None
-        created = int(time.time()) if pending.so_far is None else pending.so_far.created
+        if created is None:
+            created = int(time.time()) if pending.so_far is None else pending.so_far.created
         turn = AgentTurn(f"{self.id}-{number}", created, said, *counts, stopped_by, tokens)
         self._last, self._calls[number] = number, dict(turn.calls)
         if is_prompt:

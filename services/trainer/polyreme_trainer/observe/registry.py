@@ -343,6 +343,25 @@ BESIDE = (
         "Number of prompts skipped since the previous plan because they were always or never solved.",
         "`rollout` records with `skip_prompts`",
     ),
+    *(
+        Metric(
+            f"online/{name}",
+            "sessions",
+            f"Number of a product's sessions that {what}.",
+            "`rollout` records with `environment.online`",
+        )
+        for name, what in (
+            ("open", "are open, or wait for their reward"),
+            ("complete", "have a reward, and wait for their group"),
+            ("trained", "became groups, since the run began"),
+            ("refused", "were refused beyond max_sessions"),
+            ("unrecorded", "were served beyond max_sessions, and not kept"),
+            ("dropped_stale", "were dropped because of the age of their policy"),
+            ("dropped_no_reward", "were dropped without a reward"),
+            ("dropped_no_group", "were dropped without enough others of their task"),
+            ("dropped_invalid", "were dropped because their turns could not be read"),
+        )
+    ),
     Metric("rollout/pass_rate", "1", "Fraction of solved samples of the other prompts.", "`rollout` records with `skip_prompts`"),
     Metric(
         "accuracy", "1", "Fraction of held-out prompts with a right greedy answer.", "`eval` records of rewards that are 0 or 1"

@@ -47,7 +47,7 @@ _FIRST_GROUPS = 8
 """The run fails when this many first groups fail for the same reason; fewer if an iteration has fewer groups."""
 _SINGLE_NOTICES = 4
 """Number of failed groups that get their own notice."""
-_RELEVANT = frozenset({"fail", "drop", "expire", "plan", "version", "commit", "state", "lease", "device"})
+_RELEVANT = frozenset({"fail", "drop", "expire", "plan", "version", "commit", "state", "lease", "device", "reward"})
 
 
 async def orchestrate(run: Run) -> None:
@@ -89,7 +89,7 @@ async def _orchestrate(run: Run) -> None:
     bounds = config.groups_per_iteration, config.max_staleness
     budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
     sampler = Sampler(run.run_id, config, template, pool)
-    environment = make_environment(run, sampler, scoring, partial_log, budget)
+    environment = make_environment(run, sampler, scoring, partial_log, budget, experience)
     is_new = await run.check() is RunState.STARTING  # a running run continues with the replicas that it has
     wanted = config.rollout.replicas if is_new else 1
     waits = [pool.wait_for(wanted), environment.wait_ready()]
@@ -203,6 +203,8 @@ class Orchestrator:
             return not self._schedule.running
         if not self._schedule.admits(version):
             return False
+        if await self._environment.collect():
+            return False
         while not self._scoring.paused and (admissions := await self._experience.admit(self._config.groups_per_iteration)):
             for admission in admissions:
                 self._start(group, admission)
@@ -214,7 +216,8 @@ class Orchestrator:
         if planned > self._planned:
             seconds = self._pool.idle_time.take(time.monotonic())
             paused = {} if self._budget is None else self._budget.take()
-            metrics = {"time/rollout_wait": seconds, **self._sampling.take(), **self._filter.take(), **paused}
+            outside = await self._environment.metrics()
+            metrics = {"time/rollout_wait": seconds, **self._sampling.take(), **self._filter.take(), **paused, **outside}
             await self._run.emit(GroupsPlanned(iteration=planned, metrics=metrics))
             self._planned = planned
 

@@ -103,6 +103,12 @@ class Episodes:
         await self._host.close()
         await self._scoring.close()
 
+    async def collect(self) -> bool:
+        return False
+
+    async def metrics(self) -> dict[str, float]:
+        return {}
+
     async def play(self, task: Task) -> Played:
         """See `Environment`."""
         config, began = self._sampler.config, time.monotonic()
@@ -135,14 +141,14 @@ class Episodes:
         while True:
             session = EpisodeSession(self._sampler, self._tail, task, number, self._bounds, temperature, self._budget)
             try:
-                return _finished(session, await self._host.play(task, session))
+                return finished_episode(session, await self._host.play(task, session))
             except HostLostError:
                 tries += 1
                 if tries >= self._tries:
                     raise
 
 
-def _finished(session: EpisodeSession, ending: Ending) -> Finished:
+def finished_episode(session: EpisodeSession, ending: Ending) -> Finished:
     """The records of an episode. Raises EpisodeError when there is nothing to train on."""
     if not session.turns:
         raise EpisodeError("expected at least one turn in an episode; found none: its first messages leave no room, or no time")

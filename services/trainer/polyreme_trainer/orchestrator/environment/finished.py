@@ -40,14 +40,14 @@ class FinishedEpisodes:
 
     def ordered(self) -> list[Finished]:
         """The episodes in the order of their numbers; its trajectories have its place."""
-        return _placed([self._episodes[number] for number in sorted(self._episodes)])
+        return placed([self._episodes[number] for number in sorted(self._episodes)])
 
     def mark(self) -> frozenset[int]:
         return frozenset(self._episodes)
 
     def part_since(self, mark: frozenset[int] | None) -> bytes:
         numbers = sorted(self._episodes.keys() - (mark or frozenset()))
-        episodes = _placed([self._episodes[number] for number in numbers])
+        episodes = placed([self._episodes[number] for number in numbers])
         admission, prompt = self._task.admission, self._task.prompt
         samples, records = [sample for each, _ in episodes for sample in each], [record for _, record in episodes]
         group = GroupRecord(admission.index, admission.attempt, prompt.ids, samples, episodes=records)
@@ -78,5 +78,6 @@ class FinishedEpisodes:
         return found
 
 
-def _placed(episodes: Sequence[Finished]) -> list[Finished]:
+def placed(episodes: Sequence[Finished]) -> list[Finished]:
+    """The episodes with their places at their trajectories."""
     return [([replace(sample, episode=place) for sample in samples], record) for place, (samples, record) in enumerate(episodes)]

@@ -50,6 +50,12 @@ class Environment(Protocol):
 
     async def close(self) -> None: ...
 
+    async def collect(self) -> bool:
+        """Appends the groups that came from outside. Returns whether the run's groups come from there, so that none is admitted."""
+
+    async def metrics(self) -> dict[str, float]:
+        """Further metrics of an iteration."""
+
     async def play(self, task: Task) -> Played:
         """All episodes of a task.
 

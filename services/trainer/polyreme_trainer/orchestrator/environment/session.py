@@ -6,6 +6,7 @@ Several turns may be sampled at the same time; what they are does not depend on 
 """
 
 import asyncio
+import json
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.api.v1.environment_pb2 import SessionTurn
 from polyreme.dataset.columns import TokenIds
 from polyreme.experience.records import RewardPart, SampleRecord, ToolCall
 from polyreme_trainer.data.tail import Message, Tail, Tools
@@ -199,6 +201,18 @@ class EpisodeSession:
     def reward(self, reward: float, calls: Sequence[ToolCall] = (), turn: int | None = None) -> None:
         """Adds to the reward and the tool calls of a complete turn, by its number; None: the newest one."""
         self._trajectories.reward(self._trajectories.newest if turn is None else turn, reward, calls)
+
+    def kept(self) -> SessionTurn:
+        """The newest turn, for `restore` in another session."""
+        kept = self._trajectories.kept()
+        kept.messages_json = json.dumps(self._transcript.added(self._trajectories.newest))
+        return kept
+
+    def restore(self, turn: SessionTurn) -> None:
+        """Continues after a turn that `kept` told, behind those before it. Raises DataError when it does not follow them."""
+        self._begun += 1
+        self._trajectories.restore(self._begun, turn)
+        self._transcript.restore(self._begun, json.loads(turn.messages_json))
 
     def trajectories(self, parts: Sequence[RewardPart]) -> list[SampleRecord]:
         """The records of the episode's tokens, after at least one turn. Their score is the sum of all turns' rewards."""

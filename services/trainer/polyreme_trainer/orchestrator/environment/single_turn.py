@@ -38,6 +38,12 @@ class SingleTurn:
     async def close(self) -> None:
         await self._scoring.close()
 
+    async def collect(self) -> bool:
+        return False
+
+    async def metrics(self) -> dict[str, float]:
+        return {}
+
     async def play(self, task: Task) -> Played:
         """See `Environment`."""
         wanted = self._sampler.of_group(task.admission, task.prompt.ids)

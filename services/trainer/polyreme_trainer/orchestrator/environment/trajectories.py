@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from polyreme.api.v1.environment_pb2 import SessionTurn
+from polyreme.api.v1.experience_pb2 import FinishReason, VersionSpan
 from polyreme.dataset.columns import TokenIds
+from polyreme.errors import DataError
 from polyreme.experience.records import RewardPart, SampleRecord, ToolCall, Turn
 from polyreme_trainer.data.tail import Message, Tail, Tools
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, Span, merged
+
+_BUG = "Report this as a bug; the session cannot be continued."
 
 
 @dataclass
@@ -125,6 +130,37 @@ class Trajectories:
         trajectory.turns.append(turn)
         trajectory.sampled.append(sample)
         return turn
+
+    def kept(self) -> SessionTurn:
+        """The newest turn, for `restore`."""
+        trajectory, place = self._turns[self.newest]
+        turn, sample, prompt = trajectory.turns[place], trajectory.sampled[place], len(trajectory.prompt)
+        first = prompt + trajectory.turns[place - 1].end if place else 0
+        return SessionTurn(
+            trajectory=trajectory.number,
+            context=trajectory.context[first : prompt + turn.start].astype("<i4").tobytes(),
+            ids=bytes(sample.ids),
+            logprobs=bytes(sample.logprobs),
+            routes=bytes(sample.routes),
+            spans=[VersionSpan(version=version, start=start, end=end) for version, start, end in sample.spans],
+            finish_reason=FinishReason.Name(sample.finish_reason),
+            replicas=sample.replicas,
+            seconds=turn.seconds,
+        )
+
+    def restore(self, number: int, kept: SessionTurn) -> None:
+        """Adds a turn that `kept` told, after those before it. Raises DataError when it does not follow them."""
+        if kept.trajectory > len(self._all):
+            raise DataError(
+                f"a turn of one of {len(self._all)} trajectories, or of a new one", f"trajectory {kept.trajectory}", _BUG
+            )
+        new, spans = np.frombuffer(kept.context, "<i4"), [(span.version, span.start, span.end) for span in kept.spans]
+        if kept.trajectory == len(self._all):
+            self._all.append(Trajectory(kept.trajectory, new, new))
+        found = self._all[kept.trajectory]
+        parts = bytearray(kept.ids), bytearray(kept.logprobs), bytearray(kept.routes)
+        sample = PartialRollout(0, *parts, spans, kept.finish_reason, replicas=list(kept.replicas))
+        self.add(number, (found, np.concatenate([found.context, new]) if found.turns else new), sample, kept.seconds)
 
     def reward(self, number: int, reward: float, calls: Sequence[ToolCall]) -> None:
         """Adds to the reward and the tool calls of a turn."""

@@ -22,6 +22,14 @@ class Transcript:
             {"role": "assistant", "content": text, "trajectory": trajectory, "turn": turn},
         ]
 
+    def added(self, number: int) -> list[Message]:
+        """What a turn has added."""
+        return self._turns[number]
+
+    def restore(self, number: int, messages: list[Message]) -> None:
+        """Adds a turn as `added` told it."""
+        self._turns[number] = messages
+
     def add_withdrawn(self, number: int, messages: Sequence[Message], text: str) -> None:
         """Adds a turn that was withdrawn, with what had been sampled of it."""
         shown = [*self._asked(messages), {"role": "assistant", "content": text}]

@@ -1,0 +1,1 @@
+"""Sessions of a running product: the address that opens them, and what samples their turns."""

@@ -1,0 +1,66 @@
+"""The routes by which a running product opens sessions and ends them. What it does in a session is in `agents.address`.
+
+    POST /v1/sessions              {"task": "..."}: opens a session
+    GET  /v1/sessions/ID           its state
+    POST /v1/sessions/ID/reward    {"reward": 1.0}: ends it
+
+Invariant: without the run's key, or that of the session, a request learns nothing but that.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from polyreme.errors import StoreError
+from polyreme_environment.agents.address import base_url, key_of, read_reward, read_task, refusal, unavailable
+from polyreme_environment.agents.request import RefusedRequestError, read_object
+from polyreme_environment.online.pool import OnlinePool
+
+Answered = Callable[[Request], Awaitable[Response]]
+
+
+def online_routes(pool: OnlinePool) -> list[Route]:
+    """The routes."""
+
+    async def opened(request: Request) -> Response:
+        pool.check_key(key_of(request))
+        body = await request.body()
+        task = read_task(read_object(body)) if body else ""
+        id, key, kept = await pool.open(task)
+        return JSONResponse({"id": id, "base_url": base_url(pool.server, id), "api_key": key, "task": task, "recorded": kept})
+
+    async def rewarded(request: Request) -> Response:
+        id = request.path_params["id"]
+        pool.check_key(key_of(request), id)
+        await pool.reward(id, *read_reward(await request.body()))
+        return JSONResponse({"status": "ok"})
+
+    async def told(request: Request) -> Response:
+        pool.check_key(key_of(request))
+        found = await pool.store.read(request.path_params["id"])
+        if found.state == "unknown":
+            raise RefusedRequestError(404, "expected the id of a session; found none, or it ended long ago", "not_found")
+        state = {"id": found.id, "state": found.state, "task": found.task, "turns": len(found.turns)}
+        return JSONResponse({**state, "reward": found.reward, "reason": found.reason, "group": found.group})
+
+    return [
+        Route("/v1/sessions", _guarded(opened), methods=["POST"]),
+        Route("/v1/sessions/{id}", _guarded(told), methods=["GET"]),
+        Route("/v1/sessions/{id}/reward", _guarded(rewarded), methods=["POST"]),
+    ]
+
+
+def _guarded(answer: Answered) -> Answered:
+    async def answered(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except RefusedRequestError as refused:
+            return refusal(refused)
+        except StoreError as error:
+            return refusal(unavailable(error))
+        except ClientDisconnect:  # within its body
+            return Response(status_code=400)
+
+    return answered

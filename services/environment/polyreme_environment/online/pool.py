@@ -1,0 +1,253 @@
+"""The sessions of a running product on a server, and their turns, which the trainer's streams sample.
+
+Invariant: a server keeps nothing of a session, so any server of the run answers for any session. A turn whose stream is lost waits for another
+stream. Turns in progress, and requests of a session, are bounded.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyreme.api.v1 import environment_pb2 as pb
+from polyreme.config.environment import EnvironmentConfig, OnlineConfig
+from polyreme.experience.online import OnlineSessions
+from polyreme.experience.run import Run
+from polyreme_environment.agents.agent_episode import AgentMoved
+from polyreme_environment.agents.reply import AgentTurn, PartialTurn
+from polyreme_environment.agents.request import RefusedRequestError
+from polyreme_environment.agents.session import WAITING, AgentSession, Read, SessionLimits
+from polyreme_environment.contract import Moved
+from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.online.session import next_turn
+from polyreme_environment.pool import EpisodeLostError
+
+_REFUSALS = {
+    "unknown": (404, "expected the id of a session; found none with this id, or it ended long ago", "not_found"),
+    "dropped": (410, "expected a session that may get a reward; found one that is dropped: see its state", "dropped"),
+    "other": (409, "expected the reward that this session has; found another one", "conflict"),
+    "empty": (400, "expected a turn before its reward; found none", "invalid_request"),
+    "task": (400, "expected the session's `task`, since rewards are compared within a group of one task; found another one, or none", "invalid_request"),
+    "conflict": (409, "expected one request of a session at once; another server has answered one meanwhile", "conflict"),
+}  # fmt: skip
+
+
+class _LostError(Exception):
+    """The stream of a turn was lost."""
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """A turn that waits for a stream, and then for its answer."""
+
+    request: pb.AgentRequest
+    answer: "asyncio.Future[pb.Answer]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class _Turn:
+    """A stream, which samples one turn."""
+
+    def __init__(self, waiting: "asyncio.Queue[_Wanted | None]", metrics: EnvironmentMetrics) -> None:
+        self._waiting, self._metrics = waiting, metrics
+        self._wanted: _Wanted | None = None
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+        """Waits for a turn that is asked for. A row is none of a product's sessions."""
+        while (wanted := await self._waiting.get()) is not None:
+            if not wanted.answer.done():
+                self._wanted = wanted
+                self._metrics.playing.inc()
+                return AgentMoved(agent=wanted.request)
+        raise EpisodeLostError("the server is draining")
+
+    async def step(self, answer: pb.Answer) -> Moved:
+        """Gives the turn's answer."""
+        if self._wanted is not None and not self._wanted.answer.done():
+            self._wanted.answer.set_result(answer)
+        return Moved(done=True)
+
+    def close(self) -> None:
+        """A turn without an answer waits for another stream."""
+        if self._wanted is not None:
+            self._metrics.playing.dec()
+            if not self._wanted.answer.done():
+                self._wanted.answer.set_exception(_LostError())
+
+
+class OnlinePool:
+    """The sessions of a running product, in place of an `EpisodePool`.
+
+    Args:
+        run: keeps the sessions.
+        key: opens sessions, and gives rewards to all.
+        grouped: whether rewards are compared, so that each session needs a task.
+
+    Attributes:
+        store: the sessions.
+        server: http(s)://host:port of the session address.
+    """
+
+    about = "online", "sessions of a running product"
+    available = True
+
+    def __init__(
+        self, config: EnvironmentConfig, metrics: EnvironmentMetrics, settings: OnlineConfig, run: Run, key: str, *, grouped: bool
+    ) -> None:
+        self._config, self._metrics, self._settings, self._key, self._grouped = config, metrics, settings, key, grouped
+        self.store, self.server = OnlineSessions(run, settings.max_age), ""
+        self._waiting: asyncio.Queue[_Wanted | None] = asyncio.Queue()
+        self._streams, self._asked, self._draining = 0, 0, False
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        """Ends the streams that wait."""
+        if value and not self._draining:
+            for _ in range(self._streams):
+                self._waiting.put_nowait(None)
+        self._draining = value
+
+    async def start(self) -> None:
+        """Does nothing: the product comes when it likes."""
+
+    async def close(self) -> None:
+        self.draining = True
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[_Turn]:
+        """A stream."""
+        turn = _Turn(self._waiting, self._metrics)
+        self._streams += 1
+        try:
+            yield turn
+        finally:
+            self._streams -= 1
+            turn.close()
+
+    # -- what the address does
+
+    def check_key(self, key: str, id: str | None = None) -> None:
+        """Raises RefusedRequestError unless this is the key that opens sessions, or that of session `id`."""
+        valid = [self._key, *([] if id is None else [self.key_of(id)])]
+        if not any([hmac.compare_digest(key.encode(), each.encode()) for each in valid]):
+            raise RefusedRequestError(
+                401, "expected the key of environment.online.key_env; found another one, or none", "invalid_api_key"
+            )
+
+    async def open(self, task: str) -> "tuple[str, str, bool]":
+        """Opens a session. Returns its id, its key, and whether it is kept. Raises RefusedRequestError."""
+        id, most = secrets.token_hex(8), self._settings.max_sessions
+        kept = await self.store.open(id, task, most)
+        if not kept:
+            serves = self._settings.overflow == "serve"
+            await self.store.count("unrecorded" if serves else "refused")
+            if not serves:
+                raise RefusedRequestError(
+                    429, f"expected at most environment.online.max_sessions = {most} sessions; found as many", "too_many_sessions"
+                )
+            id = f"u{id}"
+        return id, self.key_of(id), kept
+
+    def key_of(self, id: str) -> str:
+        """The key of a session: derived, so that every server knows it."""
+        return f"{id}.{hmac.digest(self._key.encode(), f'session {id}'.encode(), hashlib.sha256).hex()}"
+
+    def find(self, key: str, id: str | None) -> "_Session":
+        """See `Sessions`."""
+        own = key.partition(".")[0]
+        if not hmac.compare_digest(self.key_of(own).encode(), key.encode()) or id not in (None, own):
+            raise RefusedRequestError(401, "expected the api key of this session; found another one, or none", "invalid_api_key")
+        return _Session(self, own)
+
+    async def reward(self, id: str, reward: float, task: str) -> None:
+        """Ends a session with its reward. Raises RefusedRequestError."""
+        if id.startswith("u"):
+            raise RefusedRequestError(
+                409, "expected a session that is kept; found one beyond environment.online.max_sessions", "unrecorded"
+            )
+        if (found := await self.store.reward(id, reward, task, grouped=self._grouped)) != "ok":
+            raise RefusedRequestError(*_REFUSALS[found])
+
+    async def turn(self, id: str, read: Read) -> AgentTurn:
+        """The turn that answers a request of a session. Raises RefusedRequestError."""
+        async with self._one_at_a_time(id):
+            kept = None if id.startswith("u") else await self.store.read(id)
+            if kept is not None and kept.state == "unknown":
+                raise RefusedRequestError(
+                    401, "expected the api key of an open session; its session has ended", "invalid_api_key"
+                )
+            session = AgentSession(SessionLimits(self._config.max_message_chars, 1, self._config.tool_parser), id)
+            return await next_turn(session, kept, self, read)
+
+    @asynccontextmanager
+    async def _one_at_a_time(self, id: str) -> AsyncIterator[None]:
+        lock, count = self._turns.get(id, (asyncio.Lock(), 0))
+        if count >= WAITING:
+            raise RefusedRequestError(429, f"expected at most {WAITING} requests of a session at once; found more", "too_many")
+        self._turns[id] = lock, count + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            _, count = self._turns.pop(id)
+            if count > 1:
+                self._turns[id] = lock, count - 1
+
+    async def keep(self, id: str, number: int, exchange: pb.SessionExchange) -> None:
+        """See `TurnKeeper`."""
+        found = await self.store.add_turn(id, number, exchange.SerializeToString(), exchange.answer.oldest_version)
+        if found in _REFUSALS:
+            raise RefusedRequestError(*_REFUSALS[found])
+        if found != "ok":
+            raise RefusedRequestError(400, f"expected an open session; found one that is {found}", "episode_over")
+
+    async def sample(self, request: pb.AgentRequest) -> pb.Answer:
+        """See `TurnKeeper`."""
+        if self._asked >= self._config.episodes:
+            self._metrics.refused.inc()
+            raise RefusedRequestError(
+                429, f"expected at most environment.episodes = {self._config.episodes} turns at once; found more", "too_many"
+            )
+        self._asked += 1
+        wanted = _Wanted(request)
+        try:
+            async with asyncio.timeout(self._config.max_seconds):
+                while True:
+                    self._waiting.put_nowait(wanted)
+                    try:
+                        return await wanted.answer
+                    except _LostError:
+                        wanted = _Wanted(request)
+        except TimeoutError:
+            raise RefusedRequestError(
+                503, f"expected an answer within environment.max_seconds = {self._config.max_seconds:g}; found none", "no_answer"
+            ) from None
+        finally:
+            self._asked -= 1
+            wanted.answer.cancel()
+
+
+@dataclass(frozen=True)
+class _Session:
+    """See `OpenSession`."""
+
+    pool: OnlinePool
+    id: str
+
+    async def turn(self, read: Read) -> AgentTurn:
+        return await self.pool.turn(self.id, read)
+
+    async def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
+        """The whole turn: it is stored before any of it is told."""
+        yield await self.turn(read)
+
+    async def give(self, amount: float, task: str = "") -> None:
+        await self.pool.reward(self.id, amount, task)

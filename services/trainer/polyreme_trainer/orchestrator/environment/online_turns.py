@@ -1,0 +1,122 @@
+"""The turns of a running product's sessions: this client offers streams to every environment server, each for one turn.
+
+Invariant: a stream that breaks costs its turn a try at the server, which keeps the session; nothing of a session is kept here.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import grpc
+
+from polyreme.api.v1 import environment_pb2 as pb
+from polyreme.api.v1 import environment_pb2_grpc
+from polyreme.config.environment import EnvironmentConfig
+from polyreme.errors import DataError, UnavailableError
+from polyreme.experience.leases import Lease
+from polyreme.experience.run import Run
+from polyreme.net import rpc
+from polyreme.process.backoff import Backoff
+from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
+from polyreme_trainer.orchestrator.generation.generate import GenerateError
+from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF = Backoff(0.2, 5.0)
+_CLOSE_SECONDS = 1.0
+
+Sampled = Callable[[pb.AgentRequest], Awaitable[pb.Answer]]
+
+
+@dataclass(eq=False)
+class _Server:
+    lease: Lease
+    channel: grpc.aio.Channel
+    streams: "list[asyncio.Task[None]]" = field(default_factory=list)
+    gone: bool = False
+
+
+class OnlineTurns:
+    """Answers what the environment servers with a lease ask for, as many turns at once as each of them plays.
+
+    Args:
+        sampled: samples a turn. Raises DataError, EpisodeError, GenerateError or UnavailableError.
+    """
+
+    def __init__(self, run: Run, config: EnvironmentConfig, sampled: Sampled) -> None:
+        self._config, self._sampled = config, sampled
+        self._leases = LiveServers(run, "environment")
+        self._servers: dict[str, _Server] = {}
+        self._failure: UnavailableError | None = None
+
+    async def wait_ready(self) -> None:
+        """Waits for a server. Raises UnavailableError after environment.start_timeout."""
+        await self._leases.wait_for(1, self._config.start_timeout, "environment.start_timeout")
+
+    async def refresh(self) -> None:
+        """Updates the servers from the leases. Raises UnavailableError when a turn found no replica."""
+        if self._failure is not None:
+            raise self._failure
+        leases = await self._leases.live()
+        for name, server in list(self._servers.items()):
+            server.gone = name not in leases
+            if server.gone and all(stream.done() for stream in server.streams):
+                del self._servers[name]
+                await server.channel.close(_CLOSE_SECONDS)
+        for name in leases.keys() - self._servers.keys():
+            server = self._servers[name] = _Server(leases[name], rpc.connect(leases[name].address, self._config.security))
+            count = int(server.lease.facts.get("episodes", 1))
+            server.streams = [asyncio.create_task(self._serve(server)) for _ in range(count)]
+            logger.info("environment server %s at %s joined", name, server.lease.address)
+
+    async def close(self) -> None:
+        streams = [stream for server in self._servers.values() for stream in server.streams]
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        for server in self._servers.values():
+            await server.channel.close(_CLOSE_SECONDS)
+        self._servers.clear()
+
+    async def _serve(self, server: _Server) -> None:
+        """Offers one stream after the other, until the server has left."""
+        failures = 0
+        while not server.gone:
+            try:
+                await self._one(server)
+                failures = 0
+                continue
+            except grpc.aio.AioRpcError as error:
+                logger.debug("environment server %s answered %s", server.lease.id, error.code().name)
+            except asyncio.CancelledError:
+                if not rpc.channel_closed():
+                    raise
+            except (GenerateError, EpisodeError, DataError) as error:
+                logger.warning("a turn of a session failed: %s", error)
+            except UnavailableError as error:
+                self._failure = error
+                return
+            failures += 1
+            await asyncio.sleep(_BACKOFF.draw(failures))
+
+    async def _one(self, server: _Server) -> None:
+        """One turn. The stream waits for it without a deadline: the product asks when it likes."""
+        call = environment_pb2_grpc.EnvironmentServiceStub(server.channel).Run()
+        try:
+            await _write(call, pb.RunRequest(start=pb.Start()))
+            response = await call.read()
+            if response is grpc.aio.EOF:
+                raise EpisodeError("expected a request for a turn; found the end of the stream")
+            await _write(call, pb.RunRequest(answer=await self._sampled(response.ask.agent)))
+            await call.read()
+        finally:
+            call.cancel()
+
+
+async def _write(call: "grpc.aio.StreamStreamCall[pb.RunRequest, pb.RunResponse]", request: pb.RunRequest) -> None:
+    """Sends a message. A call that has ended says so, and why, at the next read."""
+    with suppress(asyncio.InvalidStateError):
+        await call.write(request)
