@@ -169,7 +169,7 @@ async def test_a_second_thread_that_hangs_ends_what_the_first_left(config):
         second = await begun(stream, 2)
         assert (await second[0].answer("hang")).error
         (new,) = await begun(stream, 1)
-        assert await first[1].answer("pid") is grpc.StatusCode.UNAVAILABLE, "its process has ended"
+        assert await first[1].answer("pid") is grpc.StatusCode.ABORTED, "its process has ended"
         assert text(await second[1].answer("pid")) == "hello" and text(await new.answer("pid")) == "hello"
 
 
@@ -192,9 +192,9 @@ async def test_a_blocked_event_loop_is_the_fault_of_the_call_inside(config):
         waiting, bad, idle = await begun(stream, 3)
         calls = [asyncio.create_task(waiting.answer("hang")), asyncio.create_task(bad.answer("block"))]
         lost, failed = await asyncio.gather(*calls)
-        assert lost is grpc.StatusCode.UNAVAILABLE, "its deadline was the first, but it may be played again"
+        assert lost is grpc.StatusCode.ABORTED, "its deadline was the first, but it may be played again"
         assert failed.error
-        assert await idle.answer("pid") is grpc.StatusCode.UNAVAILABLE
+        assert await idle.answer("pid") is grpc.StatusCode.ABORTED
 
 
 async def test_a_killed_process_is_nobodys_fault(config):
@@ -205,4 +205,4 @@ async def test_a_killed_process_is_nobodys_fault(config):
         await heard(episodes[2], "hangs hangs")
         os.kill(pid, signal.SIGKILL)
         found = [*await asyncio.gather(*calls), await episodes[2].answer("pid")]
-        assert found == [grpc.StatusCode.UNAVAILABLE] * 3
+        assert found == [grpc.StatusCode.ABORTED] * 3

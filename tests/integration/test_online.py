@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,6 @@ from anthropic import AsyncAnthropic
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.config.load import parse_config
-from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme.experience.leases import Registry
 from polyreme.experience.record_codec import decode_group
@@ -245,7 +245,7 @@ async def test_the_product_of_the_guide(world, tmp_path):
     settings = parse_config({**BASE, **yaml.safe_load((tmp_path / "run_sections.yaml").read_text())}, "online.md")
     async with world(group_size=settings.group_size, max_staleness=settings.max_staleness) as w:
         product = await w.started()
-        use = load_module(tmp_path / "product.py", (tmp_path / "product.py").read_text()).use
+        use = runpy.run_path(str(tmp_path / "product.py"))["use"]
         calls = [asyncio.to_thread(use, product.url, KEY, "1+2", lambda answer: len(answer)) for _ in range(settings.group_size)]
         answers = await asyncio.gather(*calls)
         await w.orchestrator.collect()

@@ -8,6 +8,7 @@ import pytest
 from polyreme.rundir.progress import evaluation_of
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator.main import orchestrate
+from support.record_lines import read_evaluation
 from support.simulated import ROWS
 
 FAST = {"lengths": Lengths(20, spread=0.5)}
@@ -62,7 +63,7 @@ async def test_sets_have_metrics_of_their_own_and_one_decides(world, tmp_path, b
         assert {"hard/mean@4", "hard/best@4", "hard/majority@4", "hard/pass@1", "hard/pass@4"} <= record.keys()
         assert ("accuracy" in record) is beside and bool(record["parts"]) is beside
         assert record["held_out"]
-        metric, value = evaluation_of(record)
+        metric, value = evaluation_of(read_evaluation(record))
         assert metric == (decides or best or "accuracy")
         assert value == record[metric]
 
