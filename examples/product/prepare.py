@@ -10,7 +10,7 @@ from pathlib import Path
 
 from product import LENGTH, LETTERS
 
-from polyreme.cli.new_run.tiny_model import write_tiny_model
+from polyreme.hub.tiny_model import write_tiny_model
 
 
 def prepare(out: Path, seed: int) -> None:

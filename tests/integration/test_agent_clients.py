@@ -34,7 +34,7 @@ BRANCHING = "smolagents_agent"
 NAMES = {place: token for token, place in VOCABULARY.items()}
 
 AGENT = """
-import json
+import json, types
 import anthropic, openai
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -55,7 +55,7 @@ def chat(client, question, stream):
     same = {"model": "policy", "tools": [{"type": "function", "function": {**NAMED, "parameters": PARAMETERS}}]}
     while True:
         reply = client.chat.completions.create(messages=messages, stream=stream, **same)
-        message = next(iter(reply)).choices[0].delta if stream else reply.choices[0].message
+        message = whole(reply) if stream else reply.choices[0].message
         if not message.tool_calls:
             return message.content
         (call,) = message.tool_calls
@@ -64,6 +64,11 @@ def chat(client, question, stream):
         result = multiply(json.loads(call.function.arguments))
         messages += [{"role": "assistant", "content": message.content, "tool_calls": calls}]
         messages += [{"role": "tool", "tool_call_id": call.id, "content": result}]
+
+def whole(chunks):
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    text = "".join(delta.content or "" for delta in deltas)
+    return types.SimpleNamespace(content=text or None, tool_calls=[call for delta in deltas for call in delta.tool_calls or ()])
 
 def completions(client, question, stream):
     def complete(prompt, **bounds):

@@ -17,7 +17,7 @@ from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_S
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, SftPhase
-from polyreme.experience.metric_records import WarmStartStep
+from polyreme.experience.metric_records import WarmStartStep, fields_of
 from polyreme.experience.record_codec import encode_group
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.data.stage_rows import StageRows
@@ -200,7 +200,7 @@ def save_and_continue(config_json: str, out: str) -> None:
     assert rank.engine.finish_save(wait=True) is None
     assert not cut_short.exists()
     results: dict[str, object] = {
-        "gates": [gate.record() for gate in gates],
+        "gates": [fields_of(gate.record()) for gate in gates],
         "state": rank.engine.state.to_json(),
         "metrics": metrics,
     }

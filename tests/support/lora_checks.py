@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from polyreme.config.trainer import LoraConfig, ParallelConfig
+from polyreme.experience.metric_records import fields_of
 from polyreme_trainer.learner.engine import RowsLoss
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.huggingface.export import ADAPTER, Export, export_hf
@@ -116,7 +117,7 @@ def warm_start_and_train(config: str, out: str) -> None:
     rank.save(0)
     first = rank.iterate(1)
     rank.save(1)
-    gates = [gate.record() for gate in rank.engine.compare_hf(rank.engine.hf_path(1))]
+    gates = [fields_of(gate.record()) for gate in rank.engine.compare_hf(rank.engine.hf_path(1))]
     rank.write(Path(out, "whole"), {"gates": gates, "first": first, "second": rank.iterate(2)})
     rank.engine.close()
 

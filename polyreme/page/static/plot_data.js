@@ -2,7 +2,7 @@
 
 // The x axes: [name, title, metric that holds the positions]. Any metric is one too.
 export const AXES = [["", "step", null], ["seconds", "time", "axis/seconds"], ["tokens", "tokens", "axis/tokens"], ["samples", "samples", "axis/samples"]];
-const UNITS = [[/tokens_per_second$/, "tokens/s"], [/samples_per_second$/, "samples/s"], [/_tps$/, "tokens/s per device"], [/^(time|timing)\/|(^|[/_])seconds$/, "s"], [/bytes$/, "bytes"], [/\/cores$/, "cores"],
+const UNITS = [[/^online\//, "sessions"], [/tokens_per_second$/, "tokens/s"], [/samples_per_second$/, "samples/s"], [/_tps$/, "tokens/s per device"], [/^(time|timing)\/|(^|[/_])seconds$/, "s"], [/bytes$/, "bytes"], [/\/cores$/, "cores"],
   [/^(response|prompt)_length\/|^tokens\/|carried_tokens$/, "tokens"], [/_samples$|staleness\/samples/, "samples"], [/_groups$/, "groups"], [/_prompts$/, "prompts"], [/^episode\/turns/, "turns"], [/^episode\/tool_(calls|errors)$/, "calls"],
   [/(^|[/_])kl(_loss)?$|mismatch_kl_|entropy$|logps|^sft_.*loss$|^ptx_loss$|canary_difference$/, "nats"], [/^reward(_weighted)?\/|^critic\/(score|rewards|returns|values)|_rewards\/mean$|(^|[/_])score$|\/(margin|mean_reward)$/, "score"], [/^staleness\/(mean|max)/, "iterations"]];
 
