@@ -55,9 +55,9 @@ def test_sl_loop_learns_the_chats(commands: Path, world: tuple[Service, Path]) -
 
 
 def test_rl_loop_learns_the_answer(commands: Path, world: tuple[Service, Path]) -> None:
-    """One digit of ten is right: the reward rises from about 0.14 to about 0.3."""
-    options = {"batch_size": 8, "group_size": 16, "max_tokens": 12, "learning_rate": 0.004, "save_every": 10, "max_steps": 24}
+    """One digit of ten is right: the reward rises from about 0.14 to about 0.27, where it stays at this learning rate."""
+    options = {"batch_size": 8, "group_size": 16, "max_tokens": 12, "learning_rate": 0.004, "save_every": 10, "max_steps": 60}
     steps = run_recipe(commands, world, "rl_loop", **options)
     rewards = [step["reward/total"] for step in steps]
-    assert len(rewards) == 24
-    assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-6:]) / 6 > 0.22, rewards
+    assert len(rewards) == 60
+    assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-20:]) / 20 > 0.22, rewards

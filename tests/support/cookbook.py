@@ -25,7 +25,7 @@ def write_files(folder: Path) -> None:
     """The model, whose answers are random digits in a box, and the data sets: sums that are all ANSWER, and chats."""
     tokenizer = _write_tokenizer(folder / MODEL)
     _write_model(folder / MODEL, tokenizer)
-    sums = [{"question": f"What is {a % 8} + {ANSWER - a % 8}?", "answer": f"#### {ANSWER}"} for a in range(192)]
+    sums = [{"question": f"What is {a % 8} + {ANSWER - a % 8}?", "answer": f"#### {ANSWER}"} for a in range(480)]
     _write_data(folder / "openai/gsm8k", "main", {"train": sums, "test": sums[:4]})
     chats = [[{"role": "user", "content": f"say {i % 8}"}, {"role": "assistant", "content": str(i % 8)}] for i in range(48)]
     rows = [{"messages": chat} for chat in chats]
