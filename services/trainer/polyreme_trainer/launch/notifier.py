@@ -17,7 +17,7 @@ from typing import Protocol
 from polyreme.config.base import BaseConfig
 from polyreme.config.notices import CommandConfig, ReceiverConfig, WebhookConfig
 from polyreme.errors import PolyremeError, UnavailableError
-from polyreme.experience.metric_records import Evaluation, MetricRecord, ServiceNotice
+from polyreme.experience.metric_records import Evaluation, ServiceNotice, TrackerFailed
 from polyreme.experience.run import RunState
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
@@ -33,7 +33,7 @@ _BACKOFF = Backoff(1.0, 30.0)
 _RETRIED_CODES = (408, 425, 429)
 _FIRST_SERVER_ERROR = 500
 
-Emit = Callable[[MetricRecord], Awaitable[None]]
+Emit = Callable[[ServiceNotice | TrackerFailed], Awaitable[None]]
 
 
 class Sender(Protocol):

@@ -17,7 +17,7 @@ from rich.console import Console
 from polyreme.config.stage import StageConfig
 from polyreme.display.report import plain_line
 from polyreme.errors import RunFailedError
-from polyreme.experience.metric_records import MetricRecord, fields_of
+from polyreme.experience.metric_records import ServiceNotice, TrackerFailed
 from polyreme.experience.run import RunState
 from polyreme.process.supervisor import ChildFailedError, ProcessSet
 from polyreme.rundir.progress import Line, Progress
@@ -124,9 +124,9 @@ class StageSupervision(Supervision):
         except OSError as error:
             logger.error("cannot write the stage's newest numbers to summary.json: %s", error)
 
-    async def _log_notice(self, record: MetricRecord) -> None:
+    async def _log_notice(self, record: ServiceNotice | TrackerFailed) -> None:
         """Only the ranks write records, so what a tracker or a receiver failed at is in the log."""
-        logger.warning("%s", fields_of(record).get("text"))
+        logger.warning("%s", record.text)
 
     def _say_restart(self, name: str, found: str) -> None:
         self._console.print(f"restarting the {name}: {found}", soft_wrap=True)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.errors import PolyremeError, RunFailedError, StaleTermError
-from polyreme.experience.metric_records import MetricRecord
+from polyreme.experience.metric_records import ServiceNotice, TrackerFailed
 from polyreme.experience.run import RunState
 from polyreme.process.lifecycle import stop_event, until_set
 from polyreme.process.supervisor import ChildFailedError, ProcessSet, Supervisor
@@ -46,7 +46,7 @@ class Supervision(ABC):
         config: RunConfig | StageConfig,
         run_id: str,
         process_sets: Sequence[ProcessSet],
-        emit: Callable[[MetricRecord], Awaitable[None]],
+        emit: Callable[[ServiceNotice | TrackerFailed], Awaitable[None]],
         on_restart: Callable[[str, str], None],
     ) -> None:
         self.config = config

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from polyreme.config.base import BaseConfig
 from polyreme.errors import PolyremeError
-from polyreme.experience.metric_records import MetricRecord, ServiceNotice, TrackerFailed
+from polyreme.experience.metric_records import ServiceNotice, TrackerFailed
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
 from polyreme_trainer.observe.trackers.follow import read_cursor
@@ -29,7 +29,7 @@ ATTEMPTS = 20
 _BACKOFF = Backoff(2.0, 60.0)
 _WATCH_SECONDS = 5.0
 
-Emit = Callable[[MetricRecord], Awaitable[None]]
+Emit = Callable[[ServiceNotice | TrackerFailed], Awaitable[None]]
 
 
 class TrackerProcess:
