@@ -198,6 +198,17 @@ async def test_beyond_its_bound_nothing_is_kept(world, overflow):
         assert (await w.store.counts())["unrecorded"] == 1
 
 
+async def test_requests_of_one_session_wait_for_each_other(world):
+    async with world() as w:
+        product = await w.started()
+        opened = await product.open("sum")
+        asked = [HELLO, HELLO, {"role": "user", "content": "3+4"}]
+        same, again, other = await asyncio.gather(*(product.say(opened, message) for message in asked))
+        assert same == again and same.id != other.id
+        assert len(w.world.replicas[0].calls) == 2
+        assert await product.reward(opened["id"], 1.0) == 200
+
+
 async def test_the_apis_share_a_session(world):
     async with world() as w:
         product = await w.started()
