@@ -39,6 +39,7 @@ from polyreme_trainer.megatron.run_engine import RunEngine
 from polyreme_trainer.megatron.stage_engine import MegatronStageEngine
 from polyreme_trainer.memory.memory_estimate import announce
 from polyreme_trainer.observe.records import Recorder
+from polyreme_trainer.observe.resource_use import StageUse
 from polyreme_trainer.stages.loop import StageLoop
 from polyreme_trainer.stages.table import TABLE
 
@@ -103,11 +104,12 @@ def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], 
     template, stage = Template(files, config.data), TABLE[config.stage]
     device.seed(config.seed)
     objective, reference = stage.objective(config), stage.reference(config)
+    use = StageUse(os.getppid())
     with closing(Recorder.open(run_dir, run.run_id)) if ranks.leads else nullcontext() as recorder:
 
         async def emit(record: MetricRecord) -> None:
             assert recorder is not None, "only rank 0 writes records"
-            recorder.add(record)
+            recorder.add(use.added(record))
 
         loads = unreported if recorder is None else reports_to(recorder.add)
         with closing(
