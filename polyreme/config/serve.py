@@ -15,6 +15,7 @@ from polyreme.config.model import ModelConfig
 from polyreme.config.rollout import TransformersConfig, VllmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Operational, Section
+from polyreme.config.security import SecurityConfig
 from polyreme.config.trainer import RECOMPUTE, ParallelConfig, Recompute
 
 
@@ -53,7 +54,14 @@ class ServeConfig(Section):
     base_model: Operational[str | None] = Field(
         None, description="Name by which clients ask for the base model. null: the name or the last part of model.path."
     )
-    port: Operational[int] = Field(8450, ge=0, le=65535, description="Port of the API on loopback. 0: a free one.")
+    host: Operational[str | None] = Field(
+        None, description="Address to serve the API on, such as 0.0.0.0. null: loopback. Another one needs `security.token_env`."
+    )
+    port: Operational[int] = Field(8450, ge=0, le=65535, description="Port of the API. 0: a free one.")
+    security: Operational[SecurityConfig | None] = Field(
+        None,
+        description="TLS and token of the API. Clients pass the token as their api_key, which the SDK wants to begin with `tml-`. null: any key.",
+    )
     max_restarts: Operational[int] = Field(
         20, ge=0, description="Maximum restarts of each process. The count resets after five minutes of healthy uptime."
     )

@@ -20,6 +20,7 @@ from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
 from polyreme_trainer.service.api import ServiceApi
 from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.http_answers import error_body, is_open
 
 logger = logging.getLogger("polyreme.service")
 MODELS = "models"
@@ -45,8 +46,9 @@ def run_api(config: ServeConfig) -> None:
         architecture = json.loads((config.model.path / "config.json").read_text())["model_type"]
         folders, longest = Folders(config.run_dir / MODELS), config.sampler.max_model_len
         api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest)
-        async with serve_http(loopback(), config.port, api.app(), drain_timeout=1.0) as port:
-            logger.info("ready: http://%s:%d", loopback(), port)
+        host = config.host or loopback()
+        async with serve_http(host, config.port, api.app(), 1.0, config.security, is_open, error_body) as port:
+            logger.info("ready: %s:%d", host, port)
             await stop.wait()
 
     asyncio.run(with_log(config, serve))

@@ -3,6 +3,7 @@
 Invariant: every error is JSON with `error` and `category`, as the SDK expects it.
 """
 
+import json
 from collections.abc import Awaitable, Callable
 
 import zstandard
@@ -13,6 +14,8 @@ from starlette.responses import JSONResponse, Response
 from polyreme.net.http_server import BODY_LIMIT
 from polyreme_trainer.service.errors import TenantError
 
+PREFIX = "/api/v1"
+HEALTH = f"{PREFIX}/healthz"
 Handler = Callable[[bytes], Awaitable[Response]]
 """Answers a request from its body."""
 
@@ -41,6 +44,16 @@ def _decompressed(body: bytes) -> bytes:
     if len(whole) > BODY_LIMIT:
         raise HTTPException(413, f"expected a body of at most {BODY_LIMIT} bytes; found more")
     return whole
+
+
+def is_open(path: str) -> bool:
+    """Whether a path is served without the token, as /health and /ready are."""
+    return path == HEALTH
+
+
+def error_body(status: int, message: str) -> bytes:
+    """The JSON of an error that the server answers before the application."""
+    return json.dumps(_body(message)).encode()
 
 
 def _body(message: str) -> dict[str, str]:

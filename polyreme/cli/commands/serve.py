@@ -1,13 +1,18 @@
-"""`polyreme serve`: a training service on this machine, in the foreground.
+"""`polyreme serve`: a training service on this machine, in the foreground, or one of its processes alone.
 
 Invariant: every process that it starts ends with it, and one that dies is started again. Nothing that a client was promised is lost: the same
-command in the same directory continues every model.
+command in the same directory continues every model. A process alone has no supervisor: what started it, such as a container's restart policy,
+starts it again.
 """
 
 import asyncio
+import os
+import runpy
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,11 +27,14 @@ from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.hub.resolve import resolve_path
 from polyreme.hub.tiny_model import write_tiny_model
+from polyreme.net import tls
+from polyreme.net.endpoint import is_loopback
 from polyreme.net.ports import free_port, join, loopback
-from polyreme.net.redis_url import without_password
+from polyreme.net.redis_url import redis_option, without_password
 from polyreme.process.lifecycle import OWNER_DIED, stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.rundir.run_directory import next_attempt, owned
+from polyreme.rundir.run_records import write_atomically
 from polyreme.terminal.terminal import TerminalConsole
 
 _GRACE_SECONDS = 15.0
@@ -40,20 +48,59 @@ for step in range(20): print(model.forward_backward([datum], "cross_entropy").re
 """
 
 
+class Part(StrEnum):
+    """A process of the service."""
+
+    API = "api"
+    LEARNER = "learner"
+    SAMPLER = "sampler"
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a part runs: `python -m module arguments` with variables."""
+
+    module: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+
+
 def serve(
     config: Annotated[Path | None, typer.Argument(help="The service's YAML file.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file with other values: port=8451.")
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help=f"Make a tiny model in ./{DEMO} and serve it.")] = False,
+    redis: Annotated[str | None, redis_option("Redis to use. Default: the service's own.")] = None,
+    part: Annotated[
+        Part | None,
+        typer.Option(
+            help="Run this process alone, in a container of its own. Needs --redis, and an output_dir that all three share."
+        ),
+    ] = None,
 ) -> None:
     """Serve training: the Tinker API for programs that bring their own loop."""
     if demo == (config is not None):
         raise ConfigError("a YAML file or --demo", "both" if demo else "neither", "Write: polyreme serve FILE, or --demo.")
-    console = TerminalConsole(sys.stdout)
     resolved = _resolved(read_serve(_write_demo() if config is None else config, overrides or ()))
+    if part is not None:
+        _run_alone(part, resolved, redis)
+        return
+    console = TerminalConsole(sys.stdout)
     with owned(resolved.run_dir):
-        asyncio.run(_serve(resolved, console, demo))
+        asyncio.run(_serve(resolved, redis, console, demo))
+
+
+def _run_alone(part: Part, config: ServeConfig, redis: str | None) -> None:
+    """Runs a part in this process until a signal. Two of the same part would both execute what is logged, so the second is refused."""
+    if redis is None:
+        raise ConfigError("--redis URL with --part", "none", "Pass the Redis in which the parts meet.")
+    with owned(config.run_dir / part):
+        _write_config(config)
+        program = _program(part, config, redis)
+        os.environ.update(program.environment)
+        sys.argv = [part, *program.arguments]
+        runpy.run_module(program.module, run_name="__main__", alter_sys=True)
 
 
 def _write_demo() -> Path:
@@ -74,14 +121,28 @@ def _resolved(config: ServeConfig) -> ServeConfig:
     path = resolve_path(config.model.path, MODEL, "model.path")
     name = config.base_model or (str(config.model.path) if path != config.model.path else path.name)
     model = config.model.model_copy(update={"path": path})
+    security = config.security
+    if security is not None:
+        tls.check_files(security)
+    if config.host and not is_loopback(config.host) and (security is None or security.token_env is None):
+        raise ConfigError(
+            f"security.token_env with host={config.host}",
+            "none",
+            "Name an environment variable with a token: otherwise everyone who reaches the port can train, read and delete.",
+        )
     return config.model_copy(update={"model": model, "base_model": name, "port": config.port or free_port()})
 
 
-async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
+def _write_config(config: ServeConfig) -> None:
+    """Writes what the parts read."""
+    write_atomically(config.run_dir / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+async def _serve(config: ServeConfig, redis: str | None, console: Console, demo: bool) -> None:
     stop = stop_event()
     log_dir = next_attempt(config.run_dir)
-    (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    async with _redis(config.run_dir / "redis") as url:
+    _write_config(config)
+    async with nullcontext(redis) if redis else _own_redis(config.run_dir / "redis") as url:
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
         running, ending = asyncio.create_task(supervisor.run()), asyncio.create_task(stop.wait())
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
@@ -98,7 +159,7 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
 
 
 @asynccontextmanager
-async def _redis(folder: Path) -> AsyncIterator[str]:
+async def _own_redis(folder: Path) -> AsyncIterator[str]:
     """Yields the URL of the service's own Redis, which ends with the block."""
     server = await EmbeddedServer.open(folder)
     try:
@@ -107,32 +168,41 @@ async def _redis(folder: Path) -> AsyncIterator[str]:
         server.stop()
 
 
-def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]:
-    """The API, the learner and the sampler, each of which restarts alone."""
-    shared = {"POLYREME_REDIS": url, "POLYREME_RUN_DIR": str(config.run_dir)}
+def _program(part: Part, config: ServeConfig, redis: str) -> _Program:
+    shared = {"POLYREME_REDIS": redis, "POLYREME_RUN_DIR": str(config.run_dir)}
     compute = {"OMP_NUM_THREADS": str(config.learner.threads), "OMP_WAIT_POLICY": "passive"}
-    programs = {
-        "api": (("-m", "polyreme_trainer.service", "api"), shared),
-        "learner": (("-m", "polyreme_trainer.service", "learner"), {**shared, **compute}),
-        "sampler": (("-m", "polyreme_rollout.local"), shared),
-    }
+    match part:
+        case Part.API:
+            return _Program("polyreme_trainer.service", (part,), shared)
+        case Part.LEARNER:
+            return _Program("polyreme_trainer.service", (part,), {**shared, **compute})
+        case Part.SAMPLER:
+            return _Program("polyreme_rollout.local", (), shared)
 
-    def program(name: str) -> ProcessSet:
-        arguments, environment = programs[name]
-        spec = ProcessSpec(name, (sys.executable, *arguments), environment, death_signal=OWNER_DIED)
-        return ProcessSet(name, lambda: [spec], log_dir, serves=True)
 
-    return [program(name) for name in programs]
+def _processes(config: ServeConfig, redis: str, log_dir: Path) -> list[ProcessSet]:
+    """The API, the learner and the sampler, each of which restarts alone."""
+
+    def process(part: Part) -> ProcessSet:
+        program = _program(part, config, redis)
+        command = (sys.executable, "-m", program.module, *program.arguments)
+        spec = ProcessSpec(part, command, program.environment, death_signal=OWNER_DIED)
+        return ProcessSet(part, lambda: [spec], log_dir, serves=True)
+
+    return [process(part) for part in Part]
 
 
 async def _announce(config: ServeConfig, console: Console, log_dir: Path, demo: bool) -> None:
     """Prints the address once the API answers."""
-    url = f"http://{join(loopback(), config.port)}"
+    context = tls.peer_context(config.security) if config.security else None
+    host = loopback() if config.host in (None, "0.0.0.0", "::") else config.host
+    url = f"{'https' if context else 'http'}://{join(str(host), config.port)}"
+    extensions = {"sni_hostname": config.security.server_name} if config.security and config.security.server_name else {}
     deadline = asyncio.get_running_loop().time() + _START_SECONDS
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(verify=context or False, trust_env=False) as client:
         while asyncio.get_running_loop().time() < deadline:
             with suppress(httpx.TransportError):
-                if (await client.get(f"{url}/api/v1/healthz")).status_code == 200:
+                if (await client.get(f"{url}/health", extensions=extensions)).status_code == 200:
                     console.print(f"serving {config.served_name} at {url}, logs in {log_dir}", soft_wrap=True)
                     if demo:
                         console.print("\n" + _DEMO_LINES.format(url=url), soft_wrap=True)
