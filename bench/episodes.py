@@ -32,7 +32,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # torch re
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import psutil  # type: ignore[import-untyped]
-from episodes_side.agents import Agents
+from episodes_side.agents import Agents, agent_client
 from episodes_side.prefill import prefill_alone
 from episodes_side.stack import GROUP, GROUPS, TURNS, Side, Stack, open_stack, sampled_tokens
 from episodes_side.training import episodes_vs_trl
@@ -110,7 +110,8 @@ async def busy(name: str, side: Side, there: Replica, rounds: int) -> float:
 async def session_vs_engine(side: Side, agents: Agents, there: Replica, rounds: int) -> float:
     """Every request is a conversation of its own on both sides, so both encode and sample the same."""
     url, ratios = f"http://{there.lease.http_address}/v1", []
-    agents.model = (await agents.client.get(f"{url}/models")).json()["data"][0]["id"]  # a session takes any
+    async with agent_client() as client:
+        agents.model = (await client.get(f"{url}/models")).json()["data"][0]["id"]  # a session takes any
     agents.plays = False
     agents.hold.set()
     for number in range(rounds + 1):
@@ -153,7 +154,6 @@ async def measure(options: argparse.Namespace, folder: Path, model: Path) -> dic
     async with AsyncExitStack() as exits:
         stack: Stack = await open_stack(exits, folder, model)
         agents = Agents()
-        exits.push_async_callback(agents.client.aclose)
         url = await agents.serve(exits)
         talking, child, lease = await stack.side("agents", {"url": url, "max_turns": 24})
         if "tokens" in options.only:
