@@ -73,7 +73,7 @@ def refused(service: Any) -> dict[str, Any]:
     model = service.create_lora_training_client(base_model="tiny", rank=2).result()
     problems = []
     wrong = datum([5, 10**6], [1.0])
-    for data, loss in (([wrong], "cross_entropy"), (DATA, "gspo")):
+    for data, loss in (([wrong], "cross_entropy"), (DATA, "stable_reinforce")):
         try:
             model.forward_backward(data, loss).result()
         except tinker.RequestFailedError as error:

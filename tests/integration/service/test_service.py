@@ -92,5 +92,5 @@ async def test_tenants_of_different_ranks_share_the_base_model(running: Service,
 def test_a_refused_request_leaves_the_model_as_it_was(running: Service, tmp_path: Path) -> None:
     outcome = tenant(running, "refused", tmp_path).result()
     assert "token ids from 0 to" in outcome["problems"][0]
-    assert "loss_fn = 'gspo'" in outcome["problems"][1]
+    assert "loss_fn = 'stable_reinforce'" in outcome["problems"][1]
     assert np.isfinite(outcome["losses"]).all()

@@ -75,6 +75,10 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
         options[name] = value
     if not message.data:
         raise TenantError("expected at least one datum; found none")
+    if len(message.data) % loss.together:
+        raise TenantError(
+            f"expected pairs of datums for {message.loss_fn}, the chosen one first; found {len(message.data)} datums"
+        )
     inputs, targets, columns = [], [], {name: list[Any]() for name in loss.inputs}
     for number, datum in enumerate(message.data):
         where = f"data[{number}]"
@@ -88,7 +92,8 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
         for name in loss.inputs:
             if name not in given_inputs and name not in loss.optional:
                 raise TenantError(f"expected {name} in {where}; found none")
-            columns[name].append(given_inputs.get(name, np.ones(len(ids))).astype(np.float32))
+            missing = given_inputs["advantages"] != 0 if name == "mask" else np.ones(len(ids))
+            columns[name].append(given_inputs.get(name, missing).astype(np.float32))
         for name, array in {"target_tokens": wanted, **given_inputs}.items():
             if array.shape != (len(ids),):
                 raise TenantError(f"expected {where}.{name} of shape [{len(ids)}], one for each token; found {list(array.shape)}")
