@@ -90,9 +90,10 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
         try:
             await asyncio.wait({running, keeping, ending}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (running, keeping):
-                if task.done():
-                    task.result()  # raises
+            if keeping.done():
+                keeping.result()  # raises
+            if running.done():
+                running.result()  # raises
             console.print("stopping; the same command continues every model")
             await supervisor.stop(_GRACE_SECONDS)
         finally:

@@ -154,11 +154,11 @@ class ModelLearner:
 
     async def _sweep(self) -> None:
         """Deletes expired checkpoints, and what is left of models whose records have expired."""
-        self._states.sweep()
         for lane in {*self._waiting, self._installed, *self._states.unfinished(), *await self._log.lanes()} - {""}:
             if await self._log.record("model", lane) is None:
                 logger.info("model %s has expired", lane)
                 await self._unload(lane)
+        self._states.sweep()
 
     def _install(self, lane: str) -> None:
         """Installs a model that waits. Raises TenantError for one that could not be created or is unloaded."""

@@ -27,15 +27,24 @@ _NOTHING = bytes(32)
 
 
 class SimulatedTenantEngine:
-    """A simulated `TenantEngine`. vocab_size, longest: bounds of token ids and of tokens of a sequence."""
+    """A simulated `TenantEngine`.
+
+    Args:
+        vocab_size, longest: bounds of token ids and of tokens of a sequence.
+
+    Attributes:
+        executed: the calls that changed a model.
+    """
 
     def __init__(self, vocab_size: int, longest: int) -> None:
         self._vocab_size, self._longest = vocab_size, longest
         self.lora: LoraConfig | None = None
         self.steps = 0
+        self.executed: list[str] = []
         self._weights = self._moments = self._gradient = _NOTHING
 
     def create(self, lora: LoraConfig | None, seed: int) -> None:
+        self.executed.append("create")
         self.lora, self.steps, self._gradient, self._moments = lora, 0, _NOTHING, _NOTHING
         self._weights = _digest(b"create", repr(lora).encode(), str(seed).encode())
 
@@ -46,11 +55,12 @@ class SimulatedTenantEngine:
         return TenantState(self.lora, self.steps, tensors)
 
     def put(self, state: TenantState) -> None:
-        tensors: Mapping[str, Any] = state.tensors
+        self.executed.append("put")
+        tensors: Any = state.tensors
         self.lora, self.steps, self._weights = state.lora, state.steps, tensors[_WEIGHTS].tobytes()
         self._moments = tensors[_MOMENTS].tobytes() if _MOMENTS in tensors else _NOTHING
-        gradient = tensors.get(f"{GRADIENT}/{WEIGHT}")
-        self._gradient = _NOTHING if gradient is None else gradient.tobytes()
+        kept = f"{GRADIENT}/{WEIGHT}"
+        self._gradient = tensors[kept].tobytes() if kept in tensors else _NOTHING
 
     def forward(self, batch: Batch, loss: str, options: Mapping[str, float]) -> tuple[Sequence[FloatArray], float]:
         for ids in (*batch.inputs, *batch.targets):
@@ -60,6 +70,7 @@ class SimulatedTenantEngine:
         return found, float(-sum(float(values.sum()) for values in found))
 
     def forward_backward(self, batch: Batch, loss: str, options: Mapping[str, float]) -> tuple[Sequence[FloatArray], float]:
+        self.executed.append("forward_backward")
         result = self.forward(batch, loss, options)
         arrays = [*batch.inputs, *batch.targets, *(batch.columns[name] for name in sorted(batch.columns))]
         given = [loss.encode(), repr(sorted(options.items())).encode(), *(array.tobytes() for array in arrays)]
@@ -67,6 +78,7 @@ class SimulatedTenantEngine:
         return result
 
     def optim_step(self, given: AdamSettings) -> tuple[float, int]:
+        self.executed.append("optim_step")
         self._moments = _digest(self._moments, self._gradient, repr(given).encode())
         self._weights, self._gradient, self.steps = _digest(self._weights, self._moments), _NOTHING, self.steps + 1
         return float(self._moments[0]), self.steps
