@@ -31,6 +31,12 @@ class ServeLearner(Section):
         32, ge=1, description="Maximum number of models. Those that wait for their turn are in the host's memory."
     )
 
+    checkpoints_gib: Operational[float] = Field(
+        100.0,
+        gt=0,
+        description="Maximum GiB of saved models on disk. Beyond it, those without a name are deleted, the oldest first, and then a save fails.",
+    )
+
 
 class ServeSampler(Section):
     """The sampler."""
@@ -72,6 +78,11 @@ class ServeConfig(Section):
     @property
     def run_dir(self) -> Path:
         return self.output_dir / self.name
+
+    @property
+    def redis_dir(self) -> Path:
+        """The folder of the service's own Redis and of its secrets."""
+        return self.run_dir / "redis"
 
     @property
     def served_name(self) -> str:

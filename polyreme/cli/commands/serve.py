@@ -142,28 +142,33 @@ async def _serve(config: ServeConfig, redis: str | None, console: Console, demo:
     stop = stop_event()
     log_dir = next_attempt(config.run_dir)
     _write_config(config)
-    async with nullcontext(redis) if redis else _own_redis(config.run_dir / "redis") as url:
+    async with nullcontext() if redis else _own_redis(config.redis_dir) as server:
+        url = redis or str(without_password(server.url))  # the processes find its password in their environment
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
-        running, ending = asyncio.create_task(supervisor.run()), asyncio.create_task(stop.wait())
+        running, ending = [asyncio.create_task(supervisor.run())], asyncio.create_task(stop.wait())
+        if server is not None:
+            kept = server.keep(config.max_restarts, "the service's", console.print, "start the service again")
+            running.append(asyncio.create_task(kept))
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
         try:
-            await asyncio.wait({running, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()  # raises
+            await asyncio.wait({*running, ending}, return_when=asyncio.FIRST_COMPLETED)
+            for task in running:
+                if task.done():
+                    task.result()  # raises
             console.print("stopping; the same command continues every model")
             await supervisor.stop(_GRACE_SECONDS)
         finally:
-            for task in (starting, ending, running):
+            for task in (starting, ending, *running):
                 task.cancel()
-            await asyncio.gather(starting, ending, running, return_exceptions=True)
+            await asyncio.gather(starting, ending, *running, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _own_redis(folder: Path) -> AsyncIterator[str]:
-    """Yields the URL of the service's own Redis, which ends with the block."""
+async def _own_redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
+    """Yields the service's own Redis, which ends with the block."""
     server = await EmbeddedServer.open(folder)
     try:
-        yield str(without_password(server.url))  # the processes find its password in their environment
+        yield server
     finally:
         server.stop()
 

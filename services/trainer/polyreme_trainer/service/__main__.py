@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from polyreme.config.serve import ServeConfig, read_serve
+from polyreme.experience.embedded_redis import kept_secret
 from polyreme.experience.requests import RequestLog
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.net.http_server import serve_http
@@ -19,12 +20,12 @@ from polyreme.net.ports import loopback
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
 from polyreme_trainer.service.api import ServiceApi
-from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.folders import MODELS, Folders
 from polyreme_trainer.service.http_answers import error_body, is_open
 
 logger = logging.getLogger("polyreme.service")
-MODELS = "models"
-"""The folder of the saved models in the service's directory."""
+SIGNING_KEY = "signing-key"
+"""The file of the key that signs addresses of files, where only the service's user can read it."""
 
 
 async def with_log(config: ServeConfig, work: Callable[[RequestLog, asyncio.Event], Awaitable[None]]) -> None:
@@ -45,8 +46,8 @@ def run_api(config: ServeConfig) -> None:
     async def serve(log: RequestLog, stop: asyncio.Event) -> None:
         architecture = json.loads((config.model.path / "config.json").read_text())["model_type"]
         folders, longest = Folders(config.run_dir / MODELS), config.sampler.max_model_len
-        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest)
-        host = config.host or loopback()
+        key, host = kept_secret(config.redis_dir, SIGNING_KEY), config.host or loopback()
+        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest, key)
         async with serve_http(host, config.port, api.app(), 1.0, config.security, is_open, error_body) as port:
             logger.info("ready: %s:%d", host, port)
             await stop.wait()
@@ -63,7 +64,7 @@ def run_learner(config: ServeConfig) -> None:
 
     with ServiceEngine.open(config.as_run()) as engine:
         freeze_gc()
-        states = States(config.run_dir / MODELS)
+        states = States(config.run_dir / MODELS, int(config.learner.checkpoints_gib * 2**30))
 
         async def execute(log: RequestLog, stop: asyncio.Event) -> None:
             logger.info("ready: %s", config.served_name)
