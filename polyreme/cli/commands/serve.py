@@ -143,9 +143,12 @@ async def _serve(config: ServeConfig, redis: str | None, console: Console, demo:
     log_dir = next_attempt(config.run_dir)
     _write_config(config)
     async with nullcontext() if redis else _own_redis(config.redis_dir) as server:
-        url = redis or str(without_password(server.url))  # the processes find its password in their environment
+        url = str(
+            redis if server is None else without_password(server.url)
+        )  # the processes find its password in their environment
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
-        running, ending = [asyncio.create_task(supervisor.run())], asyncio.create_task(stop.wait())
+        running: list[asyncio.Task[object]] = [asyncio.create_task(supervisor.run())]
+        ending = asyncio.create_task(stop.wait())
         if server is not None:
             kept = server.keep(config.max_restarts, "the service's", console.print, "start the service again")
             running.append(asyncio.create_task(kept))

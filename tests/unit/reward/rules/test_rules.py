@@ -62,7 +62,12 @@ def test_numeric_of_long_texts(response: str, label: str, score: float) -> None:
 @pytest.mark.parametrize("name", ["numeric", "math"])
 @pytest.mark.parametrize(
     "response",
-    ["She makes 9 * 2 = $<<9*2=18>>18 every day.", "The answer is <<(16-7)*2=18>>18", r"\boxed{<<9*2=18>>18}", "3<<3=3>>3\n#### 18"],
+    [
+        "She makes 9 * 2 = $<<9*2=18>>18 every day.",
+        "The answer is <<(16-7)*2=18>>18",
+        r"\boxed{<<9*2=18>>18}",
+        "3<<3=3>>3\n#### 18",
+    ],
 )
 def test_gsm8k_calculations_are_no_answer(name: str, response: str) -> None:
     assert ask(name, response, "18") == 1.0
