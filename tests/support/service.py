@@ -135,3 +135,9 @@ def client(url: str, key: str, case: str, folder: Path) -> Program:
     """Starts a case of `tinker_client` at a URL, with an api key."""
     command = [sys.executable, "-W", "ignore", "-m", "support.tinker_client", url, case]
     return Program(command, folder, {"PYTHONPATH": str(TESTS), "TINKER_API_KEY": key}, folder / f"{case}.log")
+
+
+def three_tenants(url: str, base: str, folder: Path, *ends: str) -> Program:
+    """Starts `tinker_storm`."""
+    command = [sys.executable, "-W", "ignore", "-m", "support.tinker_storm", url, base, *ends]
+    return Program(command, folder, {"PYTHONPATH": str(TESTS)}, folder / "clients.log")

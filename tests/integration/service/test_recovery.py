@@ -111,14 +111,21 @@ async def test_a_restart_begins_at_the_newest_state(
     monkeypatch.setattr(learner_module, "REPLAY_SECONDS", 0.0)
     async with service.learner():
         found = await service.ask(*LOOP[:-1])
-    kept = await service.log.kept(MODEL)
-    assert [place.seq for place in kept] == [len(LOOP) - 3, len(LOOP) - 2], "the gradient since the last step"
-    assert [folder.name for folder in (service.root / MODEL / "states").iterdir()] == [str(len(LOOP) - 4)]
+    assert await service.log.kept(MODEL) == []
+    assert [folder.name for folder in (service.root / MODEL / "states").iterdir()] == [str(len(LOOP) - 2)]
     async with service.learner():
         found += await service.ask(LOOP[-1])
-        assert service.engine.executed == ["put", "forward_backward", "forward_backward", "optim_step"]
+        assert service.engine.executed == ["put", "optim_step"], "with the gradient of the state"
     assert found == wanted
     assert await service.log.kept(MODEL) == [] and await service.log.lanes() == set()
+
+
+async def test_requests_of_many_bytes_are_in_a_state_soon(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without an optimizer step."""
+    monkeypatch.setattr(learner_module, "REPLAY_BYTES", 3 * len(batch(1).pack()))
+    async with service.learner():
+        await service.ask(CREATE, *(batch(1) for _ in range(10)))
+    assert len(await service.log.kept(MODEL)) <= 4
 
 
 async def test_a_loaded_checkpoint_may_be_deleted(service: Service) -> None:
@@ -136,6 +143,25 @@ async def test_a_loaded_checkpoint_may_be_deleted(service: Service) -> None:
     assert Folders(service.root).kept(MODEL) == []
 
 
+async def test_a_model_from_a_checkpoint_has_its_moments_if_asked(service: Service) -> None:
+    """And it outlives the learner and the checkpoint."""
+    path, results = f"tinker://{MODEL}/weights/end", []
+    async with service.learner():
+        await service.ask(*LOOP, save("end"))
+        [same] = (await service.ask(batch(1), STEP, batch(2)))[2:]
+    for number, optimizer in ((1, True), (2, False)):
+        model, loaded = MODEL.replace(":0", f":{number}"), {"path": path, "optimizer": optimizer, "tenant": "t"}
+        await service.log.set_record("model", model, {"tenant": "t"})
+        steps = [Request("create_from", loaded), batch(1), STEP, batch(2)]
+        for seq, request in enumerate(steps):
+            await service.log.submit(in_lane(model, seq), request.pack())
+            async with service.learner():
+                results.append(await service.log.result(f"{model}:{seq}", 60.0))
+    assert b"error" not in results[0] + results[4]
+    assert results[1] == results[5], "the weights are those of the checkpoint"
+    assert results[3] == same != results[7]
+
+
 async def test_an_expired_model_leaves_nothing(service: Service, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_module, "REPLAY_SECONDS", 0.0)
     async with service.learner():
@@ -149,7 +175,7 @@ async def test_an_expired_model_leaves_nothing(service: Service, redis: Redis, m
 
 async def gone(path: Path) -> None:
     async with asyncio.timeout(30):
-        while await asyncio.to_thread(path.exists):
+        while await asyncio.to_thread(path.exists):  # noqa: ASYNC110 (the end of a directory is no event)
             await asyncio.sleep(0.01)
 
 

@@ -87,6 +87,8 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
         wanted = given_inputs.pop("target_tokens", None)
         if wanted is None:
             raise TenantError(f"expected target_tokens in {where}; found none")
+        if wanted.dtype.kind != "i":
+            raise TenantError(f"expected int64 or int32 target_tokens in {where}; found {wanted.dtype}")
         if unknown := sorted(given_inputs.keys() - set(loss.inputs)):
             raise TenantError(f"not supported: {where}.{unknown[0]} for {message.loss_fn}; expected {', '.join(loss.inputs)}")
         for name in loss.inputs:
