@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 
@@ -55,7 +55,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
         unencoded = grpc.unary_stream_rpc_method_handler(self.Fetch, request_deserializer=pb.FetchRequest.FromString)
         server.add_registered_method_handlers(name, {"StageStream": undecoded, "Fetch": unencoded})
 
-    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
+    async def Probe(self, request: pb.ProbeRequest, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
         async with _statuses(context):
             try:
                 self._swapper.staging.probe(request.run_id, request.term, request.arena_path, request.nonce)
@@ -65,13 +65,13 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 return pb.ProbeResponse(can_map=False, reason=str(refusal))
             return pb.ProbeResponse(can_map=True)
 
-    async def StageArena(self, request: pb.StageArenaRequest, context: Any) -> pb.StageResponse:
+    async def StageArena(self, request: pb.StageArenaRequest, context: grpc.aio.ServicerContext) -> pb.StageResponse:
         async with _statuses(context):
             manifest = _parsed(Manifest.from_proto, request.manifest)
             seconds = await self._swapper.staging.stage(manifest, request.arena_path, request.slot, request.generation)
             return pb.StageResponse(verify_seconds=seconds)
 
-    async def StageStream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+    async def StageStream(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
             try:
                 content = _content(decode_manifest(await _next(messages) or b""))
@@ -88,7 +88,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
             except WireError as error:
                 raise Refusal("INVALID_ARGUMENT", str(error)) from None
 
-    async def StageRelay(self, request: pb.StageRelayRequest, context: Any) -> pb.StageRelayResponse:
+    async def StageRelay(self, request: pb.StageRelayRequest, context: grpc.aio.ServicerContext) -> pb.StageRelayResponse:
         async with _statuses(context):
             received = self._metrics.received_bytes.labels("replica")
             response, ended = pb.StageRelayResponse(), time.perf_counter()
@@ -114,7 +114,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 response.failed = f"{request.source}: {refusal.code}: {refusal}"
             return response
 
-    async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
+    async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
             self._swapper.staging.check(request.id.run_id, request.id.term)
             if self._fetches[request.part] == MAX_FETCHES:
@@ -133,7 +133,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
             finally:
                 self._fetches[request.part] -= 1
 
-    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
+    async def Commit(self, request: pb.CommitRequest, context: grpc.aio.ServicerContext) -> pb.CommitResponse:
         async with _statuses(context):
             try:
                 canary = Canary.from_proto(request.canary) if request.HasField("canary") else None
@@ -190,7 +190,7 @@ async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
 
 
 @asynccontextmanager
-async def _statuses(context: Any) -> AsyncIterator[None]:
+async def _statuses(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     try:
         yield
     except Refusal as refusal:
@@ -199,6 +199,6 @@ async def _statuses(context: Any) -> AsyncIterator[None]:
         await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-async def _abort(context: Any, code: grpc.StatusCode, text: str) -> NoReturn:
+async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
     await context.abort(code, text)
     raise AssertionError("abort raises")
