@@ -100,11 +100,6 @@ def commands() -> tuple[Command, ...]:
             lambda: _attribute("polyreme.cli.commands.gateway", "gateway"),
         ),
         Command(
-            "serve",
-            "Serve training: the Tinker API for programs that bring their own loop.",
-            lambda: _attribute("polyreme.cli.commands.serve", "serve"),
-        ),
-        Command(
             "logs", "Print the log lines of a run's processes, by time.", lambda: _attribute("polyreme.cli.commands.logs", "logs")
         ),
         Command(

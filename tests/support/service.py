@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,16 @@ QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 class Parts:
     """The processes of a service, each on its own as in a container. What ends is started again by the test."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
-        self._command, self._folder, self._environment = command, folder, {**os.environ, **QUIET, **environment}
+    def __init__(self, commands: Mapping[str, Sequence[str]], folder: Path, environment: dict[str, str]) -> None:
+        self._commands, self._folder, self._environment = commands, folder, {**os.environ, **QUIET, **environment}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, part: str) -> None:
         """Starts a part, also in place of one that has been killed."""
         with open(self._folder / f"{part}.log", "ab") as log:
-            command = [*self._command, f"--part={part}"]
-            self._running[part] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self._environment)
+            self._running[part] = subprocess.Popen(
+                self._commands[part], stdout=log, stderr=subprocess.STDOUT, env=self._environment
+            )
 
     def kill(self, part: str) -> None:
         self._running[part].kill()
@@ -41,8 +42,9 @@ class Parts:
 
     def refusal(self, part: str) -> str:
         """What a further process of a part says, which is refused."""
-        command = [*self._command, f"--part={part}"]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            self._commands[part], env=self._environment, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode != 0
         return done.stderr
 

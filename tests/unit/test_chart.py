@@ -188,16 +188,17 @@ def test_a_training_service_is_one_pod_in_place_of_a_run(tmp_path: Path) -> None
     assert cards == {"api": None, "learner": "1", "sampler": "1"}
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     for name, container in containers.items():
-        command, file, *words = container["args"]
-        assert command in {each.name for each in commands()} and words[-1] == f"--part={name}"
+        words = container["args"]
+        assert words[:1] == ["sampler"] if name == "sampler" else words[:2] == ["serve", f"--part={name}"]
+        assert words[0] in {each.name for each in commands()} and "/polyreme/serve.yaml" in words
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-        assert {file, "/runs", "/polyreme/data", "/dev/shm"} <= mounts
+        assert {"/polyreme/serve.yaml", "/runs", "/polyreme/data", "/dev/shm"} <= mounts
         keys = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if each["name"] == "POLYREME_SERVE_KEY"]
-        assert keys == [{"name": "polyreme", "key": "serve-key"}]
+        assert keys == ([] if name == "sampler" else [{"name": "polyreme", "key": "serve-key"}])
         composed = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", services[f"serve-{name}"]["command"]).split()
         plain = [word for word in container["args"] if not re.match("security.(certificate|key)=", word)]
         assert [word.replace("device=cpu", "device=cuda") for word in composed] == plain
-    overrides = [word.replace("/runs", str(tmp_path)) for word in containers["api"]["args"][2:-1]]
+    overrides = [word.replace("/runs", str(tmp_path)) for word in containers["api"]["args"][3:]]
     config = read_serve(CHART / "files" / "serve.yaml", overrides)
     assert config.security is not None and config.security.token_env == "POLYREME_SERVE_KEY" and not config.security.mutual
     assert (config.host, config.port, config.device) == ("0.0.0.0", 8080, "cuda")

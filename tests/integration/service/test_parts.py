@@ -25,9 +25,11 @@ def parts(redis_url: str, tmp_path: Path) -> Iterator[tuple[Parts, str]]:
     sampler = {"engine": "transformers", "max_model_len": 64}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump({"base_model": "tiny", "model": {"path": "model"}, "sampler": sampler}))
     port = free_port()
-    settings = ["output_dir=out", "host=0.0.0.0", f"port={port}", "security.token_env=SERVE_KEY", "--redis", redis_url]
-    command = [sys.executable, "-m", "polyreme", "serve", str(tmp_path / "serve.yaml"), *settings]
-    found = Parts(command, tmp_path, {"SERVE_KEY": KEY})
+    python, file = [sys.executable, "-m", "polyreme"], [str(tmp_path / "serve.yaml"), f"output_dir={tmp_path / 'out'}"]
+    access = ["host=0.0.0.0", f"port={port}", "security.token_env=SERVE_KEY"]
+    commands = {part: [*python, "serve", f"--part={part}", *file, *access] for part in ("api", "learner")}
+    commands["sampler"] = [*python, "sampler", *file]
+    found = Parts(commands, tmp_path, {"SERVE_KEY": KEY, "POLYREME_REDIS": redis_url})
     yield found, f"http://127.0.0.1:{port}"
     assert found.end() == {"api": 0, "learner": 0, "sampler": 0}
 

@@ -1,17 +1,15 @@
 """`polyreme serve`: a training service on this machine, in the foreground, or one of its processes alone.
 
 Invariant: every process that it starts ends with it, and one that dies is started again. Nothing that a client was promised is lost: the same
-command in the same directory continues every model. A process alone has no supervisor: what started it, such as a container's restart policy,
-starts it again.
+command in the same directory continues every model. A process alone is started again by what has started it, such as a container's restart
+policy.
 """
 
 import asyncio
 import os
-import runpy
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -48,21 +46,11 @@ for step in range(20): print(model.forward_backward([datum], "cross_entropy").re
 """
 
 
-class Part(StrEnum):
-    """A process of the service."""
+class ServicePart(StrEnum):
+    """A process of the service. The third one, the sampler, is `polyreme sampler`."""
 
     API = "api"
     LEARNER = "learner"
-    SAMPLER = "sampler"
-
-
-@dataclass(frozen=True)
-class _Program:
-    """What a part runs: `python -m module arguments` with variables."""
-
-    module: str
-    arguments: tuple[str, ...]
-    environment: dict[str, str]
 
 
 def serve(
@@ -71,36 +59,49 @@ def serve(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file with other values: port=8451.")
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help=f"Make a tiny model in ./{DEMO} and serve it.")] = False,
-    redis: Annotated[str | None, redis_option("Redis to use. Default: the service's own.")] = None,
     part: Annotated[
-        Part | None,
-        typer.Option(
-            help="Run this process alone, in a container of its own. Needs --redis, and an output_dir that all three share."
-        ),
+        ServicePart | None,
+        typer.Option(help="Run this process alone. Needs --redis, and an output_dir that it shares with the others."),
     ] = None,
+    redis: Annotated[str | None, redis_option("With --part: the Redis in which the processes meet.")] = None,
 ) -> None:
     """Serve training: the Tinker API for programs that bring their own loop."""
     if demo == (config is not None):
         raise ConfigError("a YAML file or --demo", "both" if demo else "neither", "Write: polyreme serve FILE, or --demo.")
+    console = TerminalConsole(sys.stdout)
     resolved = _resolved(read_serve(_write_demo() if config is None else config, overrides or ()))
+    _check_access(resolved)
     if part is not None:
         _run_alone(part, resolved, redis)
         return
-    console = TerminalConsole(sys.stdout)
     with owned(resolved.run_dir):
-        asyncio.run(_serve(resolved, redis, console, demo))
+        asyncio.run(_serve(resolved, console, demo))
 
 
-def _run_alone(part: Part, config: ServeConfig, redis: str | None) -> None:
-    """Runs a part in this process until a signal. Two of the same part would both execute what is logged, so the second is refused."""
+def _check_access(config: ServeConfig) -> None:
+    """Raises ConfigError when the API cannot have its `security`, or would be open beyond loopback."""
+    security = config.security
+    if security is not None:
+        tls.check_files(security)
+    if config.host and not is_loopback(config.host) and (security is None or security.token_env is None):
+        raise ConfigError(
+            f"security.token_env with host={config.host}",
+            "none",
+            "Name an environment variable with a token: otherwise everyone who reaches the port can train, read and delete.",
+        )
+
+
+def _run_alone(part: ServicePart, config: ServeConfig, redis: str | None) -> None:
+    """Runs a part in this process until a signal. Two of the same would both execute what is logged, so the second one is refused."""
     if redis is None:
-        raise ConfigError("--redis URL with --part", "none", "Pass the Redis in which the parts meet.")
+        raise ConfigError("--redis URL with --part", "none", "Pass the Redis in which the processes meet.")
     with owned(config.run_dir / part):
         _write_config(config)
-        program = _program(part, config, redis)
-        os.environ.update(program.environment)
-        sys.argv = [part, *program.arguments]
-        runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+        os.environ.update(_environment(part, config, redis))
+        from polyreme_trainer.service.__main__ import main  # reads the environment
+
+        sys.argv = ["polyreme", part]
+        main()
 
 
 def _write_demo() -> Path:
@@ -121,24 +122,15 @@ def _resolved(config: ServeConfig) -> ServeConfig:
     path = resolve_path(config.model.path, MODEL, "model.path")
     name = config.base_model or (str(config.model.path) if path != config.model.path else path.name)
     model = config.model.model_copy(update={"path": path})
-    security = config.security
-    if security is not None:
-        tls.check_files(security)
-    if config.host and not is_loopback(config.host) and (security is None or security.token_env is None):
-        raise ConfigError(
-            f"security.token_env with host={config.host}",
-            "none",
-            "Name an environment variable with a token: otherwise everyone who reaches the port can train, read and delete.",
-        )
     return config.model_copy(update={"model": model, "base_model": name, "port": config.port or free_port()})
 
 
 def _write_config(config: ServeConfig) -> None:
-    """Writes what the parts read."""
+    """Writes what the processes read."""
     write_atomically(config.run_dir / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
-async def _serve(config: ServeConfig, redis: str | None, console: Console, demo: bool) -> None:
+async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
     stop = stop_event()
     log_dir = next_attempt(config.run_dir)
     _write_config(config)
@@ -176,28 +168,27 @@ async def _own_redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
         server.stop()
 
 
-def _program(part: Part, config: ServeConfig, redis: str) -> _Program:
+def _environment(part: str, config: ServeConfig, redis: str) -> dict[str, str]:
+    """The variables of a process of the service."""
     shared = {"POLYREME_REDIS": redis, "POLYREME_RUN_DIR": str(config.run_dir)}
     compute = {"OMP_NUM_THREADS": str(config.learner.threads), "OMP_WAIT_POLICY": "passive"}
-    match part:
-        case Part.API:
-            return _Program("polyreme_trainer.service", (part,), shared)
-        case Part.LEARNER:
-            return _Program("polyreme_trainer.service", (part,), {**shared, **compute})
-        case Part.SAMPLER:
-            return _Program("polyreme_rollout.local", (), shared)
+    return {**shared, **compute} if part == ServicePart.LEARNER else shared
 
 
-def _processes(config: ServeConfig, redis: str, log_dir: Path) -> list[ProcessSet]:
+def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]:
     """The API, the learner and the sampler, each of which restarts alone."""
+    programs = {
+        "api": ("-m", "polyreme_trainer.service", "api"),
+        "learner": ("-m", "polyreme_trainer.service", "learner"),
+        "sampler": ("-m", "polyreme_rollout.local"),
+    }
 
-    def process(part: Part) -> ProcessSet:
-        program = _program(part, config, redis)
-        command = (sys.executable, "-m", program.module, *program.arguments)
-        spec = ProcessSpec(part, command, program.environment, death_signal=OWNER_DIED)
-        return ProcessSet(part, lambda: [spec], log_dir, serves=True)
+    def program(name: str) -> ProcessSet:
+        environment = _environment(name, config, url)
+        spec = ProcessSpec(name, (sys.executable, *programs[name]), environment, death_signal=OWNER_DIED)
+        return ProcessSet(name, lambda: [spec], log_dir, serves=True)
 
-    return [process(part) for part in Part]
+    return [program(name) for name in programs]
 
 
 async def _announce(config: ServeConfig, console: Console, log_dir: Path, demo: bool) -> None:
@@ -205,12 +196,12 @@ async def _announce(config: ServeConfig, console: Console, log_dir: Path, demo: 
     context = tls.peer_context(config.security) if config.security else None
     host = loopback() if config.host in (None, "0.0.0.0", "::") else config.host
     url = f"{'https' if context else 'http'}://{join(str(host), config.port)}"
-    extensions = {"sni_hostname": config.security.server_name} if config.security and config.security.server_name else {}
+    named = {"sni_hostname": config.security.server_name} if config.security and config.security.server_name else {}
     deadline = asyncio.get_running_loop().time() + _START_SECONDS
     async with httpx.AsyncClient(verify=context or False, trust_env=False) as client:
         while asyncio.get_running_loop().time() < deadline:
             with suppress(httpx.TransportError):
-                if (await client.get(f"{url}/health", extensions=extensions)).status_code == 200:
+                if (await client.get(f"{url}/api/v1/healthz", extensions=named)).status_code == 200:
                     console.print(f"serving {config.served_name} at {url}, logs in {log_dir}", soft_wrap=True)
                     if demo:
                         console.print("\n" + _DEMO_LINES.format(url=url), soft_wrap=True)
