@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -134,16 +134,12 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
     stop = stop_event()
     log_dir = next_attempt(config.run_dir)
     _write_config(config)
-    async with nullcontext() if redis else _own_redis(config.redis_dir) as server:
-        url = str(
-            redis if server is None else without_password(server.url)
-        )  # the processes find its password in their environment
+    async with _redis(config.redis_dir) as server:
+        url = str(without_password(server.url))  # the processes find its password in their environment
+        kept = server.keep(config.max_restarts, "the service's", console.print, "start the service again")
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
-        running: list[asyncio.Task[object]] = [asyncio.create_task(supervisor.run())]
+        running: list[asyncio.Task[object]] = [asyncio.create_task(supervisor.run()), asyncio.create_task(kept)]
         ending = asyncio.create_task(stop.wait())
-        if server is not None:
-            kept = server.keep(config.max_restarts, "the service's", console.print, "start the service again")
-            running.append(asyncio.create_task(kept))
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
         try:
             await asyncio.wait({*running, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,7 +155,7 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
 
 
 @asynccontextmanager
-async def _own_redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
+async def _redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
     """Yields the service's own Redis, which ends with the block."""
     server = await EmbeddedServer.open(folder)
     try:
