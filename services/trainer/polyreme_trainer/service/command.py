@@ -136,7 +136,7 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
     _write_config(config)
     async with _redis(config.redis_dir) as server:
         url = str(without_password(server.url))  # the processes find its password in their environment
-        kept = server.keep(config.max_restarts, "the service's", console.print, "start the service again")
+        kept = server.keep(config.max_restarts, console.print, "start the service again")
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
         running: list[asyncio.Task[object]] = [asyncio.create_task(supervisor.run()), asyncio.create_task(kept)]
         ending = asyncio.create_task(stop.wait())
