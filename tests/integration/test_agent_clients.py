@@ -250,6 +250,7 @@ async def run(task, base_url, api_key):
 
 @pytest.mark.real
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # four programs, each with large imports
 async def test_a_train_client_of_verifiers_has_the_same_tokens(redis_url, run_id, tmp_path, tmp_path_factory, monkeypatch):
     """What the package's renderer and client have recorded of an episode, token by token, is what is trained on."""
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent / "guess_number"))
