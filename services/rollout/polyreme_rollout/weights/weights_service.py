@@ -33,7 +33,8 @@ STREAM_IDLE_TIMEOUT = 30.0  # keepalive detects a lost connection no earlier: se
 
 
 class WeightsService(pb_grpc.WeightsServiceServicer):
-    """Args: swapper; metrics; on_change: called after every commit, successful or failed; security: of the other replicas' ports."""
+    """Args: swapper, which is also an attribute; metrics; on_change: called after every commit, successful or failed; security: of the other
+    replicas' ports."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
         on_change: Callable[[], Awaitable[None]],
         security: SecurityConfig | None = None,
     ) -> None:
-        self._swapper, self._metrics, self._on_change, self._security = swapper, metrics, on_change, security
+        self.swapper, self._metrics, self._on_change, self._security = swapper, metrics, on_change, security
         self._fetches = Counter[int]()  # by part
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -58,7 +59,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
     async def Probe(self, request: pb.ProbeRequest, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
         async with _statuses(context):
             try:
-                self._swapper.staging.probe(request.run_id, request.term, request.arena_path, request.nonce)
+                self.swapper.staging.probe(request.run_id, request.term, request.arena_path, request.nonce)
             except Refusal as refusal:
                 if refusal.code != "NOT_FOUND":
                     raise
@@ -68,14 +69,14 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
     async def StageArena(self, request: pb.StageArenaRequest, context: grpc.aio.ServicerContext) -> pb.StageResponse:
         async with _statuses(context):
             manifest = _parsed(Manifest.from_proto, request.manifest)
-            seconds = await self._swapper.staging.stage(manifest, request.arena_path, request.slot, request.generation)
+            seconds = await self.swapper.staging.stage(manifest, request.arena_path, request.slot, request.generation)
             return pb.StageResponse(verify_seconds=seconds)
 
     async def StageStream(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
             try:
                 content = _content(decode_manifest(await _next(messages) or b""))
-                async with self._swapper.staging.receive(content) as incoming:
+                async with self.swapper.staging.receive(content) as incoming:
                     await context.write(pb.StageStreamResponse(begin_at=incoming.position))
                     while (message := await _next(messages)) is not None:
                         offset, data = decode_chunk(message)
@@ -94,7 +95,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
             response, ended = pb.StageRelayResponse(), time.perf_counter()
             try:
                 content = _content(request.delta if request.HasField("delta") else request.manifest)
-                async with self._swapper.staging.receive(content) as incoming:
+                async with self.swapper.staging.receive(content) as incoming:
                     if incoming.position < incoming.nbytes:
                         wanted = _fetch_request(request, incoming.position)
                         fetching = fetch(request.source, wanted, self._security, request.timeout, _largest(content))
@@ -116,7 +117,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
-            self._swapper.staging.check(request.id.run_id, request.id.term)
+            self.swapper.staging.check(request.id.run_id, request.id.term)
             if self._fetches[request.part] == MAX_FETCHES:
                 raise Refusal(
                     "RESOURCE_EXHAUSTED", f"expected at most {MAX_FETCHES} replicas that fetch a part at once; found another"
@@ -129,7 +130,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
             try:
                 await context.send_initial_metadata(())
-                await send(self._swapper.staging.outgoing, request, write)
+                await send(self.swapper.staging.outgoing, request, write)
             finally:
                 self._fetches[request.part] -= 1
 
@@ -137,7 +138,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
         async with _statuses(context):
             try:
                 canary = Canary.from_proto(request.canary) if request.HasField("canary") else None
-                done = await self._swapper.commit(request.id.run_id, VersionId(request.id.term, request.id.version), canary)
+                done = await self.swapper.commit(request.id.run_id, VersionId(request.id.term, request.id.version), canary)
             except Refusal as refusal:
                 if refusal.code == "INTERNAL":
                     self._metrics.swap_failures.inc()
