@@ -30,6 +30,12 @@ class ServeLearner(Section):
         32, ge=1, description="Maximum number of models. Those that wait for their turn are in the host's memory."
     )
 
+    checkpoints_gib: Operational[float] = Field(
+        100.0,
+        gt=0,
+        description="Maximum GiB of saved models on disk. Beyond it, those without a name are deleted, the oldest first, and then a save fails.",
+    )
+
 
 class ServeSampler(Section):
     """The sampler."""

@@ -8,8 +8,9 @@ Invariant: a request that is submitted again, before or after its execution or a
 """
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,8 +30,12 @@ MAX_LANE_BYTES = 1 << 30
 """Most bytes of a model's open and kept requests."""
 RESULT_SECONDS = 6 * 3600.0
 """How long a result can be read."""
+MAX_RESULT_BYTES = 256 << 20
+"""Most bytes of a session's results. Beyond them the oldest are deleted before their time."""
 RECORD_SECONDS = 7 * 86400
 """How long a record lives that nobody renews."""
+MAX_NAMES = 10_000
+"""Most records of a group that can be listed, the newest ones."""
 MAX_BEGUN = 4
 """Executions of a request that may end with their process. After them the request fails, so that it does not stop all others."""
 _POLL_SECONDS = 2.0
@@ -97,6 +102,7 @@ class RequestLog:
 
     async def finish(self, place: LogPlace, result: bytes, keep: bool = False) -> bool:
         """Stores a result. Returns False when the request has one. `keep`: a restart executes it again unless a saved state includes it."""
+        client = place.id.partition(":")[0]
         names = [
             ("requests",),
             ("open", place.worker),
@@ -104,14 +110,28 @@ class RequestLog:
             ("lane", place.lane),
             ("kept", place.lane),
             ("begun",),
+            ("lanes",),
+            ("results", client),
+            ("bytes", client),
         ]
         life = int(RESULT_SECONDS * 1000)
         keys = [self._key(*name) for name in names]
-        return bool(await self._scripts.call("finish", place.id, result, life, place.seq, int(keep), keys=keys))
+        arguments = (place.id, result, life, place.seq, int(keep), place.lane, self._key("result"), MAX_RESULT_BYTES)
+        return bool(await self._scripts.call("finish", *arguments, keys=keys))
 
-    async def forget(self, lane: str, seq: int) -> None:
+    async def forget(self, lane: str, seq: float) -> None:
         """Deletes the lane's kept requests up to `seq`, which a saved state includes."""
-        await self._scripts.call("forget", seq, keys=[self._key("requests"), self._key("kept", lane), self._key("lane", lane)])
+        keys = [self._key("requests"), self._key("kept", lane), self._key("lane", lane), self._key("lanes")]
+        await self._scripts.call("forget", str(seq), lane, keys=keys)
+
+    async def end(self, lane: str) -> None:
+        """Deletes all kept requests of a lane whose model is gone. The numbers of its requests are known for RECORD_SECONDS."""
+        await self.forget(lane, math.inf)
+        await self._redis.expire(self._key("lane", lane), RECORD_SECONDS)
+
+    async def lanes(self) -> set[str]:
+        """The lanes with kept requests."""
+        return {lane.decode() for lane in await self._redis.smembers(self._key("lanes"))}
 
     async def open(self, worker: Worker) -> list[LogPlace]:
         """The requests that wait for a worker, in the order of their arrival."""
@@ -136,6 +156,11 @@ class RequestLog:
         return bool(await self._redis.hexists(self._key("requests"), id)) or bool(
             await self._redis.exists(self._key("result", id))
         )
+
+    async def is_past(self, id: str) -> bool:
+        """Whether a request was in a lane."""
+        lane, _, seq = id.rpartition(":")
+        return bool(lane) and seq.isdecimal() and len(seq) < 16 and int(seq) <= await self.submitted(lane)
 
     async def result(self, id: str, within: float = 0.0) -> bytes | None:
         """A request's result; None after `within` seconds without one. The waits need `following`."""
@@ -197,10 +222,22 @@ class RequestLog:
         found = await self._redis.hgetall(self._key(kind, name))
         return {field.decode(): value.decode() for field, value in found.items()} or None
 
-    async def set_record(self, kind: str, name: str, fields: Mapping[str, str]) -> None:
-        """Stores the fields of a session or a model. It expires RECORD_SECONDS after its newest change."""
+    async def set_record(self, kind: str, name: str, fields: Mapping[str, str], groups: Sequence[str] = ()) -> None:
+        """Stores fields of a session or a model, which expires RECORD_SECONDS after its newest use. `names` lists it in its groups."""
         await self._redis.hset(self._key(kind, name), mapping=dict(fields))
         await self._redis.expire(self._key(kind, name), RECORD_SECONDS)
+        for group in groups:
+            await self._redis.zadd(self._key("names", kind, group), {name: time.time()}, nx=True)
+            await self._redis.zremrangebyrank(self._key("names", kind, group), 0, -MAX_NAMES - 1)
+            await self._redis.expire(self._key("names", kind, group), 4 * RECORD_SECONDS)
+
+    async def names(self, kind: str, group: str) -> list[str]:
+        """The records of a group, the newest first. Some may have expired."""
+        return [name.decode() for name in await self._redis.zrevrange(self._key("names", kind, group), 0, -1)]
+
+    async def used(self, kind: str, name: str) -> float:
+        """When a record was last used, seconds since the epoch."""
+        return time.time() - RECORD_SECONDS + max(0, int(await self._redis.ttl(self._key(kind, name))))
 
     async def renew_record(self, kind: str, name: str) -> bool:
         """Lets a record live for another RECORD_SECONDS. Returns whether there is one."""

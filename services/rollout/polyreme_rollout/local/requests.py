@@ -18,11 +18,14 @@ import xxhash
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
-from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling
+from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling, TopTokens
 from polyreme_rollout.local.weights import SavedWeights
 
 MAX_RUNNING = 1024
 """Most requests that run at once. Each may ask for several samples."""
+
+
+_NO_LOGPROB = -99999.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class SampleRequest:
         stop_ids: tokens that end an answer; None: the model's own.
         stop_strings: texts that end an answer.
         prompt_logprobs: whether the prompt's log-probabilities are returned.
+        prompt_logprobs_last: of how many of its last tokens; None: of all.
+        topk: how many of the most likely tokens of each place in the prompt are returned.
     """
 
     weights: str | None
@@ -51,6 +56,8 @@ class SampleRequest:
     stop_ids: Sequence[int] | None
     stop_strings: Sequence[str]
     prompt_logprobs: bool
+    prompt_logprobs_last: int | None = None
+    topk: int = 0
 
     @classmethod
     def unpack(cls, payload: bytes) -> "SampleRequest":
@@ -154,9 +161,14 @@ class ServedSampler:
         salt = str(self._loads)
         parts = [self._sequence(place, request, number, room, salt) for number in range(request.samples)]
         answer = pb.SampleResponse(sequences=await asyncio.gather(*parts))
+        unscored = max(1, len(request.prompt) - (request.prompt_logprobs_last or len(request.prompt)))
         if request.prompt_logprobs:
-            values = await self._engine.logprobs(request.prompt, salt)
-            answer.prompt_logprobs = np.array([np.nan, *values], "<f4").tobytes()
+            values = np.array([np.nan, *await self._engine.logprobs(request.prompt, salt)], "<f4")
+            values[:unscored] = np.nan
+            answer.prompt_logprobs = values.tobytes()
+        if request.topk:
+            rows = await self._engine.top_logprobs(request.prompt, request.topk, salt)
+            answer.topk_prompt_logprobs.CopyFrom(_matrices(rows[unscored - 1 :], len(request.prompt), request.topk))
         return answer
 
     async def _sequence(self, place: LogPlace, request: SampleRequest, number: int, room: int, salt: str) -> pb.SampledSequence:
@@ -193,6 +205,15 @@ class ServedSampler:
             if any(stop in text for stop in stops):
                 return end
         return None
+
+
+def _matrices(rows: Sequence[TopTokens], length: int, count: int) -> pb.TopkLogprobs:
+    """The most likely tokens of the last places of a prompt of `length` tokens."""
+    tokens, logprobs = np.zeros((length, count), "<i4"), np.full((length, count), _NO_LOGPROB, "<f4")
+    for place, row in enumerate(rows, start=length - len(rows)):
+        tokens[place, : len(row)] = [token for token, _ in row]
+        logprobs[place, : len(row)] = [value for _, value in row]
+    return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=count, length=length)
 
 
 def _failure(message: str, category: str = "user") -> bytes:

@@ -7,7 +7,6 @@ Invariant: a loss is a sum over tokens, so the gradients of the parts of a batch
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,21 +17,8 @@ Inputs = Mapping[str, Tensor]
 Options = Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class ServiceLoss:
-    """A loss of the API.
-
-    Attributes:
-        inputs: the names of its inputs, float32 [t] each.
-        options: its options with their defaults.
-        tokens: (p [t], inputs, options) -> the loss of each token, [t], to be minimised and summed; differentiable in p.
-        optional: inputs that are 1 where they are missing.
-    """
-
-    inputs: tuple[str, ...]
-    options: Options
-    tokens: Callable[[Tensor, Inputs, Options], Tensor]
-    optional: frozenset[str] = frozenset()
+TokenLoss = Callable[[Tensor, Inputs, Options], Tensor]
+"""(p [t], inputs [t] each, options) -> the loss of each token, [t], to be minimised and summed; differentiable in p."""
 
 
 def cross_entropy(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
@@ -66,13 +52,11 @@ def _clipped(ratio: Tensor, options: Options) -> Tensor:
     return ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
 
 
-_BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-_SAMPLED = ("logprobs", "advantages")
-LOSSES: Mapping[str, ServiceLoss] = {
-    "cross_entropy": ServiceLoss(("weights",), {}, cross_entropy, frozenset({"weights"})),
-    "importance_sampling": ServiceLoss(_SAMPLED, {}, importance_sampling),
-    "ppo": ServiceLoss(_SAMPLED, _BOUNDS, ppo),
-    "cispo": ServiceLoss(_SAMPLED, _BOUNDS, cispo),
-    "dro": ServiceLoss(_SAMPLED, {"beta": 0.05}, dro),
+LOSSES: Mapping[str, TokenLoss] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "dro": dro,
 }
 """By the API's name."""

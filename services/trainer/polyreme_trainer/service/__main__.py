@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from polyreme.config.serve import ServeConfig, read_serve
+from polyreme.experience.embedded_redis import kept_secret
 from polyreme.experience.requests import RequestLog
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.net.http_server import serve_http
@@ -22,8 +23,10 @@ from polyreme_trainer.service.api import ServiceApi
 from polyreme_trainer.service.folders import Folders
 
 logger = logging.getLogger("polyreme.service")
-MODELS = "models"
-"""The folder of the saved models in the service's directory."""
+MODELS, REDIS = "models", "redis"
+"""The folders of the saved models and of Redis in the service's directory."""
+SIGNING_KEY = "signing-key"
+"""The file of the key that signs addresses of files, where only the service's user can read it."""
 
 
 async def with_log(config: ServeConfig, work: Callable[[RequestLog, asyncio.Event], Awaitable[None]]) -> None:
@@ -44,7 +47,8 @@ def run_api(config: ServeConfig) -> None:
     async def serve(log: RequestLog, stop: asyncio.Event) -> None:
         architecture = json.loads((config.model.path / "config.json").read_text())["model_type"]
         folders, longest = Folders(config.run_dir / MODELS), config.sampler.max_model_len
-        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest)
+        key = kept_secret(config.run_dir / REDIS, SIGNING_KEY)
+        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest, key)
         async with serve_http(loopback(), config.port, api.app(), drain_timeout=1.0) as port:
             logger.info("ready: http://%s:%d", loopback(), port)
             await stop.wait()
@@ -61,7 +65,7 @@ def run_learner(config: ServeConfig) -> None:
 
     with ServiceEngine.open(config.as_run()) as engine:
         freeze_gc()
-        states = States(config.run_dir / MODELS)
+        states = States(config.run_dir / MODELS, int(config.learner.checkpoints_gib * 2**30))
 
         async def execute(log: RequestLog, stop: asyncio.Event) -> None:
             logger.info("ready: %s", config.served_name)

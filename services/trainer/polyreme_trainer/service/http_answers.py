@@ -3,7 +3,9 @@
 Invariant: every error is JSON with `error` and `category`, as the SDK expects it.
 """
 
+import hashlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import zstandard
 from starlette.exceptions import HTTPException
@@ -13,12 +15,26 @@ from starlette.responses import JSONResponse, Response
 from polyreme.net.http_server import BODY_LIMIT
 from polyreme_trainer.service.errors import TenantError
 
-Handler = Callable[[bytes], Awaitable[Response]]
-"""Answers a request from its body."""
+
+@dataclass(frozen=True)
+class Call:
+    """A request: who sends it, and its body, decompressed."""
+
+    tenant: str
+    body: bytes
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+def tenant_of(request: HttpRequest) -> str:
+    """Who sends a request: a digest of its key. Programs with the same key are one tenant."""
+    key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """A Starlette endpoint that gives the handler the body, decompressed."""
+    """A Starlette endpoint of a handler."""
 
     async def answer(request: HttpRequest) -> Response:
         body = await request.body()
@@ -26,7 +42,7 @@ def endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
             body = _decompressed(body)
         elif encoding != "identity":
             raise TenantError(f"not supported: content-encoding {encoding!r:.40}; expected zstd or none")
-        return await handler(body)
+        return await handler(Call(tenant_of(request), body))
 
     return answer
 

@@ -5,23 +5,27 @@ Invariant: pure. A request that cannot be executed as it stands is refused, and 
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from polyreme_trainer.service.errors import TenantError
 
+MAX_TOPK = 20
+"""Most log-probabilities of a prompt's token: those of vLLM's default."""
 _MODEL = r"[0-9a-f]{32}:train:[0-9]{1,9}"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
-_PATH = re.compile(rf"tinker://({_MODEL})/(weights|sampler_weights)/({_NAME})")
+_PATH = re.compile(rf"tinker://({_MODEL})/(weights|sampler_weights|external_weights)/({_NAME})")
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+"""To continue from, to sample from, and PEFT's files to download."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A saved model: one to continue from (`weights`), or one to sample from."""
+    """A saved model."""
 
     model: str
     kind: Kind
@@ -35,8 +39,16 @@ def read_path(text: str) -> SavedModel:
     """The checkpoint of a tinker:// path. Raises TenantError."""
     found = _PATH.fullmatch(text)
     if found is None:
-        raise TenantError(f"expected tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME; found {text!r:.200}")
-    return SavedModel(found[1], "weights" if found[2] == "weights" else "sampler_weights", found[3])
+        raise TenantError(f"expected tinker://MODEL/KIND/NAME with a KIND of {', '.join(get_args(Kind))}; found {text!r:.200}")
+    kind: Any = found[2]
+    return SavedModel(found[1], kind, found[3])
+
+
+def check_model(name: str) -> str:
+    """A model's name. Raises TenantError."""
+    if re.fullmatch(_MODEL, name) is None:
+        raise TenantError(f"expected a training run as SESSION:train:NUMBER; found {name!r:.200}")
+    return name
 
 
 def check_name(name: str) -> str:
@@ -69,6 +81,21 @@ class LoraOptions(Message):
 
 class OptimizerKind(Message):
     type: Literal["adamw", "adam"] = "adamw"
+
+
+class CreateSession(Message):
+    tags: list[str] = Field([], max_length=100)
+    sdk_version: str = ""
+    display_name: str = Field("", max_length=1000)
+
+
+class FinishReason(Message):
+    type: Literal["success", "errored", "interrupted"] = "success"
+
+
+class FinishSession(Message):
+    reason: FinishReason = FinishReason()
+    detail: str = ""
 
 
 class CreateModel(Message):
@@ -110,6 +137,12 @@ class SaveWeights(OfModel):
     overwrite: bool = False
 
 
+class SaveExternal(OfModel):
+    path: str
+    seq_id: int = Field(ge=1)
+    ttl_seconds: float | None = Field(None, gt=0)
+
+
 class SaveForSampler(SaveWeights):
     sampling_session_seq_id: int | None = Field(None, ge=0)
     kind: Literal["snapshot", "inflight"] = "snapshot"
@@ -123,6 +156,7 @@ class LoadWeights(Message):
     base_model: str | None = None
     path: str
     optimizer: bool = False
+    optimizer_config: OptimizerKind = OptimizerKind()
 
 
 class SamplingSession(Message):
@@ -159,10 +193,20 @@ class Sample(Message):
     sampling_session_id: str | None = None
     seq_id: int | None = None
     prompt_logprobs: bool = False
-    topk_prompt_logprobs: Literal[0] = 0
+    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    topk_prompt_logprobs: int = Field(0, ge=0, le=MAX_TOPK)
     topk_sample_logprobs: Literal[0] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     record_stability_info: Literal[False] = False
+
+
+class Ttl(Message):
+    ttl_seconds: float | None = Field(None, gt=0)
+
+
+class Page(Message):
+    limit: int = Field(ge=1)
+    offset: int = Field(ge=0)
 
 
 class TinkerPath(Message):
@@ -184,11 +228,17 @@ def read(kind: type[AnyMessage], body: bytes) -> AnyMessage:
         tree = json.loads(body or b"{}")
         if not isinstance(tree, dict):
             raise TenantError(f"expected a JSON object; found {type(tree).__name__}")
-        return kind.model_validate(without_nulls(tree))
-    except ValidationError as error:
-        raise TenantError("; ".join(_explain(each) for each in error.errors()[:3])) from None
+        return read_tree(kind, without_nulls(tree))
     except (ValueError, RecursionError) as error:
         raise TenantError(f"expected JSON; found {error}") from None
+
+
+def read_tree(kind: type[AnyMessage], tree: Mapping[str, Any]) -> AnyMessage:
+    """A request from its keys. Raises TenantError."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise TenantError("; ".join(_explain(each) for each in error.errors()[:3])) from None
 
 
 def without_nulls(tree: Any) -> Any:

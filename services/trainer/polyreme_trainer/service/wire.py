@@ -15,9 +15,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme_trainer.algorithms.service_losses import LOSSES
 from polyreme_trainer.service.batch import Batch
 from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.losses import SPECS
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
@@ -65,8 +65,8 @@ def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
 
 def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
     """The arrays of a batch. Raises TenantError."""
-    if (loss := LOSSES.get(message.loss_fn)) is None:
-        raise TenantError(f"not supported: loss_fn = {message.loss_fn!r:.80}; expected one of {', '.join(LOSSES)}")
+    if (loss := SPECS.get(message.loss_fn)) is None:
+        raise TenantError(f"not supported: loss_fn = {message.loss_fn!r:.80}; expected one of {', '.join(SPECS)}")
     options = dict(loss.options)
     given = {name: value.number if value.HasField("number") else value.text for name, value in message.loss_fn_config_v2.items()}
     for name, value in (given or dict(message.loss_fn_config)).items():
