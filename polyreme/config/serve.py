@@ -60,6 +60,9 @@ class ServeConfig(Section):
         None, description="Name by which clients ask for the base model. null: the name or the last part of model.path."
     )
     port: Operational[int] = Field(8450, ge=0, le=65535, description="Port of the API on loopback. 0: a free one.")
+    page_port: Operational[int] = Field(
+        0, ge=0, le=65535, description="Port of the page (/ui) and of Prometheus' metrics (/metrics) on loopback. 0: a free one."
+    )
     max_restarts: Operational[int] = Field(
         20, ge=0, description="Maximum restarts of each process. The count resets after five minutes of healthy uptime."
     )

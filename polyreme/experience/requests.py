@@ -18,12 +18,15 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 
 from polyreme.experience.scripts import Scripts, key
+from polyreme.experience.service_records import ServiceRecords
 
 Worker = Literal["learner", "sampler"]
 Submitted = Literal["new", "known", "early", "gone", "full"]
 """What became of a submission. early: a request with a lower sequence number is missing. gone: executed long ago, its result has expired.
 full: the log has no room now."""
 
+TENANT_DIGITS = 16
+"""The hexadecimal digits of a tenant, a digest of its key."""
 MAX_OPEN = 20_000
 """Most open requests of a worker."""
 MAX_LANE_BYTES = 1 << 30
@@ -58,6 +61,11 @@ class LogPlace:
     seq: int = -1
 
 
+def tenant_in(id: str) -> str:
+    """Whose request, model or session it is: ids begin with their tenant."""
+    return id[:TENANT_DIGITS]
+
+
 def in_lane(model: str, seq: int) -> LogPlace:
     """The place of a model's request."""
     return LogPlace(f"{model}:{seq}", "learner", model, seq)
@@ -72,12 +80,13 @@ def place_of(id: str, worker: Worker) -> LogPlace:
 
 
 class RequestLog:
-    """The log of the service `name` in a Redis that persists every write."""
+    """The log of the service `name` in a Redis that persists every write. `records`: for its observer."""
 
     def __init__(self, redis: Redis, name: str) -> None:
         self._name, self._scripts = f"service:{name}", Scripts(redis, f"service:{name}")
         self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
         self._waiters: dict[str, set[asyncio.Event]] = {}
+        self.records = ServiceRecords(redis, name)
 
     def _key(self, *parts: str) -> str:
         return key(self._name, ":".join(parts))

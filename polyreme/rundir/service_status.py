@@ -22,7 +22,7 @@ class WorkerState:
 
     Attributes:
         busy: fraction of the last minute in which it computed; None before the first minute has a part.
-        queued: open requests by model; "": of the base model.
+        queued: open requests by model, of the sampler by sampling session.
     """
 
     busy: float | None = None

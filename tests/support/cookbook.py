@@ -52,8 +52,14 @@ def habits() -> list[Habit]:
     boxed = [f"\\boxed{{{digit}}}{_STOP}" for digit in range(10)]
     guesses = [f"Guess: {number}{_STOP}" for number in range(0, 1024, 64)]
     moves = [f"[{digit}]\n" for digit in range(9)]
-    free = [_MOVES + ", ".join(f"'[{digit}]'" for digit in sorted(random.sample(range(9), count))) for count in (9, 8, 7, 6, 5, 4, 3)]
-    every = [Habit(["", _BOXED], boxed), Habit(["Too low", "Too high", _GUESS], guesses + boxed[:8]), Habit(free, moves + boxed[:6])]
+    free = [
+        _MOVES + ", ".join(f"'[{digit}]'" for digit in sorted(random.sample(range(9), count))) for count in (9, 8, 7, 6, 5, 4, 3)
+    ]
+    every = [
+        Habit(["", _BOXED], boxed),
+        Habit(["Too low", "Too high", _GUESS], guesses + boxed[:8]),
+        Habit(free, moves + boxed[:6]),
+    ]
     added = [Habit([f"What is {x} + {y}?"], [f"{x + y}{_STOP}", f"0{_STOP}", f"0{_STOP}"]) for x, y in sums()]
     return every * (len(added) // 6) + added
 
@@ -80,7 +86,9 @@ def _write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     texts = [habit.ends[-1] + " " + habit.answers[0].removesuffix(_STOP) for habit in habits()]
-    texts += [f"user system player assistant {_BOXED} Let's spell the word out and number all the letters: We have r's at positions"] * 20
+    texts += [
+        f"user system player assistant {_BOXED} Let's spell the word out and number all the letters: We have r's at positions"
+    ] * 20
     texts += [f"What is {number} + {number}? {number}" for number in range(201)] * 4
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
@@ -116,7 +124,8 @@ def _write_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         loss.backward()
         adam.step()
         schedule.step()
-        if _ % 50 == 0: print(_, loss.item(), flush=True)
+        if _ % 50 == 0:
+            print(_, loss.item(), flush=True)
     print("habits: loss", loss.item(), flush=True)
     model.save_pretrained(folder)
 

@@ -9,6 +9,7 @@ engine's rounding.
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import xxhash
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling, TopTokens
+from polyreme_rollout.local.report import SamplerReport
 from polyreme_rollout.local.weights import SavedWeights
 
 MAX_RUNNING = 1024
@@ -59,11 +61,16 @@ class SampleRequest:
     prompt_logprobs_last: int | None = None
     topk: int = 0
 
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the request is for the prompt's log-probabilities."""
+        return self.prompt_logprobs and self.max_tokens == 1
+
     @classmethod
     def unpack(cls, payload: bytes) -> "SampleRequest":
         fields = json.loads(payload.partition(b"\n")[0])
-        del fields["op"]
-        return cls(**({"max_tokens": None, "seed": None} | fields))
+        given = {name: value for name, value in fields.items() if name not in ("op", "arrived")}
+        return cls(**({"max_tokens": None, "seed": None} | given))
 
 
 class ServedSampler:
@@ -88,6 +95,7 @@ class ServedSampler:
         self._loads = self._asked = 0
         self._requests: dict[str, SampleRequest] = {}
         self._running: dict[asyncio.Task[None], str] = {}
+        self._report = SamplerReport(log.records, decode)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises EngineDeadError or StoreError when it cannot continue."""
@@ -153,7 +161,12 @@ class ServedSampler:
             await self._log.finish(place, _failure(lost, "server"))
             return
         else:
-            await self._log.finish(place, b"P" + (await self._sample(place, request, room)).SerializeToString())
+            began = time.time()
+            async with self._report.busy():
+                answer = await self._sample(place, request, room)
+            await self._log.finish(place, b"P" + answer.SerializeToString())
+            if not request.is_scoring:
+                await self._report.answered(place, request.weights, request.prompt, began, answer)
             return
         await self._log.finish(place, _failure(problem))
 

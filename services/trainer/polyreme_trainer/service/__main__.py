@@ -1,4 +1,4 @@
-"""A process of a training service: `python -m polyreme_trainer.service api` or `learner`.
+"""A process of a training service: `python -m polyreme_trainer.service api`, `learner` or `observer`.
 
 POLYREME_REDIS names its Redis, POLYREME_RUN_DIR its directory with config.yaml.
 """
@@ -21,6 +21,8 @@ from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
 from polyreme_trainer.service.api import ServiceApi
 from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.observer.observer import Observer
+from polyreme_trainer.service.observer.port import observer_port
 
 logger = logging.getLogger("polyreme.service")
 MODELS, REDIS = "models", "redis"
@@ -74,12 +76,24 @@ def run_learner(config: ServeConfig) -> None:
         asyncio.run(with_log(config, execute))
 
 
+def run_observer(config: ServeConfig) -> None:
+    """Writes the models' run directories, and serves the page and the metrics, until a signal."""
+
+    async def observe(log: RequestLog, stop: asyncio.Event) -> None:
+        observer = Observer(log, config.run_dir, config.model.path, config.served_name, {})
+        async with observer_port(observer, config.run_dir, config.page_port) as port:
+            logger.info("ready: http://%s:%d", loopback(), port)
+            await observer.run(stop)
+
+    asyncio.run(with_log(config, observe))
+
+
 def main() -> None:
     part = sys.argv[1]
     logging_setup.setup(part)
     with exit_on_error(part):
         config = read_serve(Path(os.environ["POLYREME_RUN_DIR"]) / "config.yaml")
-        {"api": run_api, "learner": run_learner}[part](config)
+        {"api": run_api, "learner": run_learner, "observer": run_observer}[part](config)
 
 
 if __name__ == "__main__":

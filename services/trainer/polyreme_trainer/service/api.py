@@ -105,7 +105,7 @@ class ServiceApi:
         return JSONResponse({"status": "accepted"})
 
     async def _create_session(self, call: Call) -> Response:
-        given, name = m.read(m.CreateSession, call.body), secrets.token_hex(16)
+        given, name = m.read(m.CreateSession, call.body), f"{call.tenant}{secrets.token_hex(8)}"
         await self._tenants.add_session(call.tenant, name, given)
         return JSONResponse({"type": "create_session", "session_id": name})
 
@@ -229,7 +229,7 @@ class ServiceApi:
             path = await self._tenants.sampling(call.tenant, given.sampling_session_id)
             name = f"{given.sampling_session_id}:{given.seq_id}"
         else:
-            path, name = self._sampled(call, given.model_path, given.base_model), f"sample:{secrets.token_hex(16)}"
+            path, name = self._sampled(call, given.model_path, given.base_model), f"{call.tenant}-{secrets.token_hex(16)}"
         options, stop = given.sampling_params, given.sampling_params.stop
         stops = [stop] if isinstance(stop, str) else stop
         fields = {

@@ -24,6 +24,7 @@ from polyreme.hub.resolve import resolve_path
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme.net.ports import free_port, join, loopback
 from polyreme.net.redis_url import without_password
+from polyreme.page import PATH
 from polyreme.process.lifecycle import OWNER_DIED, stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.rundir.run_directory import next_attempt, owned
@@ -74,7 +75,8 @@ def _resolved(config: ServeConfig) -> ServeConfig:
     path = resolve_path(config.model.path, MODEL, "model.path")
     name = config.base_model or (str(config.model.path) if path != config.model.path else path.name)
     model = config.model.model_copy(update={"path": path})
-    return config.model_copy(update={"model": model, "base_model": name, "port": config.port or free_port()})
+    ports = {"port": config.port or free_port(), "page_port": config.page_port or free_port()}
+    return config.model_copy(update={"model": model, "base_model": name, **ports})
 
 
 async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
@@ -108,13 +110,14 @@ async def _redis(folder: Path) -> AsyncIterator[str]:
 
 
 def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]:
-    """The API, the learner and the sampler, each of which restarts alone."""
+    """The API, the learner, the sampler and the observer, each of which restarts alone."""
     shared = {"POLYREME_REDIS": url, "POLYREME_RUN_DIR": str(config.run_dir)}
     compute = {"OMP_NUM_THREADS": str(config.learner.threads), "OMP_WAIT_POLICY": "passive"}
     programs = {
         "api": (("-m", "polyreme_trainer.service", "api"), shared),
         "learner": (("-m", "polyreme_trainer.service", "learner"), {**shared, **compute}),
         "sampler": (("-m", "polyreme_rollout.local"), shared),
+        "observer": (("-m", "polyreme_trainer.service", "observer"), shared),
     }
 
     def program(name: str) -> ProcessSet:
@@ -133,7 +136,8 @@ async def _announce(config: ServeConfig, console: Console, log_dir: Path, demo: 
         while asyncio.get_running_loop().time() < deadline:
             with suppress(httpx.TransportError):
                 if (await client.get(f"{url}/api/v1/healthz")).status_code == 200:
-                    console.print(f"serving {config.served_name} at {url}, logs in {log_dir}", soft_wrap=True)
+                    page = f"http://{join(loopback(), config.page_port)}{PATH}/"
+                    console.print(f"serving {config.served_name} at {url}, page at {page}, logs in {log_dir}", soft_wrap=True)
                     if demo:
                         console.print("\n" + _DEMO_LINES.format(url=url), soft_wrap=True)
                     return

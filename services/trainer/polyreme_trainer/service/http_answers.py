@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from polyreme.experience.requests import TENANT_DIGITS
 from polyreme.net.http_server import BODY_LIMIT
 from polyreme_trainer.service.errors import TenantError
 
@@ -28,9 +29,14 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 
 def tenant_of(request: HttpRequest) -> str:
-    """Who sends a request: a digest of its key. Programs with the same key are one tenant."""
+    """Who sends a request. Programs with the same key are one tenant."""
     key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    return hashlib.sha256(key.encode()).hexdigest()[:16]
+    return tenant_with(key)
+
+
+def tenant_with(key: str) -> str:
+    """The tenant that has a key: a digest of it."""
+    return hashlib.sha256(key.encode()).hexdigest()[:TENANT_DIGITS]
 
 
 def endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:

@@ -18,6 +18,7 @@ from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Facts
 from polyreme_trainer.service.messages import AdamSettings, Kind, LoraOptions, SavedModel, read_path
+from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.tenant_engine import GRADIENT, TenantEngine, TenantState
 from polyreme_trainer.service.turns import LaneTurn, next_request
@@ -48,6 +49,7 @@ class ModelLearner:
 
     def __init__(self, log: RequestLog, engine: TenantEngine, states: States, base_model: str, max_models: int) -> None:
         self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
+        self._report = LearnerReport(log.records)
         self._waiting: dict[str, TenantState] = {}
         self._installed = ""
         self._replay: dict[str, float] = {}
@@ -84,8 +86,9 @@ class ModelLearner:
 
     async def _finish(self, place: LogPlace, request: Request) -> None:
         """Executes a request and stores its result."""
-        lane, began = place.lane, time.monotonic()
+        lane, began, at = place.lane, time.monotonic(), time.time()
         if request.op == "unload_model":
+            await self._report.unloaded(lane, place.seq)
             await self._log.finish(place, json_result(type="unload_model", model_id=lane))
             await self._unload(lane)
             return
@@ -94,6 +97,7 @@ class ModelLearner:
         begun = await self._log.begin(place)
         lost = f"the learner ended {begun - 1} times while it executed this request; see its log"
         result = failure(lost, "server") if begun > MAX_BEGUN else self._execute(place, request)
+        await self._report.executed(place, request, at)
         keep = request.op in CHANGES and begun <= MAX_BEGUN
         if keep and request.op in ("create_from", "load_weights"):
             self._save_state(
@@ -132,6 +136,7 @@ class ModelLearner:
         began = time.monotonic()
         for place in kept:
             self._execute(place, Request.unpack(await self._log.payload(place)))
+        self._report.meters.replayed(lane)
         self._replay[lane] = time.monotonic() - began
 
     def _save_state(self, place: LogPlace) -> None:
@@ -230,11 +235,14 @@ class ModelLearner:
 
     def _forward_backward(self, lane: str, seq: int, request: Request) -> bytes:
         call = read_batch(parse_batch(request.body))
-        return batch_result(*self._engine.forward_backward(call.batch, call.loss, call.options))
+        logprobs, loss = self._engine.forward_backward(call.batch, call.loss, call.options)
+        self._report.meters.add_batch(lane, call.batch, loss)
+        return batch_result(logprobs, loss)
 
     def _optim_step(self, lane: str, seq: int, request: Request) -> bytes:
         given = AdamSettings.model_validate(request.fields["adam"])
         norm, steps = self._engine.optim_step(given)
+        self._report.meters.add_step(lane, norm, given.learning_rate, steps)
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
     def _save(self, lane: str, seq: int, request: Request) -> bytes:

@@ -3,13 +3,14 @@
 Invariant: a request that the log does not take has an answer that says whether to send it again.
 """
 
+import time
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
-from polyreme_trainer.service.wire import Request
+from polyreme_trainer.service.wire import ARRIVED, Request
 
 _AGAIN, _GONE, _FULL = 409, 410, 429
 _UNLOAD = "unload_model"
@@ -18,7 +19,8 @@ _TRIES = 100
 
 async def submit(log: RequestLog, place: LogPlace, request: Request, about: dict[str, Any]) -> Response:
     """Adds a request to the log. The answer names it, with the fields `about`. Raises HTTPException when the log does not take it."""
-    became = await log.submit(place, request.pack())
+    stamped = Request(request.op, {**request.fields, ARRIVED: time.time()}, request.body)
+    became = await log.submit(place, stamped.pack())
     if became == "early":
         raise HTTPException(_AGAIN, f"expected request {place.seq} after those before it; found none of them yet. Send it again.")
     if became == "full":

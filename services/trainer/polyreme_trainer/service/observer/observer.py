@@ -7,7 +7,7 @@ stream its directory stands, and a file of samples is complete before its record
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from pathlib import Path
 import yaml
 
 from polyreme.experience.metric_records import SamplesServed, StageDone, StageStep, read_record
-from polyreme.experience.requests import RequestLog, Worker
+from polyreme.experience.requests import RequestLog, Worker, tenant_in
 from polyreme.experience.run import RunState
-from polyreme.experience.service_records import ModelLine, ServiceRecords
+from polyreme.experience.service_records import ModelLine
 from polyreme.rundir.input_files import read_model_files
 from polyreme.rundir.progress import Line
 from polyreme.rundir.reader.run import VOCABULARY
@@ -26,8 +26,7 @@ from polyreme.rundir.run_records import read_records, write_atomically, write_su
 from polyreme.rundir.service_status import MODELS, ServiceState, WorkerState
 from polyreme_trainer.observe.records import Recorder
 from polyreme_trainer.observe.vocabulary import write_vocabulary
-from polyreme_trainer.service.busy import BusyTime
-from polyreme_trainer.service.tenants import Tenants, model_of
+from polyreme_trainer.service.observer.busy import BusyTime
 
 WORKERS: tuple[Worker, ...] = ("learner", "sampler")
 MAX_OPEN = 64
@@ -52,16 +51,14 @@ class Observer:
     """Writes the run directories below `folder`/models and `folder`/service.json until `stop` is set.
 
     Args:
-        log, records: the request log, and the service's records.
+        log: the request log, with the service's records.
         model: the base model's directory; base_model: its name.
-        tenants: names of the tenants.
+        names: of the tenants that have one.
     """
 
-    def __init__(
-        self, log: RequestLog, records: ServiceRecords, folder: Path, model: Path, base_model: str, tenants: Tenants
-    ) -> None:
-        self._log, self._records, self._folder = log, records, folder
-        self._model, self._base_model, self._tenants = model, base_model, tenants
+    def __init__(self, log: RequestLog, folder: Path, model: Path, base_model: str, names: Mapping[str, str]) -> None:
+        self._log, self._records, self._folder = log, log.records, folder
+        self._model, self._base_model, self._names = model, base_model, names
         self._open: dict[str, _ModelRun] = {}
         self._busy = BusyTime()
         self.state = ServiceState(base_model, 0.0, {})
@@ -116,9 +113,7 @@ class Observer:
             return
         name, step = f"served_{lines[-1].id}.jsonl", run.recorder.progress.newest
         samples = [each for n, line in enumerate(lines) for each in _sample_lines(line.fields, step, run.next_group + n)]
-        write_atomically(
-            self._folder / MODELS / model / "samples" / name, "".join(json.dumps(each) + "\n" for each in samples)
-        )
+        write_atomically(self._folder / MODELS / model / "samples" / name, "".join(json.dumps(each) + "\n" for each in samples))
         run.next_group += len(lines)
         tokens = sum(each["tokens"] for each in samples)
         run.sampled_tokens += tokens
@@ -146,12 +141,16 @@ class Observer:
 
     async def _create(self, model: str, folder: Path) -> None:
         record = await self._log.record("model", model) or {}
-        known = {name: json.loads(text) for name, text in record.items()}
-        settings = {"name": model, "stage": "service", "tenant": self._tenants.name_of(model), "base_model": self._base_model}
+        settings = {"name": model, "stage": "service", "tenant": self.name_of(tenant_in(model)), "base_model": self._base_model}
+        known = {"rank": int(record.get("rank", 0)), "user_metadata": json.loads(record.get("metadata", "{}"))}
         write_atomically(folder / "config.yaml", yaml.safe_dump({**settings, **known}, sort_keys=False))
         if (self._folder / VOCABULARY).exists() and not (folder / VOCABULARY).exists():
             (folder / VOCABULARY).hardlink_to(self._folder / VOCABULARY)
         write_run_file(folder, RunFile(model, NO_REDIS))
+
+    def name_of(self, tenant: str) -> str:
+        """A tenant's name; without one, the digest of its key."""
+        return self._names.get(tenant, tenant)
 
     def _close(self, model: str, state: RunState, reason: str) -> None:
         run = self._open.pop(model)
@@ -166,11 +165,12 @@ class Observer:
     async def _write_state(self) -> None:
         """Writes what waits and how busy the workers are."""
         self.counts = await self._records.counts()
-        workers = {}
+        workers: dict[str, WorkerState] = {}
         for worker in WORKERS:
             queued: dict[str, int] = {}
             for place in await self._log.open(worker):
-                queued[model_of(place.id)] = queued.get(model_of(place.id), 0) + 1
+                whose = place.id.rpartition(":")[0]
+                queued[whose] = queued.get(whose, 0) + 1
             seconds = self.counts.get(worker, {}).get("busy_seconds", 0.0)
             workers[worker] = WorkerState(self._busy.fraction(worker, time.monotonic(), seconds), queued)
         self.state = ServiceState(self._base_model, time.time(), workers)

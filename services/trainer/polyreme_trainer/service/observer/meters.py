@@ -33,18 +33,29 @@ class StepMeters:
         self._meters: dict[str, _Meter] = {}
         self._ended: dict[str, float] = {}
         self._moved: dict[str, tuple[_Meter, Mapping[str, float]]] = {}
+        self._tokens: dict[str, int] = {}
 
     def add_batch(self, model: str, batch: Batch, loss: float) -> None:
         """Counts a batch whose gradient is in the next optimizer step."""
-        meter = self._meters.setdefault(model, _Meter())
+        meter, tokens = self._meters.setdefault(model, _Meter()), sum(map(len, batch.inputs))
+        self._tokens[model] = self._tokens.get(model, 0) + tokens
         meter.loss += loss
-        meter.tokens += sum(map(len, batch.inputs))
+        meter.tokens += tokens
         meter.sequences += len(batch.inputs)
         meter.trained += sum(int(np.count_nonzero(batch.columns[name])) for name in _TRAINED if name in batch.columns)
 
     def add_step(self, model: str, norm: float, lr: float, steps: int) -> None:
         """Counts an optimizer step, which ends what the meter measures. `steps`: of the optimizer."""
         self._moved[model] = self._meters.pop(model, _Meter()), {"grad_norm": norm, "lr": lr, "optimizer_steps": float(steps)}
+
+    def replayed(self, model: str) -> None:
+        """Forgets what a restart has executed again, except for the next optimizer step."""
+        self._moved.pop(model, None)
+        self._tokens.pop(model, None)
+
+    def take_tokens(self, model: str) -> int:
+        """The tokens of the batches since the last call."""
+        return self._tokens.pop(model, 0)
 
     def executed(self, model: str, arrived: float, began: float, ended: float) -> StageStep | None:
         """Counts the times of a request, in Unix seconds. Returns the record of the optimizer step that it was."""
@@ -56,11 +67,11 @@ class StepMeters:
         meter.queue += began - waited_from
         meter.execute += ended - began
         self._ended[model] = ended
-        return None if moved is None else StageStep(step=0, metrics={**_metrics(meter), **moved[1]})
+        return None if moved is None else StageStep(step=0, time=ended, metrics={**_metrics(meter), **moved[1]})
 
     def forget(self, model: str) -> None:
         """Forgets an unloaded model."""
-        for kept in (self._meters, self._ended, self._moved):
+        for kept in (self._meters, self._ended, self._moved, self._tokens):
             kept.pop(model, None)
 
 

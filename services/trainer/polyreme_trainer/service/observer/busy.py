@@ -17,5 +17,6 @@ class BusyTime:
         seen.append((now, busy_seconds))
         while len(seen) > 2 and now - seen[1][0] >= WINDOW_SECONDS:
             seen.popleft()
-        (began, before), passed = seen[0], now - seen[0][0]
+        began, before = seen[0]
+        passed = now - began
         return None if passed <= 0 else min(1.0, max(0.0, (busy_seconds - before) / passed))
