@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from redis.asyncio import Redis
 
@@ -160,11 +160,10 @@ class RequestLog:
         assert found is not None, f"request {place.id} is neither open nor kept"
         return bytes(found)
 
-    async def is_known(self, id: str) -> bool:
-        """Whether a request is open or kept, or has a result."""
-        return bool(await self._redis.hexists(self._key("requests"), id)) or bool(
-            await self._redis.exists(self._key("result", id))
-        )
+    async def is_open(self, id: str) -> bool:
+        """Whether a request waits for a worker, or is executed."""
+        scores = [await self._redis.zscore(self._key("open", worker), id) for worker in get_args(Worker)]
+        return any(score is not None for score in scores)
 
     async def is_past(self, id: str) -> bool:
         """Whether a request was in a lane."""

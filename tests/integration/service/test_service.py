@@ -76,6 +76,21 @@ async def test_killed_processes_cost_a_client_nothing(running: Service, tmp_path
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+async def test_a_killed_sampler_or_redis_costs_a_client_nothing(running: Service, tmp_path: Path) -> None:
+    """Each step samples from the weights of the one before, so every answer decides the next weights."""
+    disturbed = tenant(running, "sampled", tmp_path)
+    for line, part in (("2 ", "sampler"), ("5 ", "redis"), ("8 ", "sampler"), ("11 ", "redis")):
+        await disturbed.wait_for(line)
+        running.kill(part)
+    lost = disturbed.result()
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    kept = tenant(running, "sampled", quiet).result()
+    assert (lost["tokens"], lost["losses"]) == (kept["tokens"], kept["losses"])
+    one, two = (adapter_of(running.saved(each["end"])) for each in (lost, kept))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 async def test_tenants_of_different_ranks_share_the_base_model(running: Service, tmp_path: Path) -> None:
     """The same program has the same weights alone and beside others."""
     programs = []
@@ -92,5 +107,5 @@ async def test_tenants_of_different_ranks_share_the_base_model(running: Service,
 def test_a_refused_request_leaves_the_model_as_it_was(running: Service, tmp_path: Path) -> None:
     outcome = tenant(running, "refused", tmp_path).result()
     assert "token ids from 0 to" in outcome["problems"][0]
-    assert "loss_fn = 'gspo'" in outcome["problems"][1]
+    assert "loss_fn = 'stable_reinforce'" in outcome["problems"][1]
     assert np.isfinite(outcome["losses"]).all()

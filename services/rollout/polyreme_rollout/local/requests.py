@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -21,7 +22,9 @@ from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling, TopTokens
 from polyreme_rollout.local.report import SamplerReport
-from polyreme_rollout.local.weights import SavedWeights
+
+if TYPE_CHECKING:
+    from polyreme_rollout.local.weights import SavedWeights
 
 MAX_RUNNING = 1024
 """Most requests that run at once. Each may ask for several samples."""
@@ -86,7 +89,7 @@ class ServedSampler:
         self,
         log: RequestLog,
         engine: InferenceEngine,
-        weights: SavedWeights,
+        weights: "SavedWeights",
         stop_ids: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
     ) -> None:

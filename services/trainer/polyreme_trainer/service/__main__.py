@@ -20,13 +20,11 @@ from polyreme.net.ports import loopback
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
 from polyreme_trainer.service.api import ServiceApi
-from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.folders import MODELS, REDIS, Folders
 from polyreme_trainer.service.observer.observer import Observer
 from polyreme_trainer.service.observer.port import observer_port
 
 logger = logging.getLogger("polyreme.service")
-MODELS, REDIS = "models", "redis"
-"""The folders of the saved models and of Redis in the service's directory."""
 SIGNING_KEY = "signing-key"
 """The file of the key that signs addresses of files, where only the service's user can read it."""
 

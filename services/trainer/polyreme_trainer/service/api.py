@@ -132,6 +132,7 @@ class ServiceApi:
 
     async def _forward_backward(self, call: Call) -> Response:
         message = parse_batch(call.body)
+        m.check_seq(message.seq_id)
         await self._tenants.model(call.tenant, message.model_id)
         try:
             read_batch(message)
@@ -255,17 +256,15 @@ class ServiceApi:
         given = m.read(m.Retrieve, call.body)
         await self._tenants.check_request(call.tenant, given.request_id)
         result = await self._log.result(given.request_id, HOLD_SECONDS)
-        if result is not None:
-            kind = "application/x-protobuf" if result[:1] == b"P" else "application/json"
-            return Response(result[1:], media_type=kind)
-        if not await self._log.is_known(given.request_id):
-            if await self._log.is_past(given.request_id):
-                raise HTTPException(
-                    410, f"expected a result that is kept; found {given.request_id!r:.80}, whose result has expired"
-                )
+        if result is None and await self._log.is_open(given.request_id):
+            again = {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
+            return JSONResponse(again, status_code=408)
+        result = result or await self._log.result(given.request_id)  # it may just have ended
+        if result is None and await self._log.is_past(given.request_id):
+            raise HTTPException(410, f"expected a result that is kept; found {given.request_id!r:.80}, whose result has expired")
+        if result is None:
             raise HTTPException(404, f"expected a request of this service; found {given.request_id!r:.80}")
-        again = {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
-        return JSONResponse(again, status_code=408)
+        return Response(result[1:], media_type="application/x-protobuf" if result[:1] == b"P" else "application/json")
 
     def _check_base(self, name: str) -> None:
         if name != self._base_model:

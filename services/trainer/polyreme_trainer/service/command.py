@@ -29,6 +29,7 @@ from polyreme.process.lifecycle import OWNER_DIED, stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.rundir.run_directory import next_attempt, owned
 from polyreme.terminal.terminal import TerminalConsole
+from polyreme_trainer.service.folders import REDIS
 
 _GRACE_SECONDS = 15.0
 _START_SECONDS = 300.0
@@ -83,28 +84,32 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
     stop = stop_event()
     log_dir = next_attempt(config.run_dir)
     (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    async with _redis(config.run_dir / "redis") as url:
+    async with _redis(config.run_dir / REDIS) as server:
+        url = str(without_password(server.url))  # the processes find its password in their environment
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
         running, ending = asyncio.create_task(supervisor.run()), asyncio.create_task(stop.wait())
+        keeping = asyncio.create_task(server.keep(config.max_restarts, "the service's", console.print, "start the service again"))
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
         try:
-            await asyncio.wait({running, ending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({running, keeping, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()  # raises
             if running.done():
                 running.result()  # raises
             console.print("stopping; the same command continues every model")
             await supervisor.stop(_GRACE_SECONDS)
         finally:
-            for task in (starting, ending, running):
+            for task in (starting, ending, keeping, running):
                 task.cancel()
-            await asyncio.gather(starting, ending, running, return_exceptions=True)
+            await asyncio.gather(starting, ending, keeping, running, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _redis(folder: Path) -> AsyncIterator[str]:
-    """Yields the URL of the service's own Redis, which ends with the block."""
+async def _redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
+    """Yields the service's own Redis, which ends with the block."""
     server = await EmbeddedServer.open(folder)
     try:
-        yield str(without_password(server.url))  # the processes find its password in their environment
+        yield server
     finally:
         server.stop()
 

@@ -28,6 +28,7 @@ from polyreme_trainer.megatron.training.optimizer import Adam
 from polyreme_trainer.megatron.training.roles import LossTerm, every
 from polyreme_trainer.service.batch import Batch
 from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings
 from polyreme_trainer.service.tenant_engine import GRADIENT, TenantState
 
@@ -44,7 +45,7 @@ class _BatchLoss:
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, tuple[IntArray, Tensor, Tensor]]:
         inputs = {name: batch.take(values) for name, values in self.columns.items()}
-        loss = LOSSES[self.name](logprobs, inputs, self.options).sum()
+        loss = LOSSES[self.name](logprobs, inputs, self.options, batch.sequence).sum()
         return loss, (batch.tokens, logprobs.detach(), loss.detach())
 
 
@@ -116,7 +117,7 @@ class ServiceEngine:
     def _run(self, batch: Batch, loss: str, options: Mapping[str, float], backward: bool) -> tuple[list[FloatArray], float]:
         self._check(batch)
         ends = [np.append(ids, 0) for ids in batch.inputs]  # every input predicts a target; what follows the last one is not read
-        sequences = Sequences(ends, np.ones(sum(map(len, batch.inputs)), dtype=np.float32))
+        sequences = Sequences(ends, np.ones(sum(map(len, batch.inputs)), dtype=np.float32), SPECS[loss].together)
         targets, model = np.concatenate(batch.targets), self._role.model
 
         def logprobs(micro_batch: MicroBatch) -> Tensor:

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -20,7 +21,7 @@ from polyreme_trainer.service.folders import Facts
 from polyreme_trainer.service.messages import AdamSettings, Kind, LoraOptions, SavedModel, read_path
 from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.states import States
-from polyreme_trainer.service.tenant_engine import GRADIENT, TenantEngine, TenantState
+from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState
 from polyreme_trainer.service.turns import LaneTurn, next_request
 from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
@@ -35,7 +36,20 @@ EPHEMERAL_SECONDS = 86400.0
 SWEEP_SECONDS = 60.0
 """How often what has expired is deleted."""
 REPLAY_SECONDS = 20.0
-"""A state is saved after an optimizer step when executing the requests since the newest state took longer than this."""
+"""A state is saved when executing the requests since the newest one took longer than this,"""
+REPLAY_BYTES = 256 << 20
+"""or when they have more bytes than this."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a restart would need to execute the kept requests of a model: seconds, and bytes of requests."""
+
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    def and_then(self, seconds: float, nbytes: int) -> "Replay":
+        return Replay(self.seconds + seconds, self.nbytes + nbytes)
 
 
 class ModelLearner:
@@ -52,8 +66,7 @@ class ModelLearner:
         self._report = LearnerReport(log.records)
         self._waiting: dict[str, TenantState] = {}
         self._installed = ""
-        self._replay: dict[str, float] = {}
-        """Seconds that a restart would need to execute the kept requests of each model."""
+        self._replay: dict[str, Replay] = {}
         self._saved: dict[str, int] = {}
         """The request after which each model's newest state was saved."""
         self._ops: Mapping[str, Callable[[str, int, Request], bytes]] = {
@@ -81,12 +94,12 @@ class ModelLearner:
                 last = await self._log.wait(last)
                 continue
             place, turn = chosen
-            await self._finish(place, Request.unpack(await self._log.payload(place)))
+            await self._finish(place, await self._log.payload(place))
             await asyncio.sleep(0)  # for the signal handlers
 
-    async def _finish(self, place: LogPlace, request: Request) -> None:
+    async def _finish(self, place: LogPlace, payload: bytes) -> None:
         """Executes a request and stores its result."""
-        lane, began, at = place.lane, time.monotonic(), time.time()
+        lane, began, at, request = place.lane, time.monotonic(), time.time(), Request.unpack(payload)
         if request.op == "unload_model":
             await self._report.unloaded(lane, place.seq)
             await self._log.finish(place, json_result(type="unload_model", model_id=lane))
@@ -105,12 +118,13 @@ class ModelLearner:
             )  # before its answer, after which its checkpoint may be deleted. To load twice is to load once.
         await self._log.finish(place, result, keep)
         if keep:
-            self._replay[lane] = self._replay.get(lane, 0.0) + time.monotonic() - began
-        if keep and self._replay[lane] > REPLAY_SECONDS:
-            self._save_state(place)
+            replay = self._replay.get(lane, Replay()).and_then(time.monotonic() - began, len(payload))
+            self._replay[lane] = replay
+            if replay.seconds > REPLAY_SECONDS or replay.nbytes > REPLAY_BYTES:
+                self._save_state(place)
         if self._saved.get(lane) == place.seq:
             await self._log.forget(lane, place.seq)
-            self._replay[lane] = 0.0
+            self._replay[lane] = Replay()
 
     def _execute(self, place: LogPlace, request: Request) -> bytes:
         """The result of a request, on the installed model."""
@@ -133,20 +147,19 @@ class ModelLearner:
         kept = [place for place in await self._log.kept(lane) if place.seq > seq]
         if kept:
             logger.info("model %s: executing %d requests again", lane, len(kept))
-        began = time.monotonic()
+        replay = Replay()
         for place in kept:
-            self._execute(place, Request.unpack(await self._log.payload(place)))
+            began, payload = time.monotonic(), await self._log.payload(place)
+            self._execute(place, Request.unpack(payload))
+            replay = replay.and_then(time.monotonic() - began, len(payload))
         self._report.meters.replayed(lane)
-        self._replay[lane] = time.monotonic() - began
+        self._replay[lane] = replay
 
     def _save_state(self, place: LogPlace) -> None:
         """Saves the model after a request, so that a restart need not execute it again."""
         if place.lane != self._installed:  # it could not be created
             return
-        state = self._engine.take()
-        if state.of(GRADIENT):  # the next optimizer step's requests stay together
-            return
-        self._states.save_state(place.lane, state, self._base_model, place.seq)
+        self._states.save_state(place.lane, self._engine.take(), self._base_model, place.seq)
         self._saved[place.lane] = place.seq
 
     async def _unload(self, lane: str) -> None:
@@ -159,11 +172,11 @@ class ModelLearner:
 
     async def _sweep(self) -> None:
         """Deletes expired checkpoints, and what is left of models whose records have expired."""
-        self._states.sweep()
         for lane in {*self._waiting, self._installed, *self._states.unfinished(), *await self._log.lanes()} - {""}:
             if await self._log.record("model", lane) is None:
                 logger.info("model %s has expired", lane)
                 await self._unload(lane)
+        self._states.sweep()
 
     def _install(self, lane: str) -> None:
         """Installs a model that waits. Raises TenantError for one that could not be created or is unloaded."""

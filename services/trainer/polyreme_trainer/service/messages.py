@@ -7,14 +7,22 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from polyreme_trainer.service.errors import TenantError
 
 MAX_TOPK = 20
 """Most log-probabilities of a prompt's token: those of vLLM's default."""
+METADATA_BYTES = 16 << 10
+"""Most bytes of a client's own data of a session, a model or a checkpoint."""
+Id = Annotated[str, Field(max_length=200)]
+Seq = Annotated[int, Field(ge=1, lt=2**31)]
+Number = Annotated[int, Field(ge=0, lt=10**9)]
+"""Of a model or a sampling session of a session."""
+Life = Annotated[float, Field(gt=0, le=10 * 366 * 86400)]
+"""Seconds until a checkpoint may be deleted: at most ten years."""
 _MODEL = r"[0-9a-f]{32}:train:[0-9]{1,9}"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 _PATH = re.compile(rf"tinker://({_MODEL})/(weights|sampler_weights|external_weights)/({_NAME})")
@@ -51,6 +59,12 @@ def check_model(name: str) -> str:
     return name
 
 
+def check_seq(seq: int) -> None:
+    """The number of a request for a model. Raises TenantError."""
+    if seq < 1:
+        raise TenantError(f"expected a seq_id from 1; found {seq}")
+
+
 def check_name(name: str) -> str:
     """A checkpoint's name. Raises TenantError."""
     if re.fullmatch(_NAME, name) is None:
@@ -66,6 +80,14 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), frozen=True)
     type: str = ""
     user_metadata: dict[str, Any] = {}
+
+    @field_validator("user_metadata")
+    @classmethod
+    def _is_small(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Raises ValueError, as `encode` does for what is no text."""
+        if (found := len(json.dumps(value, ensure_ascii=False).encode())) > METADATA_BYTES:
+            raise ValueError(f"expected at most {METADATA_BYTES} bytes; found {found}")
+        return value
 
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
@@ -99,8 +121,8 @@ class FinishSession(Message):
 
 
 class CreateModel(Message):
-    session_id: str
-    model_seq_id: int = Field(ge=0)
+    session_id: Id
+    model_seq_id: Number
     base_model: str
     lora_config: LoraOptions | None = None
     optimizer_config: OptimizerKind = OptimizerKind()
@@ -117,11 +139,11 @@ class AdamSettings(Message):
 
 
 class OfModel(Message):
-    model_id: str
+    model_id: Id
 
 
 class OptimStep(OfModel):
-    seq_id: int = Field(ge=1)
+    seq_id: Seq
     adam_params: AdamSettings | None = None
     optimizer_params: AdamSettings | None = None
 
@@ -132,27 +154,27 @@ class OptimStep(OfModel):
 
 class SaveWeights(OfModel):
     path: str | None = None
-    seq_id: int = Field(ge=1)
-    ttl_seconds: float | None = Field(None, gt=0)
+    seq_id: Seq
+    ttl_seconds: Life | None = None
     overwrite: bool = False
 
 
 class SaveExternal(OfModel):
     path: str
-    seq_id: int = Field(ge=1)
-    ttl_seconds: float | None = Field(None, gt=0)
+    seq_id: Seq
+    ttl_seconds: Life | None = None
 
 
 class SaveForSampler(SaveWeights):
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 class LoadWeights(Message):
-    model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
-    session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_id: Id | None = None
+    seq_id: Seq | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
     base_model: str | None = None
     path: str
     optimizer: bool = False
@@ -160,8 +182,8 @@ class LoadWeights(Message):
 
 
 class SamplingSession(Message):
-    session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    session_id: Id
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -175,10 +197,13 @@ class SamplePrompt(Message):
     chunks: list[TextChunk] = Field(min_length=1, max_length=1 << 16)
 
 
+Stop = Annotated[str, Field(max_length=1000)]
+
+
 class SamplingOptions(Message):
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | Annotated[list[int], Field(max_length=1024)] | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -190,8 +215,8 @@ class Sample(Message):
     sampling_params: SamplingOptions
     base_model: str | None = None
     model_path: str | None = None
-    sampling_session_id: str | None = None
-    seq_id: int | None = None
+    sampling_session_id: Id | None = None
+    seq_id: int | None = Field(None, ge=0, lt=2**63)
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
     topk_prompt_logprobs: int = Field(0, ge=0, le=MAX_TOPK)
@@ -201,7 +226,7 @@ class Sample(Message):
 
 
 class Ttl(Message):
-    ttl_seconds: float | None = Field(None, gt=0)
+    ttl_seconds: Life | None = None
 
 
 class Page(Message):
@@ -214,12 +239,12 @@ class TinkerPath(Message):
 
 
 class Retrieve(Message):
-    request_id: str
+    request_id: Id
     allow_metadata_only: bool = False
 
 
 class OfSession(Message):
-    session_id: str
+    session_id: Id
 
 
 def read(kind: type[AnyMessage], body: bytes) -> AnyMessage:
@@ -249,7 +274,7 @@ def without_nulls(tree: Any) -> Any:
 
 
 def _explain(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
+    where = ".".join(str(part) for part in problem["loc"]).encode("ascii", "backslashreplace").decode()[:200]
     if problem["type"] in ("extra_forbidden", "literal_error"):
         return f"not supported: {where} = {problem['input']!r:.80}"
     return f"{where}: {problem['msg']}; found {problem['input']!r:.80}"

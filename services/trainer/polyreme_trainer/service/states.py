@@ -1,7 +1,7 @@
 """Models as directories: the states from which a restarted learner continues, and the checkpoints that tenants save.
 
-    MODEL/states/SEQ                 weights and moments after request SEQ; the newest one counts
-    MODEL/weights/NAME               a checkpoint to continue from: the same
+    MODEL/states/SEQ                 weights, moments and gradient after request SEQ; the newest one counts
+    MODEL/weights/NAME               a checkpoint to continue from: weights and moments
     MODEL/sampler_weights/NAME       a checkpoint to sample from: PEFT's files, or all weights
     MODEL/external_weights/NAME      the same files, to download
 
@@ -33,8 +33,7 @@ class States(Folders):
         self._limit = limit
 
     def save_state(self, model: str, state: TenantState, base_model: str, seq: int) -> None:
-        """Saves the state of a model without a gradient, and deletes its earlier states."""
-        assert not state.of(GRADIENT), "a gradient is not saved"
+        """Saves the state of a model after a request, with its gradient, and deletes its earlier states."""
         with new_directory(self._states(model) / str(seq)) as folder:
             self._write(folder, state, Facts(base_model, state.lora, seq, state.steps))
         for old in self._saved(model):

@@ -77,6 +77,10 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
         options[name] = value
     if not message.data:
         raise TenantError("expected at least one datum; found none")
+    if len(message.data) % loss.together:
+        raise TenantError(
+            f"expected pairs of datums for {message.loss_fn}, the chosen one first; found {len(message.data)} datums"
+        )
     inputs, targets, columns = [], [], {name: list[Any]() for name in loss.inputs}
     for number, datum in enumerate(message.data):
         where = f"data[{number}]"
@@ -85,12 +89,15 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
         wanted = given_inputs.pop("target_tokens", None)
         if wanted is None:
             raise TenantError(f"expected target_tokens in {where}; found none")
+        if wanted.dtype.kind != "i":
+            raise TenantError(f"expected int64 or int32 target_tokens in {where}; found {wanted.dtype}")
         if unknown := sorted(given_inputs.keys() - set(loss.inputs)):
             raise TenantError(f"not supported: {where}.{unknown[0]} for {message.loss_fn}; expected {', '.join(loss.inputs)}")
         for name in loss.inputs:
             if name not in given_inputs and name not in loss.optional:
                 raise TenantError(f"expected {name} in {where}; found none")
-            columns[name].append(given_inputs.get(name, np.ones(len(ids))).astype(np.float32))
+            missing = given_inputs["advantages"] != 0 if name == "mask" else np.ones(len(ids))
+            columns[name].append(given_inputs.get(name, missing).astype(np.float32))
         for name, array in {"target_tokens": wanted, **given_inputs}.items():
             if array.shape != (len(ids),):
                 raise TenantError(f"expected {where}.{name} of shape [{len(ids)}], one for each token; found {list(array.shape)}")

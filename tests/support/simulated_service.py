@@ -1,0 +1,79 @@
+"""A training service without torch: the real API, log, learner and sampler around simulated engines."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from safetensors.numpy import load_file
+
+from polyreme.experience.requests import RequestLog
+from polyreme.net.http_server import serve_http
+from polyreme.net.ports import loopback
+from polyreme.weights.arena import Arena
+from polyreme.weights.digest import seal
+from polyreme.weights.manifest import ArenaSource, TensorSpec, plan_manifest, tensor_views
+from polyreme_rollout.local.requests import ServedSampler
+from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedInferenceEngine
+from polyreme_trainer.service.api import ServiceApi
+from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.learner import ModelLearner
+from polyreme_trainer.testing.simulated_tenants import WEIGHT, SimulatedStates, SimulatedTenantEngine
+
+VOCAB, LONGEST, BASE, SIGNING_KEY, MODELS = 64, 256, "base", "key", "models"
+_PLAN = plan_manifest([TensorSpec(WEIGHT, "U8", (32,))])
+
+
+class SimulatedWeights:
+    """What `SavedWeights` does, for the files of a simulated model."""
+
+    def __init__(self) -> None:
+        self._arena, self._version = Arena.private(_PLAN.nbytes), 0
+
+    def write(self, folder: Path | None) -> ArenaSource:
+        self._version += 1
+        self._arena.begin(0)
+        view = self._arena.slot_view(0)
+        tensor_views(_PLAN, view)[WEIGHT][:] = 0 if folder is None else load_file(folder / "model.safetensors")[WEIGHT]
+        sealed = seal(_PLAN.stamped("saved", 0, self._version), view)
+        return ArenaSource(str(self._arena.path), self._arena.nonce, 0, self._arena.complete(0, self._version, 0), sealed)
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+def engine() -> SimulatedTenantEngine:
+    return SimulatedTenantEngine(VOCAB, LONGEST)
+
+
+def learner(log: RequestLog, root: Path, limit: int = 1 << 30) -> ModelLearner:
+    return ModelLearner(log, engine(), SimulatedStates(root, limit), BASE, 32)
+
+
+def api(log: RequestLog, root: Path) -> ServiceApi:
+    return ServiceApi(log, Folders(root), BASE, str(root), "simulated", LONGEST, SIGNING_KEY)
+
+
+async def sample(log: RequestLog, stop: asyncio.Event) -> None:
+    """Answers sampling requests until `stop`."""
+    simulated = SimulatedInferenceEngine(frozenset({WEIGHT}), LONGEST, VOCAB, lengths=Lengths(mean=16))
+    await simulated.open()
+    with closing(SimulatedWeights()) as weights:
+        given: Any = weights
+        await ServedSampler(log, simulated, given, (1,), lambda ids: " ".join(map(str, ids))).run(stop)
+    simulated.close()
+
+
+@asynccontextmanager
+async def simulated_service(redis: Redis, name: str, root: Path, limit: int = 1 << 30) -> AsyncIterator[str]:
+    """Serves until the block ends. Yields the API's address."""
+    log, stop = RequestLog(redis, name), asyncio.Event()
+    async with log.following(), serve_http(loopback(), 0, api(log, root).app(), drain_timeout=1.0) as port:
+        working = [asyncio.create_task(learner(log, root, limit).run(stop)), asyncio.create_task(sample(log, stop))]
+        try:
+            yield f"http://{loopback()}:{port}"
+        finally:
+            stop.set()
+            await asyncio.gather(*working)
