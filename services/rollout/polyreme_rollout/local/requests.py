@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
+from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling, TopTokens
 from polyreme_rollout.local.report import SamplerReport
 
@@ -120,7 +120,7 @@ class ServedSampler:
     async def _start_waiting(self) -> None:
         """Starts the requests whose model is loaded, or loads the model of the first one when nothing runs."""
         started = set(self._running.values())
-        waiting = [place for place in await self._log.open("sampler") if place.id not in started]
+        waiting = in_turns([place for place in await self._log.open("sampler") if place.id not in started])
         self._requests = {id: request for id, request in self._requests.items() if id in {place.id for place in waiting}}
         for place in waiting[:MAX_RUNNING]:
             if place.id not in self._requests:

@@ -19,6 +19,7 @@ from polyreme.net.http_server import serve_http
 from polyreme.net.ports import loopback
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
+from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.api import ServiceApi
 from polyreme_trainer.service.folders import MODELS, REDIS, Folders
 from polyreme_trainer.service.observer.observer import Observer
@@ -48,7 +49,9 @@ def run_api(config: ServeConfig) -> None:
         architecture = json.loads((config.model.path / "config.json").read_text())["model_type"]
         folders, longest = Folders(config.run_dir / MODELS), config.sampler.max_model_len
         key = kept_secret(config.run_dir / REDIS, SIGNING_KEY)
-        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest, key)
+        api = ServiceApi(
+            log, folders, config.served_name, str(config.model.path), architecture, longest, key, Accounts.read(config)
+        )
         async with serve_http(loopback(), config.port, api.app(), drain_timeout=1.0) as port:
             logger.info("ready: http://%s:%d", loopback(), port)
             await stop.wait()
@@ -78,7 +81,7 @@ def run_observer(config: ServeConfig) -> None:
     """Writes the models' run directories, and serves the page and the metrics, until a signal."""
 
     async def observe(log: RequestLog, stop: asyncio.Event) -> None:
-        observer = Observer(log, config.run_dir, config.model.path, config.served_name, {})
+        observer = Observer(log, config.run_dir, config.model.path, config.served_name, Accounts.read(config).names)
         async with observer_port(observer, config.run_dir, config.page_port) as port:
             logger.info("ready: http://%s:%d", loopback(), port)
             await observer.run(stop)

@@ -29,6 +29,7 @@ from polyreme.process.lifecycle import OWNER_DIED, stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.rundir.run_directory import next_attempt, owned
 from polyreme.terminal.terminal import TerminalConsole
+from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.folders import REDIS
 
 _GRACE_SECONDS = 15.0
@@ -54,6 +55,7 @@ def serve(
         raise ConfigError("a YAML file or --demo", "both" if demo else "neither", "Write: polyreme serve FILE, or --demo.")
     console = TerminalConsole(sys.stdout)
     resolved = _resolved(read_serve(_write_demo() if config is None else config, overrides or ()))
+    Accounts.read(resolved)
     with owned(resolved.run_dir):
         asyncio.run(_serve(resolved, console, demo))
 

@@ -8,9 +8,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import zstandard
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from polyreme.experience.requests import TENANT_DIGITS
 from polyreme.net.http_server import BODY_LIMIT
@@ -30,8 +32,18 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 def tenant_of(request: HttpRequest) -> str:
     """Who sends a request. Programs with the same key are one tenant."""
-    key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    return tenant_with(key)
+    return tenant_of_headers(request.scope)
+
+
+def tenant_of_headers(scope: Scope) -> str:
+    """Who sends a request, from its ASGI scope."""
+    headers = Headers(scope=scope)
+    return tenant_with(headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer "))
+
+
+def refusal(status: int, message: str) -> Response:
+    """An answer with an error."""
+    return JSONResponse(_body(message), status_code=status)
 
 
 def tenant_with(key: str) -> str:
