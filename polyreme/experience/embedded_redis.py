@@ -101,12 +101,11 @@ class EmbeddedServer:
         self._launch()
         await self._loaded()
 
-    async def keep(self, restarts: int, whose: str, say: Callable[[str], None], do: str) -> NoReturn:
+    async def keep(self, restarts: int, say: Callable[[str], None], do: str) -> NoReturn:
         """Restarts the server when it dies, until it is cancelled. Acknowledged writes are on disk, and its clients reconnect.
 
         Args:
             restarts: the most of them without five minutes of health between two.
-            whose: for messages, "the run's".
             say: gets a line about each.
             do: what the user can do when it has died too often.
 
@@ -122,8 +121,8 @@ class EmbeddedServer:
             if deaths > restarts:
                 words = self.last_words()
                 found = f"it ended {deaths} times" + (f"; its last output: {words}" if words else "")
-                raise StoreError(f"{whose} own Redis to keep running", found, f"See {self._data_dir / 'redis.log'}, then {do}.")
-            say(f"{whose} own Redis ended; restart {deaths} of {restarts}")
+                raise StoreError("the embedded Redis to keep running", found, f"See {self._data_dir / 'redis.log'}, then {do}.")
+            say(f"the embedded Redis ended; restart {deaths} of {restarts}")
             await asyncio.sleep(restart_backoff(first=0.2).draw(deaths))
             try:
                 await self.restart()

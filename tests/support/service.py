@@ -99,3 +99,9 @@ def tenant(running: Service, case: str, folder: Path) -> Program:
     """Starts a case of `tinker_client`."""
     command = [sys.executable, "-W", "ignore", "-m", "support.tinker_client", running.url, case]
     return Program(command, folder, {"PYTHONPATH": str(TESTS)}, folder / f"{case}.log")
+
+
+def three_tenants(url: str, base: str, folder: Path, *ends: str) -> Program:
+    """Starts `tinker_storm`."""
+    command = [sys.executable, "-W", "ignore", "-m", "support.tinker_storm", url, base, *ends]
+    return Program(command, folder, {"PYTHONPATH": str(TESTS)}, folder / "clients.log")

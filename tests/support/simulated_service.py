@@ -1,6 +1,11 @@
-"""A training service without torch: the real API, log, learner and sampler around simulated engines."""
+"""A training service without torch: the real API, log, learner and sampler around simulated engines.
+
+`python -m support.simulated_service PART NAME ROOT PORT` is one of its processes.
+"""
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -10,6 +15,7 @@ from redis.asyncio import Redis
 from safetensors.numpy import load_file
 
 from polyreme.experience.requests import RequestLog
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.net.http_server import serve_http
 from polyreme.net.ports import loopback
 from polyreme.weights.arena import Arena
@@ -80,3 +86,21 @@ async def simulated_service(
         finally:
             stop.set()
             await asyncio.gather(*working)
+
+
+async def _run(part: str, url: str, name: str, root: Path, port: int) -> None:
+    """A process of the service, until it is killed."""
+    redis, forever = await connect(url, RECONNECT_TIMEOUT), asyncio.Event()
+    log = RequestLog(redis, name)
+    async with log.following():
+        if part == "api":
+            async with serve_http(loopback(), port, api(log, root).app(), drain_timeout=1.0):
+                await forever.wait()
+        elif part == "learner":
+            await learner(log, root).run(forever)
+        else:
+            await sample(log, forever)
+
+
+if __name__ == "__main__":
+    asyncio.run(_run(sys.argv[1], os.environ["SERVICE_REDIS"], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])))

@@ -152,7 +152,7 @@ class Session:
         if self._own_store is None:
             await asyncio.Event().wait()
         else:
-            await self._own_store.keep(self._config.trainer.max_restarts, "the run's", self._say, "continue with --resume")
+            await self._own_store.keep(self._config.trainer.max_restarts, self._say, "continue with --resume")
 
     async def _declare_failed(self, serving: "asyncio.Task[None]", training: "asyncio.Task[None]") -> None:
         """Sets the run to failed after a service failed for good, and raises the service's failure."""

@@ -143,6 +143,25 @@ async def test_a_loaded_checkpoint_may_be_deleted(service: Service) -> None:
     assert Folders(service.root).kept(MODEL) == []
 
 
+async def test_a_model_from_a_checkpoint_has_its_moments_if_asked(service: Service) -> None:
+    """And it outlives the learner and the checkpoint."""
+    path, results = f"tinker://{MODEL}/weights/end", []
+    async with service.learner():
+        await service.ask(*LOOP, save("end"))
+        [same] = (await service.ask(batch(1), STEP, batch(2)))[2:]
+    for number, optimizer in ((1, True), (2, False)):
+        model, loaded = MODEL.replace(":0", f":{number}"), {"path": path, "optimizer": optimizer, "tenant": "t"}
+        await service.log.set_record("model", model, {"tenant": "t"})
+        steps = [Request("create_from", loaded), batch(1), STEP, batch(2)]
+        for seq, request in enumerate(steps):
+            await service.log.submit(in_lane(model, seq), request.pack())
+            async with service.learner():
+                results.append(await service.log.result(f"{model}:{seq}", 60.0))
+    assert b"error" not in results[0] + results[4]
+    assert results[1] == results[5], "the weights are those of the checkpoint"
+    assert results[3] == same != results[7]
+
+
 async def test_an_expired_model_leaves_nothing(service: Service, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_module, "REPLAY_SECONDS", 0.0)
     async with service.learner():

@@ -1,5 +1,7 @@
 """The public SDK, unmodified, against a training service with megatron's learner: numbers, restarts, tenants."""
 
+import asyncio
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from polyreme.hub.tiny_model import write_tiny_model
-from support.service import Service, service, tenant
+from support.service import Service, service, tenant, three_tenants
 from support.tinker_client import SEQUENCES, STEPS, WEIGHTS
 
 pytestmark = pytest.mark.real
@@ -89,6 +91,23 @@ async def test_a_killed_sampler_or_redis_costs_a_client_nothing(running: Service
     assert (lost["tokens"], lost["losses"]) == (kept["tokens"], kept["losses"])
     one, two = (adapter_of(running.saved(each["end"])) for each in (lost, kept))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+async def test_twenty_kills_cost_three_tenants_nothing(running: Service, tmp_path: Path) -> None:
+    """Of any process, at random, while each answer decides the weights that follow."""
+    rng, end = random.Random(1), tmp_path / "end"
+    program = three_tenants(running.url, "tiny", tmp_path, str(end))
+    await program.wait_for("2 0")
+    for _ in range(20):
+        running.kill(rng.choice(("api", "learner", "sampler", "redis")))
+        await asyncio.sleep(rng.expovariate(1 / 4.0))
+    end.touch()
+    lost = await asyncio.to_thread(program.result)
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    steps = [str(len(each["losses"])) for each in lost]
+    assert lost == await asyncio.to_thread(three_tenants(running.url, "tiny", quiet, *steps).result)
 
 
 async def test_tenants_of_different_ranks_share_the_base_model(running: Service, tmp_path: Path) -> None:

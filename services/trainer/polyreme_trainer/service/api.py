@@ -19,7 +19,7 @@ from polyreme_trainer.service import messages as m
 from polyreme_trainer.service.accounts import Accounts, RequireAccount
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Folders
-from polyreme_trainer.service.http_answers import Call, Handler, endpoint, refused, refused_tenant, tenant_of
+from polyreme_trainer.service.http_answers import ApiCall, Handler, endpoint, refused, refused_tenant, tenant_of
 from polyreme_trainer.service.rest import RestRoutes
 from polyreme_trainer.service.submission import submit, unload
 from polyreme_trainer.service.tenants import Tenants
@@ -100,30 +100,30 @@ class ServiceApi:
         model = {"model_name": self._base_model, "max_context_length": self._longest, "trainable": True, "sampleable": True}
         return JSONResponse({"supported_models": [model]})
 
-    async def _client_config(self, call: Call) -> Response:
+    async def _client_config(self, call: ApiCall) -> Response:
         # A model's requests come in order: one that overtakes another would be answered with 409.
         return JSONResponse({"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False})
 
-    async def _dynamic_config(self, call: Call) -> Response:
+    async def _dynamic_config(self, call: ApiCall) -> Response:
         return JSONResponse({})
 
-    async def _telemetry(self, call: Call) -> Response:
+    async def _telemetry(self, call: ApiCall) -> Response:
         """Accepted and dropped."""
         return JSONResponse({"status": "accepted"})
 
-    async def _create_session(self, call: Call) -> Response:
+    async def _create_session(self, call: ApiCall) -> Response:
         given, name = m.read(m.CreateSession, call.body), f"{call.tenant}{secrets.token_hex(8)}"
         await self._tenants.check_room(call.tenant, "session", self._accounts.quota_of(call.tenant).sessions)
         await self._tenants.add_session(call.tenant, name, given)
         return JSONResponse({"type": "create_session", "session_id": name})
 
-    async def _heartbeat(self, call: Call) -> Response:
+    async def _heartbeat(self, call: ApiCall) -> Response:
         session = await self._tenants.session(call.tenant, m.read(m.OfSession, call.body).session_id)
         if session.is_finished:
             raise HTTPException(410, "expected a session that goes on; found one that its client has finished")
         return JSONResponse({"type": "session_heartbeat"})
 
-    async def _create_model(self, call: Call) -> Response:
+    async def _create_model(self, call: ApiCall) -> Response:
         given = m.read(m.CreateModel, call.body)
         await self._tenants.open_session(call.tenant, given.session_id)
         self._check_base(given.base_model)
@@ -131,18 +131,18 @@ class ServiceApi:
         model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
         return await self._into_lane(call, model, 0, Request("create_model", {"lora": lora}))
 
-    async def _add_model(self, call: Call, session: str, number: int, lora: dict[str, Any] | None, metadata: Any) -> str:
+    async def _add_model(self, call: ApiCall, session: str, number: int, lora: dict[str, Any] | None, metadata: Any) -> str:
         most = self._accounts.quota_of(call.tenant).models
         return await self._tenants.add_model(call.tenant, session, number, lora, metadata, most)
 
-    async def _get_info(self, call: Call) -> Response:
+    async def _get_info(self, call: ApiCall) -> Response:
         given = m.read(m.OfModel, call.body)
         rank = (await self._tenants.model(call.tenant, given.model_id)).rank
         data = {"arch": self._architecture, "model_name": self._base_model, "tokenizer_id": self._tokenizer}
         about = {"is_lora": rank > 0, "lora_rank": rank or None, "model_name": self._base_model}
         return JSONResponse({"type": "get_info", "model_id": given.model_id, "model_data": data, **about})
 
-    async def _forward_backward(self, call: Call) -> Response:
+    async def _forward_backward(self, call: ApiCall) -> Response:
         message = parse_batch(call.body)
         m.check_seq(message.seq_id)
         await self._tenants.model(call.tenant, message.model_id)
@@ -153,24 +153,24 @@ class ServiceApi:
             request = Request("refused", {"message": str(error)})
         return await self._into_lane(call, message.model_id, message.seq_id, request)
 
-    async def _optim_step(self, call: Call) -> Response:
+    async def _optim_step(self, call: ApiCall) -> Response:
         given = m.read(m.OptimStep, call.body)
         return await self._into_lane(
             call, given.model_id, given.seq_id, Request("optim_step", {"adam": given.settings.model_dump()})
         )
 
-    async def _save_weights(self, call: Call) -> Response:
+    async def _save_weights(self, call: ApiCall) -> Response:
         given = m.read(m.SaveWeights, call.body)
         name = m.check_name(given.path or f"request-{given.seq_id}")
         fields = {"name": name, "overwrite": given.overwrite, **_kept_as(call, given)}
         return await self._into_lane(call, given.model_id, given.seq_id, Request("save_weights", fields))
 
-    async def _save_external(self, call: Call) -> Response:
+    async def _save_external(self, call: ApiCall) -> Response:
         given = m.read(m.SaveExternal, call.body)
         fields = {"name": m.check_name(given.path), "overwrite": False, **_kept_as(call, given)}
         return await self._into_lane(call, given.model_id, given.seq_id, Request("save_weights_external", fields))
 
-    async def _save_for_sampler(self, call: Call) -> Response:
+    async def _save_for_sampler(self, call: ApiCall) -> Response:
         given = m.read(m.SaveForSampler, call.body)
         name, session = m.check_name(given.path or f"request-{given.seq_id}"), ""
         await self._tenants.model(call.tenant, given.model_id)
@@ -181,7 +181,7 @@ class ServiceApi:
         fields = {"name": name, "overwrite": given.overwrite, "sampling_session": session, **_kept_as(call, given)}
         return await self._into_lane(call, given.model_id, given.seq_id, Request("save_weights_for_sampler", fields))
 
-    async def _load_weights(self, call: Call) -> Response:
+    async def _load_weights(self, call: ApiCall) -> Response:
         given = m.read(m.LoadWeights, call.body)
         fields = {"path": given.path, "optimizer": given.optimizer, "tenant": call.tenant}
         if given.model_id is not None and given.seq_id is not None:
@@ -195,13 +195,13 @@ class ServiceApi:
         model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
         return await self._into_lane(call, model, 0, Request("create_from", fields))
 
-    async def _unload(self, call: Call) -> Response:
+    async def _unload(self, call: ApiCall) -> Response:
         given = m.read(m.OfModel, call.body)
         await self._tenants.model(call.tenant, given.model_id)
         place = await unload(self._log, given.model_id)
         return JSONResponse({"request_id": place.id, "model_id": given.model_id})
 
-    async def _weights_info(self, call: Call) -> Response:
+    async def _weights_info(self, call: ApiCall) -> Response:
         facts = self._folders.facts(m.read_path(m.read(m.TinkerPath, call.body).tinker_path), call.tenant)
         about: dict[str, Any] = {"base_model": facts.base_model, "is_lora": facts.lora is not None}
         if facts.lora is not None:
@@ -214,14 +214,14 @@ class ServiceApi:
             }
         return JSONResponse(about)
 
-    async def _create_sampling_session(self, call: Call) -> Response:
+    async def _create_sampling_session(self, call: ApiCall) -> Response:
         given = m.read(m.SamplingSession, call.body)
         await self._tenants.open_session(call.tenant, given.session_id)
         path = self._sampled(call, given.model_path, given.base_model)
         name = await self._tenants.add_sampling(call.tenant, given.session_id, given.sampling_session_seq_id, path)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
-    def _sampled(self, call: Call, path: str | None, base_model: str | None) -> str:
+    def _sampled(self, call: ApiCall, path: str | None, base_model: str | None) -> str:
         """The checkpoint to sample from; empty for the base model. Raises TenantError when there is none."""
         if path is None:
             self._check_base(base_model or "")
@@ -234,7 +234,7 @@ class ServiceApi:
         path = await self._tenants.sampling(tenant_of(request), name)
         return JSONResponse({"sampler_id": name, "base_model": self._base_model, "model_path": path or None})
 
-    async def _sample(self, call: Call) -> Response:
+    async def _sample(self, call: ApiCall) -> Response:
         given = m.read(m.Sample, call.body)
         if given.sampling_session_id is not None:
             if given.seq_id is None:
@@ -260,13 +260,13 @@ class ServiceApi:
         most, place = self._accounts.quota_of(call.tenant).requests, LogPlace(name, "sampler")
         return await submit(self._log, place, Request("sample", fields), {"sample_sequence_ids": ids}, most)
 
-    async def _into_lane(self, call: Call, model: str, seq: int, request: Request) -> Response:
+    async def _into_lane(self, call: ApiCall, model: str, seq: int, request: Request) -> Response:
         """Adds a request for a model to the log."""
         await self._tenants.model(call.tenant, model)
         most = self._accounts.quota_of(call.tenant).requests
         return await submit(self._log, in_lane(model, seq), request, {"model_id": model}, most)
 
-    async def _retrieve(self, call: Call) -> Response:
+    async def _retrieve(self, call: ApiCall) -> Response:
         given = m.read(m.Retrieve, call.body)
         await self._tenants.check_request(call.tenant, given.request_id)
         result = await self._log.result(given.request_id, HOLD_SECONDS)
@@ -286,6 +286,6 @@ class ServiceApi:
             raise TenantError(f"expected the base model {self._base_model}; found {name!r:.200}")
 
 
-def _kept_as(call: Call, given: m.SaveWeights | m.SaveExternal) -> dict[str, Any]:
+def _kept_as(call: ApiCall, given: m.SaveWeights | m.SaveExternal) -> dict[str, Any]:
     """What a checkpoint's facts have from its request."""
     return {"tenant": call.tenant, "ttl": given.ttl_seconds, "metadata": given.user_metadata}

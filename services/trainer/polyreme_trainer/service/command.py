@@ -90,7 +90,7 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
         url = str(without_password(server.url))  # the processes find its password in their environment
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
         running, ending = asyncio.create_task(supervisor.run()), asyncio.create_task(stop.wait())
-        keeping = asyncio.create_task(server.keep(config.max_restarts, "the service's", console.print, "start the service again"))
+        keeping = asyncio.create_task(server.keep(config.max_restarts, console.print, "start the service again"))
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
         try:
             await asyncio.wait({running, keeping, ending}, return_when=asyncio.FIRST_COMPLETED)

@@ -67,7 +67,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint that is there. nbytes: of its files."""
 
     name: SavedModel
@@ -102,10 +102,10 @@ class Folders:
         """The models that have a directory."""
         return sorted(folder.name for folder in self.root.iterdir()) if self.root.exists() else []
 
-    def kept(self, model: str, tenant: str | None = None) -> list[Kept]:
+    def kept(self, model: str, tenant: str | None = None) -> list[KeptCheckpoint]:
         """A model's checkpoints that have not expired, the oldest first; with `tenant`, only the tenant's."""
         found = [
-            Kept(SavedModel(model, kind, folder.name), facts, size(folder))
+            KeptCheckpoint(SavedModel(model, kind, folder.name), facts, size(folder))
             for kind in get_args(Kind)
             for folder in _folders(self.root / model / kind)
             if (facts := Facts.read(folder)) is not None and not facts.is_expired and tenant in (None, facts.tenant)

@@ -20,14 +20,14 @@ from polyreme_trainer.service.errors import TenantError
 
 
 @dataclass(frozen=True)
-class Call:
+class ApiCall:
     """A request: who sends it, and its body, decompressed."""
 
     tenant: str
     body: bytes
 
 
-Handler = Callable[[Call], Awaitable[Response]]
+Handler = Callable[[ApiCall], Awaitable[Response]]
 
 
 def tenant_of(request: HttpRequest) -> str:
@@ -60,7 +60,7 @@ def endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
             body = _decompressed(body)
         elif encoding != "identity":
             raise TenantError(f"not supported: content-encoding {encoding!r:.40}; expected zstd or none")
-        return await handler(Call(tenant_of(request), body))
+        return await handler(ApiCall(tenant_of(request), body))
 
     return answer
 

@@ -20,10 +20,10 @@ from starlette.routing import Route
 from polyreme.experience.requests import RequestLog
 from polyreme_trainer.service import messages as m
 from polyreme_trainer.service.errors import TenantError
-from polyreme_trainer.service.folders import FACTS, Folders, Kept
+from polyreme_trainer.service.folders import FACTS, Folders, KeptCheckpoint
 from polyreme_trainer.service.http_answers import tenant_of
 from polyreme_trainer.service.submission import unload
-from polyreme_trainer.service.tenants import Model, Tenants
+from polyreme_trainer.service.tenants import TenantModel, Tenants
 
 LINK_SECONDS = 3600
 """How long the address of a file is valid."""
@@ -111,7 +111,7 @@ class RestRoutes:
         tenant = tenant_of(request)
         return JSONResponse(await self._about(tenant, await self._tenants.model(tenant, request.path_params["model"])))
 
-    async def _about(self, tenant: str, model: Model) -> dict[str, Any]:
+    async def _about(self, tenant: str, model: TenantModel) -> dict[str, Any]:
         kept = await asyncio.to_thread(self._folders.kept, model.name, tenant)
         newest = {each.name.kind: _checkpoint(each) for each in kept}
         return {
@@ -136,7 +136,7 @@ class RestRoutes:
         kept, cursor = _page(request, await asyncio.to_thread(self._all_of, tenant_of(request)), 100)
         return JSONResponse({"checkpoints": [_checkpoint(each) for each in kept], "cursor": cursor})
 
-    def _all_of(self, tenant: str) -> list[Kept]:
+    def _all_of(self, tenant: str) -> list[KeptCheckpoint]:
         """All checkpoints of a tenant, the newest first."""
         kept = [each for model in self._folders.models() for each in self._folders.kept(model, tenant)]
         return sorted(kept, key=lambda each: each.facts.created, reverse=True)
@@ -203,7 +203,7 @@ def _page(request: HttpRequest, items: Sequence[AnyItem], limit: int) -> tuple[l
     return part, {"offset": given.offset, "limit": given.limit, "total_count": len(items)}
 
 
-def _checkpoint(kept: Kept) -> dict[str, Any]:
+def _checkpoint(kept: KeptCheckpoint) -> dict[str, Any]:
     facts = kept.facts
     return {
         "checkpoint_id": f"{kept.name.kind}/{kept.name.name}",

@@ -21,7 +21,7 @@ Record = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Session:
+class TenantSession:
     """A client's session."""
 
     name: str
@@ -31,7 +31,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Model:
+class TenantModel:
     """A model that is trained. rank: of its adapters; 0: all parameters. used: its last request, seconds since the epoch."""
 
     name: str
@@ -65,10 +65,10 @@ class Tenants:
         }
         await self._log.set_record("session", name, fields, (tenant,))
 
-    async def session(self, tenant: str, name: str) -> Session:
+    async def session(self, tenant: str, name: str) -> TenantSession:
         """Raises HTTPException for an unknown session."""
         record = await self._record(tenant, "session", name)
-        return Session(name, json.loads(record["metadata"]), record["display_name"], ENDED in record)
+        return TenantSession(name, json.loads(record["metadata"]), record["display_name"], ENDED in record)
 
     async def open_session(self, tenant: str, name: str) -> None:
         """Raises HTTPException for an unknown session, and TenantError for a finished one."""
@@ -92,11 +92,11 @@ class Tenants:
         await self._log.set_record("model", name, fields, (tenant, session))
         return name
 
-    async def model(self, tenant: str, name: str) -> Model:
+    async def model(self, tenant: str, name: str) -> TenantModel:
         """Raises HTTPException for an unknown model."""
         used = await self._log.used("model", name)
         record = await self._record(tenant, "model", name)
-        return Model(name, int(record["rank"]), json.loads(record["metadata"]), used)
+        return TenantModel(name, int(record["rank"]), json.loads(record["metadata"]), used)
 
     async def add_sampling(self, tenant: str, session: str, number: int, path: str) -> str:
         """Returns the name of the new sampling session. path: of its checkpoint; empty: the base model."""
