@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from redis.asyncio import Redis
@@ -14,9 +15,16 @@ from polyreme.experience.requests import RequestLog, in_lane
 from polyreme.experience.service_records import Answer, SampledGroup
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme.rundir.reader import RunReader, SampleQuery
+from polyreme.rundir.run_records import read_summary
 from polyreme.rundir.service_status import ServiceState, model_statuses
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.engine import RowsLoss
+from polyreme_trainer.remote import RemoteService
 from polyreme_trainer.service.observer.metrics import ServiceMetrics
 from polyreme_trainer.service.observer.observer import Observer
+from polyreme_trainer.stages.table import cross_entropy
+from support.configs import run_config
+from support.simulated_service import simulated_service
 from support.waiting import until
 
 TENANT = "ab" * 8
@@ -130,3 +138,35 @@ async def test_prometheus_has_the_queue_and_each_tenants_tokens(world: World) ->
     assert 'polyreme_service_tokens_total{kind="trained",tenant="alice"} 20.0' in text
     assert 'polyreme_service_tokens_total{kind="sampled",tenant="alice"} 7.0' in text
     assert 'polyreme_service_busy_seconds_total{worker="learner"} 1.5' in text
+
+
+async def test_a_program_on_the_service_is_seen(redis: Redis, run_id: str, tmp_path: Path) -> None:
+    """The API, the learner and the sampler are real, around simulated engines."""
+    write_tiny_model(tmp_path / "base")
+
+    def program(address: str) -> list[tuple[int, ...]]:
+        with RemoteService.open(run_config(tmp_path), address) as service:
+            service.begin_iterations()
+            for _ in range(2):
+                rows = StageRows([np.array([5, 6, 7, 8], np.int32)], [np.array([0, 0, 1, 1], np.uint8)])
+                metrics = service.forward_backward("actor", rows, RowsLoss(cross_entropy()))
+                assert service.means(metrics)["loss"] > 0
+                assert service.optim_step("actor", 0.01)["lr"] == 0.01
+            service.load(service.publish(2))
+            return [answer.ids for answer in service.sample([[5, 6], [7]], (1,))]
+
+    async with simulated_service(redis, run_id, tmp_path / "models") as address:
+        observer, stop = Observer(RequestLog(redis, run_id), tmp_path, tmp_path / "base", "tiny", {}), asyncio.Event()
+        observing = asyncio.create_task(observer.run(stop))
+        answers = await asyncio.to_thread(program, address)
+        [folder] = (tmp_path / "models").iterdir()
+        await until(lambda: read_summary(folder).get("state") == "done")
+        stop.set()
+        await observing
+    reader = RunReader(folder)
+    reader.refresh()
+    assert reader.series("train/trained_tokens")[1].tolist() == [2, 2]
+    assert reader.series("train/optimizer_steps")[1].tolist() == [1, 2]
+    _, samples = reader.find_samples(SampleQuery(order="oldest"))
+    assert sorted(each["response"] for each in samples) == sorted(" ".join(map(str, ids)) for ids in answers)
+    assert {each["step"] for each in samples} == {2}

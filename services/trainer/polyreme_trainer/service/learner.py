@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Facts
-from polyreme_trainer.service.messages import AdamSettings, Kind, LoraOptions, SavedModel, read_path
+from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, read_path
 from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.states import States
-from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState
+from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState, lora_of
 from polyreme_trainer.service.turns import LaneTurn, next_request
 from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
@@ -29,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 CHANGES = frozenset({"create_model", "create_from", "forward_backward", "optim_step", "load_weights"})
 """Requests that change a model, which a restart executes again."""
-LORA_ALPHA = 32.0
-"""The output of an adapter of rank r is multiplied by LORA_ALPHA / r."""
 EPHEMERAL_SECONDS = 86400.0
 """Life of sampler weights without a name."""
 SWEEP_SECONDS = 60.0
@@ -290,18 +286,3 @@ class ModelLearner:
 
     def _refuse(self, lane: str, seq: int, request: Request) -> bytes:
         return failure(request.fields["message"], "user")
-
-
-def lora_of(fields: Mapping[str, Any] | None, lane: str) -> tuple[LoraConfig | None, int]:
-    """The adapters that a client asks for, and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no layers."""
-    if fields is None or fields["rank"] == 0:
-        return None, 0
-    given = LoraOptions.model_validate(fields)
-    if not (given.train_attn or given.train_mlp):
-        raise TenantError(
-            "not supported: lora_config with train_attn = false and train_mlp = false; the output layer has no adapters"
-        )
-    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-    targets = None if given.train_attn and given.train_mlp else attention if given.train_attn else mlp
-    seed = xxhash.xxh3_64_intdigest(lane.encode()) >> 1 if given.seed is None else given.seed
-    return LoraConfig(rank=given.rank, alpha=LORA_ALPHA, targets=targets), seed
