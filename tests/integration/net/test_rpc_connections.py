@@ -1,4 +1,4 @@
-"""Connections to a gRPC server that only occupy it, and those of a server that stood still."""
+"""Connections to a gRPC server that only occupy it, those of a server that stood still, and calls that wait for it."""
 
 import asyncio
 import contextlib
@@ -33,6 +33,14 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
             check = health_pb2_grpc.HealthStub(channel).Check
             reply = await check(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_calls_that_come_at_once_wait_for_the_server() -> None:
+    """gRPC's own server would cancel those beyond 3,000, and some of those beyond 1,000."""
+    async with rpc.serve("127.0.0.1", 0, lambda _: None, []) as server, rpc.connect(f"127.0.0.1:{server.port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        calls = [check(health_pb2.HealthCheckRequest(), timeout=300, wait_for_ready=True) for _ in range(6000)]
+        assert len(await asyncio.gather(*calls)) == 6000
 
 
 async def test_pings_in_quick_succession_are_all_answered() -> None:
