@@ -118,13 +118,13 @@ async def test_a_session_outlives_its_server_and_orchestrator(world):
 async def test_a_turn_whose_stream_is_lost_waits_for_another(world):
     async with world() as w:
         product = await w.started()
-        w.world.replicas[0].engine._step_seconds = 3600.0
+        w.world.replicas[0].engine.step_seconds = 3600.0
         opened = await product.open("sum")
         asking = asyncio.create_task(product.say(opened, HELLO))
         await w.world.replicas[0].asked.wait()
         await w.end_orchestrator()
         assert not asking.done()
-        w.world.replicas[0].engine._step_seconds = 0.0
+        w.world.replicas[0].engine.step_seconds = 0.0
         await w.start_orchestrator()
         assert (await asking).usage.completion_tokens > 0
 

@@ -29,11 +29,13 @@ from polyreme.net import tls
 from polyreme.net.endpoint import is_loopback
 from polyreme.net.ports import free_port, join, loopback
 from polyreme.net.redis_url import redis_option, without_password
+from polyreme.page import PATH
 from polyreme.process.lifecycle import OWNER_DIED, stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.rundir.run_directory import next_attempt, owned
 from polyreme.rundir.run_records import write_atomically
 from polyreme.terminal.terminal import TerminalConsole
+from polyreme_trainer.service.accounts import Accounts
 
 _GRACE_SECONDS = 15.0
 _START_SECONDS = 300.0
@@ -79,15 +81,21 @@ def serve(
 
 
 def _check_access(config: ServeConfig) -> None:
-    """Raises ConfigError when the API cannot have its `security`, or would be open beyond loopback."""
+    """Raises ConfigError when the API cannot have its accounts or its `security`, or would be open beyond loopback."""
+    Accounts.read(config)
     security = config.security
+    has_token = security is not None and security.token_env is not None
     if security is not None:
         tls.check_files(security)
-    if config.host and not is_loopback(config.host) and (security is None or security.token_env is None):
+    if has_token and config.tenants:
         raise ConfigError(
-            f"security.token_env with host={config.host}",
+            "tenants, or security.token_env", "both", "Remove security.token_env: each tenant has a key of its own."
+        )
+    if config.host and not is_loopback(config.host) and not has_token and not config.tenants:
+        raise ConfigError(
+            f"tenants or security.token_env with host={config.host}",
             "none",
-            "Name an environment variable with a token: otherwise everyone who reaches the port can train, read and delete.",
+            "Name environment variables with keys: otherwise everyone who reaches the port can train, read and delete.",
         )
 
 
@@ -122,7 +130,8 @@ def _resolved(config: ServeConfig) -> ServeConfig:
     path = resolve_path(config.model.path, MODEL, "model.path")
     name = config.base_model or (str(config.model.path) if path != config.model.path else path.name)
     model = config.model.model_copy(update={"path": path})
-    return config.model_copy(update={"model": model, "base_model": name, "port": config.port or free_port()})
+    ports = {"port": config.port or free_port(), "page_port": config.page_port or free_port()}
+    return config.model_copy(update={"model": model, "base_model": name, **ports})
 
 
 def _write_config(config: ServeConfig) -> None:
@@ -134,28 +143,32 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
     stop = stop_event()
     log_dir = next_attempt(config.run_dir)
     _write_config(config)
-    async with _redis(config.run_dir / "redis") as url:
+    async with _redis(config.redis_dir) as server:
+        url = str(without_password(server.url))  # the processes find its password in their environment
+        kept = server.keep(config.max_restarts, console.print, "start the service again")
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
-        running, ending = asyncio.create_task(supervisor.run()), asyncio.create_task(stop.wait())
+        running: list[asyncio.Task[object]] = [asyncio.create_task(supervisor.run()), asyncio.create_task(kept)]
+        ending = asyncio.create_task(stop.wait())
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
         try:
-            await asyncio.wait({running, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()  # raises
+            await asyncio.wait({*running, ending}, return_when=asyncio.FIRST_COMPLETED)
+            for task in running:
+                if task.done():
+                    task.result()  # raises
             console.print("stopping; the same command continues every model")
             await supervisor.stop(_GRACE_SECONDS)
         finally:
-            for task in (starting, ending, running):
+            for task in (starting, ending, *running):
                 task.cancel()
-            await asyncio.gather(starting, ending, running, return_exceptions=True)
+            await asyncio.gather(starting, ending, *running, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _redis(folder: Path) -> AsyncIterator[str]:
-    """Yields the URL of the service's own Redis, which ends with the block."""
+async def _redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
+    """Yields the service's own Redis, which ends with the block."""
     server = await EmbeddedServer.open(folder)
     try:
-        yield str(without_password(server.url))  # the processes find its password in their environment
+        yield server
     finally:
         server.stop()
 
@@ -168,11 +181,12 @@ def _environment(part: str, config: ServeConfig, redis: str) -> dict[str, str]:
 
 
 def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]:
-    """The API, the learner and the sampler, each of which restarts alone."""
+    """The API, the learner, the sampler and the observer, each of which restarts alone."""
     programs = {
         "api": ("-m", "polyreme_trainer.service", "api"),
         "learner": ("-m", "polyreme_trainer.service", "learner"),
         "sampler": ("-m", "polyreme_rollout.local"),
+        "observer": ("-m", "polyreme_trainer.service", "observer"),
     }
 
     def program(name: str) -> ProcessSet:
@@ -194,7 +208,8 @@ async def _announce(config: ServeConfig, console: Console, log_dir: Path, demo: 
         while asyncio.get_running_loop().time() < deadline:
             with suppress(httpx.TransportError):
                 if (await client.get(f"{url}/api/v1/healthz", extensions=named)).status_code == 200:
-                    console.print(f"serving {config.served_name} at {url}, logs in {log_dir}", soft_wrap=True)
+                    page = f"http://{join(loopback(), config.page_port)}{PATH}/"
+                    console.print(f"serving {config.served_name} at {url}, page at {page}, logs in {log_dir}", soft_wrap=True)
                     if demo:
                         console.print("\n" + _DEMO_LINES.format(url=url), soft_wrap=True)
                     return
