@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 from prometheus_client.samples import Sample
 
@@ -72,7 +71,7 @@ class ResourceUse:
         self._largest = {}
         return found
 
-    def added(self, records: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    def added(self, records: Iterable[tuple[str, dict[str, object]]]) -> list[tuple[str, dict[str, object]]]:
         """Records with their stream ids, of which the first iteration has the metrics since the last call that had one."""
         return [(at, {**each, **self.take()} if each["kind"] == "iteration" else each) for at, each in records]
 
