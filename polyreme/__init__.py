@@ -17,7 +17,7 @@ API_VERSION = 1
 """Schema number of proto/polyreme/api/v1. Services with different numbers refuse each other."""
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name == "Run":
         return import_module("polyreme.display.notebook").RunHandle
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
