@@ -18,6 +18,9 @@ from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
 from polyreme.net.ports import affordable_connections, join
 
+PENDING_CALLS = 1 << 14
+"""Maximum number of calls that a server has not begun. gRPC itself cancels some of them beyond 1,000, and all beyond 3,000 or after 30 s, without
+a word; more episodes than that may begin at once. A service refuses by its own bounds, and says so."""
 _MAX_MESSAGE_BYTES = 32 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -32,8 +35,11 @@ _CHANNEL_OPTIONS = (
 _SERVER_OPTIONS = (
     *_CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # otherwise two servers share a port silently
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),  # a server that stood still gets several pings at once, which is not the client's fault
     ("grpc.server_handshake_timeout_ms", 20_000),  # a connection that never speaks is closed
+    ("grpc.server.max_pending_requests", PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
+    ("grpc.server_max_unrequested_time_in_server", 600),  # seconds that a call may wait to begin; its caller has a deadline
 )
 
 

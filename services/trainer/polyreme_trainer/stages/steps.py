@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyreme_trainer.data.stage_rows import StageRows, mismatched
-from polyreme_trainer.learner.engine import Engine, RowsLoss
+from polyreme_trainer.learner.engine import Engine, RowsLoss, StepEngine
 
 if TYPE_CHECKING:
     from polyreme_trainer.algorithms.metrics import Metrics
@@ -60,7 +60,7 @@ class TrainedStep:
 
 
 def train_steps(
-    engine: Engine, role: str, rows: StageRows, plan: StepPlan, loss: Callable[[StageRows], RowsLoss], done: int = 0
+    engine: StepEngine, role: str, rows: StageRows, plan: StepPlan, loss: Callable[[StageRows], RowsLoss], done: int = 0
 ) -> Iterator[TrainedStep]:
     """Takes the plan's steps after the first `done`, and yields each. Between two steps, the caller may evaluate, save or stop.
 

@@ -16,7 +16,7 @@ from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.supervised import load_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.data.token_store import TokenStore
-from polyreme_trainer.learner.engine import Engine, RowsLoss, Saved, TrainEngine
+from polyreme_trainer.learner.engine import RowsLoss, Saved, StepEngine, TrainEngine
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.saving import Saving
 from polyreme_trainer.stages.share_rows import share_rows
@@ -64,7 +64,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
 
 
 def run_phase(
-    engine: Engine, phase: SftPhase, rows: StageRows, seed: int, number: int = 0, done: int = 0
+    engine: StepEngine, phase: SftPhase, rows: StageRows, seed: int, number: int = 0, done: int = 0
 ) -> Iterator[WarmStartStep]:
     """Takes the phase's optimizer steps after the first `done`. A step's loss is the token mean of the cross entropy of its rows' responses.
 
