@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import time
-from typing import Any
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -94,7 +93,7 @@ class Store(Redis):
     reconnect_timeout = RECONNECT_TIMEOUT
     replicas = 0
 
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
+    async def execute_command(self, *args: object, **options: object) -> object:
         """As in Redis.
 
         Raises:

@@ -55,7 +55,7 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
     }
 
 
-def _ngram(options: NgramConfig) -> dict[str, Any]:
+def _ngram(options: NgramConfig) -> dict[str, object]:
     return {
         "method": options.method,
         "num_speculative_tokens": options.tokens,

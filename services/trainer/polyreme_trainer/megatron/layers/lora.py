@@ -196,6 +196,6 @@ class Adapters:
             gradient.copy_(part.view_as(gradient))
 
 
-def _differentiable(_module: Any, _arguments: Any, embedded: Tensor) -> Tensor:
+def _differentiable(_module: object, _arguments: object, embedded: Tensor) -> Tensor:
     """Layers are recomputed only where their input has a gradient, and the output of a frozen embedding has none."""
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
