@@ -59,13 +59,14 @@ def run_learner(config: ServeConfig) -> None:
         from polyreme_trainer.service.learner import ModelLearner
         from polyreme_trainer.service.states import States
 
-    with ServiceEngine.open(config.as_run()) as engine:
+    with ServiceEngine.open(config.as_run(), config.learner.resident_models, config.learner.same_bits) as engine:
         freeze_gc()
         states = States(config.run_dir / MODELS)
 
         async def execute(log: RequestLog, stop: asyncio.Event) -> None:
             logger.info("ready: %s", config.served_name)
-            await ModelLearner(log, engine, states, config.served_name, config.learner.max_models).run(stop)
+            longest = config.sampler.max_model_len
+            await ModelLearner(log, engine, states, config.served_name, config.learner.max_models, longest).run(stop)
 
         asyncio.run(with_log(config, execute))
 

@@ -1,6 +1,7 @@
 """Whose request is next: models take turns.
 
-Invariant: pure. A model's requests are executed in their order, and between two turns of a model every other model that waits has one.
+Invariant: pure. A model's requests are executed in their order, and between two turns of a model every other model that waits has one. A
+request that joins another model's pass costs its own model no turn.
 """
 
 from collections.abc import Sequence
@@ -29,10 +30,7 @@ class LaneTurn:
 
 def next_request(waiting: Sequence[LogPlace], turn: LaneTurn) -> tuple[LogPlace, LaneTurn] | None:
     """The request to execute, and the turn with it; None when nothing waits. `waiting`: every open request, by arrival."""
-    first: dict[str, LogPlace] = {}
-    for place in waiting:
-        if place.lane not in first or place.seq < first[place.lane].seq:
-            first[place.lane] = place
+    first = firsts(waiting)
     if not first:
         return None
     if turn.lane in first and (turn.used < TURN or len(first) == 1):
@@ -41,3 +39,12 @@ def next_request(waiting: Sequence[LogPlace], turn: LaneTurn) -> tuple[LogPlace,
     others = [lane for lane in first if lane != turn.lane]
     lane = min(others, key=lambda name: had.get(name, -1))
     return first[lane], LaneTurn(lane, 1, (*(each for each in turn.order if each != lane), lane)[-1024:])
+
+
+def firsts(waiting: Sequence[LogPlace]) -> dict[str, LogPlace]:
+    """The next request of each model, by the arrival of its first one."""
+    first: dict[str, LogPlace] = {}
+    for place in waiting:
+        if place.lane not in first or place.seq < first[place.lane].seq:
+            first[place.lane] = place
+    return first

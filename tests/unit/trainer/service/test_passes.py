@@ -1,0 +1,35 @@
+"""Which batches share a pass, and whether a sampler's snapshot is the learner's."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyreme_trainer.service.batch import plan_passes
+from polyreme_trainer.service.snapshots import canary, mismatch
+
+
+@given(st.lists(st.integers(1, 60), max_size=12), st.integers(1, 50), st.integers(1, 4))
+def test_passes_keep_the_order_and_the_limits(counts: list[int], budget: int, most: int) -> None:
+    tokens = {f"model {number}": count for number, count in enumerate(counts)}
+    passes = plan_passes(tokens, budget, most)
+    assert [model for each in passes for model in each] == list(tokens)
+    for each in passes:
+        assert 1 <= len(each) <= most
+        assert len(each) == 1 or sum(tokens[model] for model in each) <= budget
+
+
+def test_a_batch_beyond_the_budget_is_alone() -> None:
+    assert plan_passes({"a": 3, "b": 20, "c": 3, "d": 4}, 10, 8) == [["a"], ["b"], ["c", "d"]]
+
+
+def test_the_canary_is_always_the_same_and_fits() -> None:
+    assert np.array_equal(canary(100, 64), canary(100, 64))
+    assert len(canary(100, 5)) == 5
+
+
+def test_a_sampler_with_other_weights_is_found() -> None:
+    learned = np.float32([-1.0, -2.0, -3.0])
+    assert mismatch(learned, learned + np.float32(1e-4), "float32") is None
+    problem = mismatch(learned, np.float32([-1.0, -2.1, -3.0]), "float32")
+    assert problem is not None and "at most 0.0001" in problem
+    assert mismatch(learned, np.float32([-1.0, np.nan, -3.0]), "float32") is not None
