@@ -10,11 +10,11 @@ from serve_side.client import RANK, tokens
 
 from polyreme.config.serve import read_serve
 from polyreme.config.trainer import LoraConfig
-from polyreme_trainer.megatron.training.optimizer import Adam
 from polyreme_trainer.service.batch import Batch, LossCall
 from polyreme_trainer.service.engine import ServiceEngine
+from polyreme_trainer.service.messages import AdamSettings
 
-ADAM = Adam(0.9, 0.95, 1e-8, 0.0, 0.0)
+ADAM = AdamSettings(learning_rate=1e-4, eps=1e-8)
 
 
 def steps(engine: ServiceEngine, batch: int, length: int, steps: int) -> float:
@@ -25,7 +25,7 @@ def steps(engine: ServiceEngine, batch: int, length: int, steps: int) -> float:
     began = time.perf_counter()
     for _ in range(steps):
         engine.forward_backward({"model": given})
-        engine.optim_step("model", 1e-4, ADAM)
+        engine.optim_step("model", ADAM)
     return time.perf_counter() - began
 
 

@@ -36,6 +36,12 @@ class ServeLearner(Section):
         " then run model by model. false: they run together, which is faster on accelerators and equal up to rounding.",
     )
 
+    checkpoints_gib: Operational[float] = Field(
+        100.0,
+        gt=0,
+        description="Maximum GiB of saved models on disk. Beyond it, those without a name are deleted, the oldest first, and then a save fails.",
+    )
+
 
 class ServeSampler(Section):
     """The sampler."""
@@ -45,6 +51,22 @@ class ServeSampler(Section):
     max_num_seqs: int = Field(256, ge=1, description="Maximum number of answers that are sampled at once.")
     vllm: VllmConfig = VllmConfig(max_loras=None)
     transformers: TransformersConfig = TransformersConfig()
+
+
+class ServeQuota(Section):
+    """Bounds of one tenant."""
+
+    models: int = Field(16, ge=1, description="Maximum number of models that are not unloaded.")
+    sessions: int = Field(4096, ge=1, description="Maximum number of sessions that are not finished.")
+    requests: int = Field(4096, ge=1, description="Maximum number of requests that wait. Further ones are to be sent again.")
+
+
+class ServeTenant(Section):
+    """A tenant with an account."""
+
+    name: str = Field(pattern=NAME, description="Its name on the page, in metrics and in logs.")
+    token_env: str = Field(description="Environment variable with its API key, which begins with tml-.")
+    quota: ServeQuota | None = Field(None, description="Its own bounds. null: `quota`.")
 
 
 class ServeConfig(Section):
@@ -60,6 +82,13 @@ class ServeConfig(Section):
         None, description="Name by which clients ask for the base model. null: the name or the last part of model.path."
     )
     port: Operational[int] = Field(8450, ge=0, le=65535, description="Port of the API on loopback. 0: a free one.")
+    page_port: Operational[int] = Field(
+        0, ge=0, le=65535, description="Port of the page (/ui) and of Prometheus' metrics (/metrics) on loopback. 0: a free one."
+    )
+    tenants: Operational[list[ServeTenant]] = Field(
+        [], description="Who may use the service. []: everybody who reaches its port; each key is a tenant."
+    )
+    quota: Operational[ServeQuota] = Field(ServeQuota(), description="Bounds of each tenant.")
     max_restarts: Operational[int] = Field(
         20, ge=0, description="Maximum restarts of each process. The count resets after five minutes of healthy uptime."
     )

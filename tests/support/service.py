@@ -3,12 +3,13 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ class Service:
         self._process, self.url, self.folder = process, url, folder
 
     def kill(self, part: str) -> None:
-        """Kills the learner, the API or the sampler."""
-        word = {"sampler": "polyreme_rollout.local"}.get(part, part)
-        [found] = [each for each in psutil.Process(self._process.pid).children() if word in each.cmdline()]
-        found.kill()
+        """Kills the learner, the API, the sampler or Redis, unless it is just being started again."""
+        words = {"sampler": "polyreme_rollout.local", "redis": "redis-server|valkey-server|_binary"}.get(part, f"^{part}$")
+        for child in psutil.Process(self._process.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                if any(re.search(words, word) for word in child.cmdline()):
+                    child.kill()
 
     def saved(self, path: str) -> Path:
         """The directory of a tinker:// path."""
@@ -96,3 +99,9 @@ def tenant(running: Service, case: str, folder: Path) -> Program:
     """Starts a case of `tinker_client`."""
     command = [sys.executable, "-W", "ignore", "-m", "support.tinker_client", running.url, case]
     return Program(command, folder, {"PYTHONPATH": str(TESTS)}, folder / f"{case}.log")
+
+
+def three_tenants(url: str, base: str, folder: Path, *ends: str) -> Program:
+    """Starts `tinker_storm`."""
+    command = [sys.executable, "-W", "ignore", "-m", "support.tinker_storm", url, base, *ends]
+    return Program(command, folder, {"PYTHONPATH": str(TESTS)}, folder / "clients.log")

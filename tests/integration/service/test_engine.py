@@ -9,15 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from polyreme.config.model import ModelConfig
-from polyreme.config.serve import ServeConfig, ServeSampler
+from polyreme.config.serve import ServeConfig, ServeLearner, ServeSampler
 from polyreme.config.trainer import LoraConfig
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme_rollout.local.weights import tensors_of
-from polyreme_trainer.algorithms.service_losses import LOSSES
-from polyreme_trainer.megatron.training.optimizer import Adam
 from polyreme_trainer.service.batch import Batch, BatchResult, LossCall
 from polyreme_trainer.service.engine import ServiceEngine
 from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.losses import SPECS
+from polyreme_trainer.service.messages import AdamSettings
 
 pytestmark = pytest.mark.real
 
@@ -26,7 +26,7 @@ INPUTS, TARGETS = [np.array([5, 9, 14, 7]), np.array([11, 6])], [np.array([0, 3,
 BATCH = Batch(INPUTS, TARGETS, {"weights": np.float32([0, 1, 1, 0.5, 1, 1])})
 EPS = 1e-4
 """Large: a step must not amplify the rounding of gradients that are almost 0."""
-ADAM = Adam(0.9, 0.95, EPS, 0.0, 0.0)
+ADAM = AdamSettings(learning_rate=1e-3, eps=EPS)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(base: Path) -> Iterator[ServiceEngine]:
     sampler = ServeSampler(engine="transformers", max_model_len=64)
-    with ServiceEngine.open(ServeConfig(model=ModelConfig(path=base), sampler=sampler).as_run(), 3) as opened:
+    config = ServeConfig(model=ModelConfig(path=base), sampler=sampler, learner=ServeLearner(micro_batch_tokens=256))
+    with ServiceEngine.open(config.as_run(), 3) as opened:
         yield opened
 
 
 def call(batch: Batch, loss: str = "cross_entropy") -> LossCall:
-    return LossCall(batch, loss, LOSSES[loss].options)
+    return LossCall(batch, loss, SPECS[loss].options)
 
 
 CALL = call(BATCH)
@@ -62,7 +63,7 @@ def steps(engine: ServiceEngine, name: str, count: int) -> list[float]:
     losses = []
     for _ in range(count):
         losses.append(compute(engine, {name: CALL})[name].loss)
-        engine.optim_step(name, 1e-3, ADAM)
+        engine.optim_step(name, ADAM)
     return losses
 
 
@@ -123,7 +124,7 @@ def test_a_model_that_was_moved_out_goes_on_with_the_same_bits(engine: ServiceEn
             for number in range(engine.most):
                 engine.create(f"other {number}", LoraConfig(rank=5, targets=["up_proj", "down_proj"]), 1)
                 steps(engine, f"other {number}", 1)
-        outcomes.append((engine.optim_step("mine", 1e-3, ADAM), bits(engine, "mine")))
+        outcomes.append((engine.optim_step("mine", ADAM), bits(engine, "mine")))
     (step, kept), (moved_step, moved) = outcomes
     assert step == moved_step
     assert all(torch.equal(kept[name], moved[name]) for name in kept)
@@ -143,10 +144,10 @@ def batches(step: int) -> dict[str, LossCall]:
     for (name, loss), count in zip(
         {"a": "cross_entropy", "b": "importance_sampling", "c": "ppo"}.items(), (5, 1, 3), strict=True
     ):
-        lengths = draw.integers(1, 40, count)
+        lengths = draw.integers(1, 28, count)
         inputs, targets = ([draw.integers(3, 90, length) for length in lengths] for _ in range(2))
         total = int(lengths.sum())
-        columns = {column: draw.normal(0, 1, total).astype(np.float32) for column in LOSSES[loss].inputs}
+        columns = {column: draw.normal(0, 1, total).astype(np.float32) for column in SPECS[loss].inputs}
         if "logprobs" in columns:
             columns["logprobs"] = np.full(total, -4.5, dtype=np.float32)
         calls[name] = call(Batch(inputs, targets, columns), loss)
@@ -166,7 +167,7 @@ def trained(engine: ServiceEngine, shared: bool) -> tuple[list[dict[str, BatchRe
             parts = [calls] if shared else [{name: each} for name, each in calls.items()]
             results.append({name: found for each in parts for name, found in compute(engine, each).items()})
         for name in "abc" if step % 2 == 0 else "ab":
-            engine.optim_step(name, 1e-2, ADAM)
+            engine.optim_step(name, ADAM)
     compute(engine, {"c": batches(0)["c"]})  # a gradient that waits for its step
     return results, {name: bits(engine, name) for name in LORAS}
 
@@ -211,7 +212,32 @@ def test_a_gradient_that_is_not_finite_changes_nothing(engine: ServiceEngine) ->
     before = compute(engine, {"mine": CALL}, backward=False)["mine"].loss
     compute(engine, {"mine": call(Batch(INPUTS, TARGETS, {"weights": np.float32([np.nan] * 6)})), "other": CALL})
     with pytest.raises(TenantError, match="finite gradient"):
-        engine.optim_step("mine", 1e-3, ADAM)
+        engine.optim_step("mine", ADAM)
     assert compute(engine, {"mine": CALL}, backward=False)["mine"].loss == before
-    assert engine.optim_step("mine", 1e-3, ADAM)[1] == 2, "a step without a gradient is one of zero"
-    assert np.isfinite(engine.optim_step("other", 1e-3, ADAM)[0]), "another model of the same pass has its own gradient"
+    assert engine.optim_step("mine", ADAM)[1] == 2, "a step without a gradient is one of zero"
+    assert np.isfinite(engine.optim_step("other", ADAM)[0]), "another model of the same pass has its own gradient"
+
+
+def test_pairs_are_compared_whole(engine: ServiceEngine, base: Path) -> None:
+    """Also when they do not fit into one micro-batch. The gradient's norm is that of plain torch for all parameters."""
+    inputs = [np.array(ids) for ids in ([5, 9, 14, 7], [5, 9, 6], [11, 6, 3], [11, 6, 8, 2, 4])] * 20
+    targets = [np.roll(ids, -1) for ids in inputs]
+    count = sum(map(len, inputs))
+    reference = -np.linspace(1, 3, count, dtype=np.float32)
+    batch = Batch(inputs, targets, {"weights": np.ones(count, np.float32), "reference_logprobs": reference})
+    new(engine, "whole", None)
+    given = LossCall(batch, "dpo", {"beta": 0.5, "label_smoothing": 0.0})
+    loss = compute(engine, {"whole": given})["whole"].loss
+    norm, _ = engine.optim_step("whole", ADAM)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    sums, offset = [], 0
+    for ids, wanted in zip(inputs, targets, strict=True):
+        logprobs = model(input_ids=torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
+        given = torch.from_numpy(reference[offset : offset + len(ids)])
+        sums.append((logprobs.gather(-1, torch.from_numpy(wanted)[:, None])[:, 0] - given).sum())
+        offset += len(ids)
+    total = -sum(torch.nn.functional.logsigmoid(0.5 * (sums[i] - sums[i + 1])) for i in range(0, 80, 2))
+    total.backward()
+    plain = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
+    assert float(total.detach()) == pytest.approx(loss, rel=1e-4)
+    assert float(plain) == pytest.approx(norm, rel=1e-4)

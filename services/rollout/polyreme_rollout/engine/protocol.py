@@ -91,6 +91,10 @@ class Slept:
     cache: bool
 
 
+TopTokens = Sequence[tuple[int, float]]
+"""Tokens and their log-probabilities at temperature 1, in nats, the most likely one first."""
+
+
 class TensorDigest(NamedTuple):
     """Shape, and xxh3_64 of the bytes (minus zero counts as zero)."""
 
@@ -146,6 +150,10 @@ class InferenceEngine(Protocol):
         Raises:
             EngineDeadError: the engine has died.
         """
+        ...
+
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[TopTokens]:
+        """For each of ids[1:], the `count` most likely tokens given the tokens before it. Otherwise as `logprobs`."""
         ...
 
     async def pause(self) -> None:
@@ -204,6 +212,10 @@ class ServesAdapters(Protocol):
 
     async def logprobs(self, ids: Sequence[int], salt: str, adapter: Path | None = None) -> Sequence[float]:
         """As `InferenceEngine.logprobs`, with an adapter."""
+        ...
+
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str, adapter: Path | None = None) -> Sequence[TopTokens]:
+        """As `InferenceEngine.top_logprobs`, with an adapter."""
         ...
 
 

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -89,15 +88,6 @@ def tensors_of(folder: Path) -> Iterator[Mapping[str, Tensor]]:
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
         yield _Files({name: file for file in files for name in file.keys()})  # noqa: SIM118 - the file is no mapping
-
-
-@lru_cache(4096)
-def adapter_rank(folder: Path) -> int:
-    """The rank of the adapter in a directory; 0 for a model with all weights, or none. The files of a directory do not change."""
-    try:
-        return int(json.loads((folder / _CONFIG).read_text())["r"])
-    except FileNotFoundError:
-        return 0
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:

@@ -32,6 +32,7 @@ from polyreme_rollout.engine.protocol import (
     Sampling,
     Slept,
     TensorDigest,
+    TopTokens,
 )
 
 WEIGHT_NAMES = frozenset({"weight"})
@@ -172,6 +173,14 @@ class SimulatedInferenceEngine:
         await self._spend(1)
         states = itertools.accumulate(ids, lambda state, token: _mix(state ^ token), initial=_mix(self.policy))
         return [-2.0 / (1 << 32) * (state & 0xFFFFFFFF) for state in list(states)[2:]]
+
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[TopTokens]:
+        """Each prompt's token and those after it by number, each less likely by 1."""
+        values = await self.logprobs(ids, salt)
+        return [
+            [((token + place) % self.vocab_size, value - place) for place in range(count)]
+            for token, value in zip(ids[1:], values, strict=True)
+        ]
 
     async def pause(self) -> None:
         self._check_alive()

@@ -1,4 +1,4 @@
-"""A process of a training service: `python -m polyreme_trainer.service api` or `learner`.
+"""A process of a training service: `python -m polyreme_trainer.service api`, `learner` or `observer`.
 
 POLYREME_REDIS names its Redis, POLYREME_RUN_DIR its directory with config.yaml.
 """
@@ -12,18 +12,22 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from polyreme.config.serve import ServeConfig, read_serve
+from polyreme.experience.embedded_redis import kept_secret
 from polyreme.experience.requests import RequestLog
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.net.http_server import serve_http
 from polyreme.net.ports import loopback
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
+from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.api import ServiceApi
-from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.folders import MODELS, REDIS, Folders
+from polyreme_trainer.service.observer.observer import Observer
+from polyreme_trainer.service.observer.port import observer_port
 
 logger = logging.getLogger("polyreme.service")
-MODELS = "models"
-"""The folder of the saved models in the service's directory."""
+SIGNING_KEY = "signing-key"
+"""The file of the key that signs addresses of files, where only the service's user can read it."""
 
 
 async def with_log(config: ServeConfig, work: Callable[[RequestLog, asyncio.Event], Awaitable[None]]) -> None:
@@ -44,7 +48,10 @@ def run_api(config: ServeConfig) -> None:
     async def serve(log: RequestLog, stop: asyncio.Event) -> None:
         architecture = json.loads((config.model.path / "config.json").read_text())["model_type"]
         folders, longest = Folders(config.run_dir / MODELS), config.sampler.max_model_len
-        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest)
+        key = kept_secret(config.run_dir / REDIS, SIGNING_KEY)
+        api = ServiceApi(
+            log, folders, config.served_name, str(config.model.path), architecture, longest, key, Accounts.read(config)
+        )
         async with serve_http(loopback(), config.port, api.app(), drain_timeout=1.0) as port:
             logger.info("ready: http://%s:%d", loopback(), port)
             await stop.wait()
@@ -57,18 +64,31 @@ def run_learner(config: ServeConfig) -> None:
     with gc_disabled():
         from polyreme_trainer.service.engine import ServiceEngine
         from polyreme_trainer.service.learner import ModelLearner
+        from polyreme_trainer.service.snapshots import Canary
         from polyreme_trainer.service.states import States
 
     with ServiceEngine.open(config.as_run(), config.learner.resident_models, config.learner.same_bits) as engine:
         freeze_gc()
-        states = States(config.run_dir / MODELS)
+        states = States(config.run_dir / MODELS, int(config.learner.checkpoints_gib * 2**30))
 
         async def execute(log: RequestLog, stop: asyncio.Event) -> None:
             logger.info("ready: %s", config.served_name)
-            longest = config.sampler.max_model_len
-            await ModelLearner(log, engine, states, config.served_name, config.learner.max_models, longest).run(stop)
+            canary = Canary.of(engine.vocabulary, min(config.sampler.max_model_len, engine.longest), engine.dtype)
+            await ModelLearner(log, engine, states, config.served_name, config.learner.max_models, canary).run(stop)
 
         asyncio.run(with_log(config, execute))
+
+
+def run_observer(config: ServeConfig) -> None:
+    """Writes the models' run directories, and serves the page and the metrics, until a signal."""
+
+    async def observe(log: RequestLog, stop: asyncio.Event) -> None:
+        observer = Observer(log, config.run_dir, config.model.path, config.served_name, Accounts.read(config).names)
+        async with observer_port(observer, config.run_dir, config.page_port) as port:
+            logger.info("ready: http://%s:%d", loopback(), port)
+            await observer.run(stop)
+
+    asyncio.run(with_log(config, observe))
 
 
 def main() -> None:
@@ -76,7 +96,7 @@ def main() -> None:
     logging_setup.setup(part)
     with exit_on_error(part):
         config = read_serve(Path(os.environ["POLYREME_RUN_DIR"]) / "config.yaml")
-        {"api": run_api, "learner": run_learner}[part](config)
+        {"api": run_api, "learner": run_learner, "observer": run_observer}[part](config)
 
 
 if __name__ == "__main__":

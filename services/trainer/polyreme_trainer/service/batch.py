@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+FloatArray = NDArray[np.float32]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -19,12 +21,12 @@ class Batch:
 
     inputs: Sequence[NDArray[np.int64]]
     targets: Sequence[NDArray[np.int64]]
-    columns: Mapping[str, NDArray[np.float32]]
+    columns: Mapping[str, FloatArray]
 
 
 @dataclass(frozen=True)
 class LossCall:
-    """A batch and the loss to compute on it, by its name in `service_losses`."""
+    """A batch and the loss to compute on it, by its name in `losses`."""
 
     batch: Batch
     loss: str
@@ -40,7 +42,7 @@ class BatchResult:
         loss: the sum of the loss over all positions.
     """
 
-    logprobs: Sequence[NDArray[np.float32]]
+    logprobs: Sequence[FloatArray]
     loss: float
 
 

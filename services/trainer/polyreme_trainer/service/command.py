@@ -24,10 +24,13 @@ from polyreme.hub.resolve import resolve_path
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme.net.ports import free_port, join, loopback
 from polyreme.net.redis_url import without_password
+from polyreme.page import PATH
 from polyreme.process.lifecycle import OWNER_DIED, stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.rundir.run_directory import next_attempt, owned
 from polyreme.terminal.terminal import TerminalConsole
+from polyreme_trainer.service.accounts import Accounts
+from polyreme_trainer.service.folders import REDIS
 
 _GRACE_SECONDS = 15.0
 _START_SECONDS = 300.0
@@ -52,6 +55,7 @@ def serve(
         raise ConfigError("a YAML file or --demo", "both" if demo else "neither", "Write: polyreme serve FILE, or --demo.")
     console = TerminalConsole(sys.stdout)
     resolved = _resolved(read_serve(_write_demo() if config is None else config, overrides or ()))
+    Accounts.read(resolved)
     with owned(resolved.run_dir):
         asyncio.run(_serve(resolved, console, demo))
 
@@ -74,47 +78,53 @@ def _resolved(config: ServeConfig) -> ServeConfig:
     path = resolve_path(config.model.path, MODEL, "model.path")
     name = config.base_model or (str(config.model.path) if path != config.model.path else path.name)
     model = config.model.model_copy(update={"path": path})
-    return config.model_copy(update={"model": model, "base_model": name, "port": config.port or free_port()})
+    ports = {"port": config.port or free_port(), "page_port": config.page_port or free_port()}
+    return config.model_copy(update={"model": model, "base_model": name, **ports})
 
 
 async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
     stop = stop_event()
     log_dir = next_attempt(config.run_dir)
     (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    async with _redis(config.run_dir / "redis") as url:
+    async with _redis(config.run_dir / REDIS) as server:
+        url = str(without_password(server.url))  # the processes find its password in their environment
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
         running, ending = asyncio.create_task(supervisor.run()), asyncio.create_task(stop.wait())
+        keeping = asyncio.create_task(server.keep(config.max_restarts, console.print, "start the service again"))
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
         try:
-            await asyncio.wait({running, ending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({running, keeping, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()  # raises
             if running.done():
                 running.result()  # raises
             console.print("stopping; the same command continues every model")
             await supervisor.stop(_GRACE_SECONDS)
         finally:
-            for task in (starting, ending, running):
+            for task in (starting, ending, keeping, running):
                 task.cancel()
-            await asyncio.gather(starting, ending, running, return_exceptions=True)
+            await asyncio.gather(starting, ending, keeping, running, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _redis(folder: Path) -> AsyncIterator[str]:
-    """Yields the URL of the service's own Redis, which ends with the block."""
+async def _redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
+    """Yields the service's own Redis, which ends with the block."""
     server = await EmbeddedServer.open(folder)
     try:
-        yield str(without_password(server.url))  # the processes find its password in their environment
+        yield server
     finally:
         server.stop()
 
 
 def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]:
-    """The API, the learner and the sampler, each of which restarts alone."""
+    """The API, the learner, the sampler and the observer, each of which restarts alone."""
     shared = {"POLYREME_REDIS": url, "POLYREME_RUN_DIR": str(config.run_dir)}
     compute = {"OMP_NUM_THREADS": str(config.learner.threads), "OMP_WAIT_POLICY": "passive"}
     programs = {
         "api": (("-m", "polyreme_trainer.service", "api"), shared),
         "learner": (("-m", "polyreme_trainer.service", "learner"), {**shared, **compute}),
         "sampler": (("-m", "polyreme_rollout.local"), shared),
+        "observer": (("-m", "polyreme_trainer.service", "observer"), shared),
     }
 
     def program(name: str) -> ProcessSet:
@@ -133,7 +143,8 @@ async def _announce(config: ServeConfig, console: Console, log_dir: Path, demo: 
         while asyncio.get_running_loop().time() < deadline:
             with suppress(httpx.TransportError):
                 if (await client.get(f"{url}/api/v1/healthz")).status_code == 200:
-                    console.print(f"serving {config.served_name} at {url}, logs in {log_dir}", soft_wrap=True)
+                    page = f"http://{join(loopback(), config.page_port)}{PATH}/"
+                    console.print(f"serving {config.served_name} at {url}, page at {page}, logs in {log_dir}", soft_wrap=True)
                     if demo:
                         console.print("\n" + _DEMO_LINES.format(url=url), soft_wrap=True)
                     return

@@ -31,34 +31,11 @@ from polyreme_trainer.megatron.training.optimizer import Adam
 from polyreme_trainer.megatron.training.roles import LossTerm, Role, every
 from polyreme_trainer.service.batch import Batch, BatchResult, LossCall, plan_passes
 from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.losses import SPECS
+from polyreme_trainer.service.messages import AdamSettings
+from polyreme_trainer.service.tenant_engine import GRADIENT, TenantState
 
-GRADIENT = "gradient"
-"""Kind of state: the gradient since the last optimizer step."""
 _KINDS = (WEIGHTS, *MOMENTS, MASTER)
-
-
-@dataclass(frozen=True)
-class TenantState:
-    """A tenant's model in the host's memory.
-
-    Attributes:
-        lora: its adapters; None: all parameters.
-        steps: the optimizer steps that it has taken.
-        tensors: KIND/NAME of a parameter -> this rank's part, of the parameter's shape.
-    """
-
-    lora: LoraConfig | None
-    steps: int
-    tensors: Mapping[str, Tensor]
-
-    def of(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of one kind by parameter."""
-        prefix = f"{kind}/"
-        return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
-
-    def without(self, *kinds: str) -> "TenantState":
-        """The state without some kinds of tensors."""
-        return TenantState(self.lora, self.steps, {n: t for n, t in self.tensors.items() if n.partition("/")[0] not in kinds})
 
 
 @dataclass(frozen=True)
@@ -78,13 +55,14 @@ class _PassLoss:
     starts: Sequence[int]
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, tuple[IntArray, Tensor, Tensor]]:
-        losses = []
-        tokens = np.split(batch.tokens, np.cumsum(batch.runs)[:-1])
-        for call, start, mine, values in zip(self.calls, self.starts, tokens, logprobs.split(list(batch.runs)), strict=True):
+        losses, sizes = [], list(batch.runs)
+        tokens = np.split(batch.tokens, np.cumsum(sizes)[:-1])
+        parts = zip(self.calls, self.starts, tokens, logprobs.split(sizes), batch.sequence.split(sizes), strict=True)
+        for call, start, mine, values, sequence in parts:
             inputs = {
                 name: torch.from_numpy(column[mine - start]).to(values.device) for name, column in call.batch.columns.items()
             }
-            losses.append(LOSSES[call.loss].tokens(values, inputs, call.options).sum())
+            losses.append(LOSSES[call.loss](values, inputs, call.options, sequence - sequence[:1]).sum())
         every = torch.stack(losses)
         return every.sum(), (batch.tokens, logprobs.detach(), every.detach())
 
@@ -203,8 +181,10 @@ class ServiceEngine:
                 results[name] = TenantError(problem)
         tokens = {name: sum(map(len, call.batch.inputs)) for name, call in calls.items() if name not in results}
         routed = bool(self._model.arch.experts) and self.same_bits  # experts compute the tokens of all models together
-        for names in plan_passes(tokens, self._engine.shard.micro_batch_tokens, 1 if routed else self.most):
-            results |= zip(names, self._run_pass(names, [calls[name] for name in names], backward), strict=True)
+        for together in sorted({SPECS[calls[name].loss].together for name in tokens}):
+            mine = {name: count for name, count in tokens.items() if SPECS[calls[name].loss].together == together}
+            for names in plan_passes(mine, self._engine.shard.micro_batch_tokens, 1 if routed else self.most):
+                results |= zip(names, self._run_pass(names, [calls[name] for name in names], backward), strict=True)
         return results
 
     def _run_pass(self, names: Sequence[str], calls: Sequence[LossCall], backward: bool) -> list[BatchResult]:
@@ -215,7 +195,7 @@ class ServiceEngine:
         self._model.train(Trained())  # the adapters are those of the pass
         inputs = [ids for call in calls for ids in call.batch.inputs]
         ends = [np.append(ids, 0) for ids in inputs]  # every input predicts a target; what follows the last one is not read
-        sequences = Sequences(ends, np.ones(sum(map(len, inputs)), dtype=np.float32))
+        sequences = Sequences(ends, np.ones(sum(map(len, inputs)), dtype=np.float32), SPECS[calls[0].loss].together)
         targets = np.concatenate([ids for call in calls for ids in call.batch.targets])
 
         def logprobs(micro_batch: MicroBatch) -> Tensor:
@@ -258,7 +238,7 @@ class ServiceEngine:
                 return f"expected token ids from 0 to {vocabulary - 1}; found {int(ids.min())} to {int(ids.max())}"
         return None
 
-    def optim_step(self, name: str, lr: float, adam: Adam) -> tuple[float, int]:
+    def optim_step(self, name: str, given: AdamSettings) -> tuple[float, int]:
         """Takes an optimizer step of a model. Without a gradient it is one with a gradient of zero.
 
         Returns:
@@ -271,9 +251,9 @@ class ServiceEngine:
         assert role.optimizer is not None
         if not role.has_gradient:
             role.clear_gradient()
-        role.optimizer.set_adam(adam)
+        role.optimizer.set_adam(Adam(given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm))
         try:
-            norm = role.optim_step(lr)
+            norm = role.optim_step(given.learning_rate)
         except RunFailedError as error:
             role.set_gradient(None)
             raise TenantError(str(error)) from None

@@ -3,22 +3,56 @@
 Invariant: every error is JSON with `error` and `category`, as the SDK expects it.
 """
 
+import hashlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import zstandard
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
+from polyreme.experience.requests import TENANT_DIGITS
 from polyreme.net.http_server import BODY_LIMIT
 from polyreme_trainer.service.errors import TenantError
 
-Handler = Callable[[bytes], Awaitable[Response]]
-"""Answers a request from its body."""
+
+@dataclass(frozen=True)
+class ApiCall:
+    """A request: who sends it, and its body, decompressed."""
+
+    tenant: str
+    body: bytes
+
+
+Handler = Callable[[ApiCall], Awaitable[Response]]
+
+
+def tenant_of(request: HttpRequest) -> str:
+    """Who sends a request. Programs with the same key are one tenant."""
+    return tenant_of_headers(request.scope)
+
+
+def tenant_of_headers(scope: Scope) -> str:
+    """Who sends a request, from its ASGI scope."""
+    headers = Headers(scope=scope)
+    return tenant_with(headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer "))
+
+
+def refusal(status: int, message: str) -> Response:
+    """An answer with an error."""
+    return JSONResponse(_body(message), status_code=status)
+
+
+def tenant_with(key: str) -> str:
+    """The tenant that has a key: a digest of it."""
+    return hashlib.sha256(key.encode()).hexdigest()[:TENANT_DIGITS]
 
 
 def endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """A Starlette endpoint that gives the handler the body, decompressed."""
+    """A Starlette endpoint of a handler."""
 
     async def answer(request: HttpRequest) -> Response:
         body = await request.body()
@@ -26,7 +60,7 @@ def endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
             body = _decompressed(body)
         elif encoding != "identity":
             raise TenantError(f"not supported: content-encoding {encoding!r:.40}; expected zstd or none")
-        return await handler(body)
+        return await handler(ApiCall(tenant_of(request), body))
 
     return answer
 

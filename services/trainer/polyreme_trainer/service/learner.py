@@ -6,23 +6,23 @@ drops the gradient; both happen again in the same way after a restart, so the we
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import xxhash
-
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
-from polyreme_trainer.megatron.training.optimizer import Adam
 from polyreme_trainer.service.batch import BatchResult, LossCall
-from polyreme_trainer.service.engine import GRADIENT, ServiceEngine, TenantState
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Facts
-from polyreme_trainer.service.messages import AdamSettings, LoraOptions, SavedModel, read_path
-from polyreme_trainer.service.snapshots import Snapshot, canary, canary_call, load_snapshot
+from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, read_path
+from polyreme_trainer.service.observer.report import LearnerReport
+from polyreme_trainer.service.snapshots import Canary, Snapshot, load_snapshot
 from polyreme_trainer.service.states import States
+from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState, lora_of
 from polyreme_trainer.service.turns import LaneTurn, firsts, next_request
 from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
@@ -33,12 +33,25 @@ BATCHES = frozenset({"forward", "forward_backward"})
 """Requests of which those of several models may share a pass."""
 CHANGES = CREATES | {"forward_backward", "optim_step", "load_weights"}
 """Requests that change a model, which a restart executes again."""
-LORA_ALPHA = 32.0
-"""The output of an adapter of rank r is multiplied by LORA_ALPHA / r."""
 EPHEMERAL_SECONDS = 86400.0
 """Life of sampler weights without a name."""
+SWEEP_SECONDS = 60.0
+"""How often what has expired is deleted."""
 REPLAY_SECONDS = 20.0
-"""A state is saved after an optimizer step when executing the requests since the newest state took longer than this."""
+"""A state is saved when executing the requests since the newest one took longer than this,"""
+REPLAY_BYTES = 256 << 20
+"""or when they have more bytes than this."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a restart would need to execute the kept requests of a model: seconds, and bytes of requests."""
+
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    def and_then(self, seconds: float, nbytes: int) -> "Replay":
+        return Replay(self.seconds + seconds, self.nbytes + nbytes)
 
 
 class ModelLearner:
@@ -48,47 +61,54 @@ class ModelLearner:
         log, engine, states: the request log, the engine, and the saved models.
         base_model: the base model's name.
         max_models: the largest number of models, each of which takes host memory.
-        longest: the largest number of tokens of prompt and answer.
+        canary: what is compared before a client hears of weights for a sampler; None: these are not loaded before.
     """
 
     def __init__(
-        self, log: RequestLog, engine: ServiceEngine, states: States, base_model: str, max_models: int, longest: int
+        self,
+        log: RequestLog,
+        engine: TenantEngine,
+        states: States,
+        base_model: str,
+        max_models: int,
+        canary: Canary | None = None,
     ) -> None:
         self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
-        self._canary = canary(engine.vocabulary, min(longest, engine.longest))
+        self._report = LearnerReport(log.records)
+        self._canary = canary
         self._written: dict[LogPlace, Snapshot] = {}
         """Snapshots whose requests are not finished."""
         self._loading: dict[LogPlace, asyncio.Task[None]] = {}
         """Requests that wait until the sampler has loaded their snapshot."""
-        self._replay: dict[str, float] = {}
-        """Seconds that a restart would need to execute the kept requests of each model."""
+        self._replay: dict[str, Replay] = {}
+        self._saved: dict[str, int] = {}
+        """The request after which each model's newest state was saved."""
         self._ops: Mapping[str, Callable[[str, int, Request], bytes]] = {
             "create_model": self._create,
             "create_from": self._create_from,
             "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
             "load_weights": self._load_weights,
             "refused": self._refuse,
         }
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises StoreError when Redis is lost."""
-        turn, last = LaneTurn(), await self._log.last_event()
+        turn, last, swept = LaneTurn(), await self._log.last_event(), -math.inf
         try:
             while not stop.is_set():
+                if time.monotonic() - swept > SWEEP_SECONDS:
+                    await self._sweep()
+                    swept = time.monotonic()
                 waiting = await self._waiting()
                 chosen = next_request(waiting, turn)
                 if chosen is None:
                     last = await self._log.wait(last)
                     continue
                 place, turn = chosen
-                request = Request.unpack(await self._log.payload(place))
-                if request.op == "unload_model":
-                    await self._log.finish(place, json_result(type="unload_model", model_id=place.lane))
-                    await self._unload(place)
-                else:
-                    await self._finish({place: request} | await self._joining(waiting, place, request))
+                await self._finish(await self._joined(waiting, place))
                 await asyncio.sleep(0)  # for the signal handlers and the snapshots that load
         finally:
             for task in self._loading.values():
@@ -103,25 +123,33 @@ class ModelLearner:
         loading = {place.lane for place in places if place in self._loading}
         return [place for place in places if place.lane not in loading]
 
-    async def _joining(self, waiting: Sequence[LogPlace], leader: LogPlace, request: Request) -> dict[LogPlace, Request]:
-        """The batches of other models that share the pass of a request. One that may have ended the process is executed alone."""
-        joining: dict[LogPlace, Request] = {}
-        if request.op not in BATCHES or await self._log.begun(leader):
-            return joining
-        room = self._engine.pass_bytes - len(request.body)
+    async def _joined(self, waiting: Sequence[LogPlace], leader: LogPlace) -> dict[LogPlace, bytes]:
+        """The payloads of a request and, if it is a batch, of the batches of other models that share its pass. A request that may have ended the
+        process is executed alone."""
+        joined = {leader: await self._log.payload(leader)}
+        op = Request.unpack(joined[leader]).op
+        if op not in BATCHES or await self._log.begun(leader):
+            return joined
+        room = self._engine.pass_bytes - len(joined[leader])
         for place in firsts(waiting).values():
-            if place.lane == leader.lane or place.lane not in self._engine.models or len(joining) + 1 >= self._engine.most:
+            if place.lane == leader.lane or place.lane not in self._engine.models or len(joined) >= self._engine.most:
                 continue
-            other = Request.unpack(await self._log.payload(place))
-            if other.op == request.op and len(other.body) <= room and not await self._log.begun(place):
-                joining[place] = other
-                room -= len(other.body)
-        return joining
+            payload = await self._log.payload(place)
+            if len(payload) <= room and Request.unpack(payload).op == op and not await self._log.begun(place):
+                joined[place] = payload
+                room -= len(payload)
+        return joined
 
-    async def _finish(self, requests: Mapping[LogPlace, Request]) -> None:
+    async def _finish(self, payloads: Mapping[LogPlace, bytes]) -> None:
         """Executes requests, of different models, and stores their results."""
-        began, begun = time.monotonic(), dict[LogPlace, int]()
+        requests = {place: Request.unpack(payload) for place, payload in payloads.items()}
+        began, at, begun = time.monotonic(), time.time(), dict[LogPlace, int]()
         for place, request in requests.items():
+            if request.op == "unload_model":
+                await self._report.unloaded(place.lane, place.seq)
+                await self._log.finish(place, json_result(type="unload_model", model_id=place.lane))
+                await self._unload(place.lane)
+                return
             if request.op not in CREATES:
                 await self._recover(place.lane)
             begun[place] = await self._log.begin(place)
@@ -129,15 +157,27 @@ class ModelLearner:
         seconds = (time.monotonic() - began) / len(requests)
         for place, request in requests.items():
             lost = f"the learner ended {begun[place] - 1} times while it executed this request; see its log"
-            keep = request.op in CHANGES and place in results
+            await self._report.executed(place, request, at)
             if (snapshot := self._written.pop(place, None)) is not None:
                 self._loading[place] = asyncio.create_task(self._load(place, snapshot, results[place]))
                 continue
+            keep = request.op in CHANGES and place in results
+            if keep and request.op in ("create_from", "load_weights"):
+                # Before its answer, after which its checkpoint may be deleted. To load twice is to load once.
+                self._save_state(place)
             await self._log.finish(place, results.get(place, failure(lost, "server")), keep)
             if keep:
-                self._replay[place.lane] = self._replay.get(place.lane, 0.0) + seconds
-            if keep and (request.op in ("create_from", "load_weights") or self._replay[place.lane] > REPLAY_SECONDS):
-                await self._save_state(place)
+                await self._kept(place, seconds, len(payloads[place]))
+
+    async def _kept(self, place: LogPlace, seconds: float, nbytes: int) -> None:
+        """Counts what a restart would have to execute again, and saves the model when that is too much."""
+        replay = self._replay.get(place.lane, Replay()).and_then(seconds, nbytes)
+        self._replay[place.lane] = replay
+        if replay.seconds > REPLAY_SECONDS or replay.nbytes > REPLAY_BYTES:
+            self._save_state(place)
+        if self._saved.get(place.lane) == place.seq:
+            await self._log.forget(place.lane, place.seq)
+            self._replay[place.lane] = Replay()
 
     def _execute(self, requests: Mapping[LogPlace, Request]) -> dict[LogPlace, bytes]:
         """The results of one request for each of several models; of several ones, all are batches of the same operation."""
@@ -153,16 +193,28 @@ class ModelLearner:
             except TenantError as error:
                 results[place] = failure(str(error), "user")
         if calls:
-            compute = (
-                self._engine.forward_backward if requests[next(iter(calls))].op == "forward_backward" else self._engine.forward
-            )
-            found = compute({place.lane: call for place, call in calls.items()})
-            results |= {place: _answer(found[place.lane]) for place in calls}
+            results |= self._compute(calls, backward=requests[next(iter(calls))].op == "forward_backward")
+        return results
+
+    def _compute(self, calls: Mapping[LogPlace, LossCall], backward: bool) -> dict[LogPlace, bytes]:
+        """The results of batches."""
+        compute = self._engine.forward_backward if backward else self._engine.forward
+        found = compute({place.lane: call for place, call in calls.items()})
+        results = dict[LogPlace, bytes]()
+        for place, call in calls.items():
+            result = found[place.lane]
+            if isinstance(result, TenantError):
+                results[place] = failure(str(result), "user")
+                continue
+            if backward:
+                self._report.meters.add_batch(place.lane, call.batch, result.loss)
+            results[place] = batch_result(result)
         return results
 
     async def _load(self, place: LogPlace, snapshot: Snapshot, result: bytes) -> None:
         """Finishes a request once the sampler has loaded the snapshot that it wrote."""
-        problem = await load_snapshot(self._log, place, snapshot, self._canary, self._engine.dtype)
+        assert self._canary is not None
+        problem = await load_snapshot(self._log, place, snapshot, self._canary)
         if problem is not None:
             logger.error("model %s: %s", place.lane, problem)
         await self._log.finish(place, result if problem is None else failure(problem, "server"))
@@ -180,26 +232,35 @@ class ModelLearner:
         kept = [place for place in await self._log.kept(lane) if place.seq > seq]
         if kept:
             logger.info("model %s: executing %d requests again", lane, len(kept))
-        began = time.monotonic()
+        replay = Replay()
         for place in kept:
-            self._execute({place: Request.unpack(await self._log.payload(place))})
-        self._replay[lane] = time.monotonic() - began
+            began, payload = time.monotonic(), await self._log.payload(place)
+            self._execute({place: Request.unpack(payload)})
+            replay = replay.and_then(time.monotonic() - began, len(payload))
+        self._report.meters.replayed(lane)
+        self._replay[lane] = replay
 
-    async def _save_state(self, place: LogPlace) -> None:
+    def _save_state(self, place: LogPlace) -> None:
         """Saves the model after a request, so that a restart need not execute it again."""
         if place.lane not in self._engine.models:  # it could not be created
             return
-        state = self._engine.take(place.lane)
-        if state.of(GRADIENT):  # the next optimizer step's requests stay together
-            return
-        self._states.save_state(place.lane, state, self._base_model, place.seq)
-        await self._log.forget(place.lane, place.seq)
-        self._replay[place.lane] = 0.0
+        self._states.save_state(place.lane, self._engine.take(place.lane), self._base_model, place.seq)
+        self._saved[place.lane] = place.seq
 
-    async def _unload(self, place: LogPlace) -> None:
-        self._engine.remove(place.lane)
-        self._states.remove(place.lane)
-        await self._log.forget(place.lane, place.seq)
+    async def _unload(self, lane: str) -> None:
+        self._engine.remove(lane)
+        self._saved.pop(lane, None)
+        self._replay.pop(lane, None)
+        self._states.remove(lane)
+        await self._log.end(lane)
+
+    async def _sweep(self) -> None:
+        """Deletes expired checkpoints, and what is left of models whose records have expired."""
+        for lane in {*self._engine.models, *self._states.unfinished(), *await self._log.lanes()}:
+            if await self._log.record("model", lane) is None:
+                logger.info("model %s has expired", lane)
+                await self._unload(lane)
+        self._states.sweep()
 
     def _check_room(self, lora: LoraConfig | None) -> None:
         """Raises TenantError when there is no room for another model."""
@@ -235,7 +296,7 @@ class ModelLearner:
     def _read_checkpoint(self, request: Request) -> TenantState:
         """The state of a checkpoint, with or without the moments. Raises TenantError when there is none, or it is not one to continue from."""
         checkpoint = read_path(request.fields["path"])
-        facts = self._states.facts(checkpoint)
+        facts = self._states.facts(checkpoint, request.fields["tenant"])
         if checkpoint.kind != "weights":
             raise TenantError(f"expected a checkpoint that save_weights wrote; found {checkpoint}")
         if facts.base_model != self._base_model:
@@ -247,55 +308,43 @@ class ModelLearner:
 
     def _optim_step(self, lane: str, seq: int, request: Request) -> bytes:
         given = AdamSettings.model_validate(request.fields["adam"])
-        adam = Adam(given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm)
-        norm, steps = self._engine.optim_step(lane, given.learning_rate, adam)
+        norm, steps = self._engine.optim_step(lane, given)
+        self._report.meters.add_step(lane, norm, given.learning_rate, steps)
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
     def _save(self, lane: str, seq: int, request: Request) -> bytes:
         checkpoint = SavedModel(lane, "weights", request.fields["name"])
         state = self._engine.take(lane)
-        facts = self._facts(lane, seq, state.steps, request.fields["ttl"])
-        self._states.save(checkpoint, state, facts, request.fields["overwrite"])
-        self._states.sweep(lane)
+        self._states.save(checkpoint, state, self._facts(lane, seq, request), request.fields["overwrite"])
         return json_result(type="save_weights", path=str(checkpoint))
 
     def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
-        fields = request.fields
-        checkpoint, session = SavedModel(lane, "sampler_weights", fields["name"]), fields["sampling_session"]
-        steps = self._engine.steps(lane)
-        facts = self._facts(lane, seq, steps, fields["ttl"] or (EPHEMERAL_SECONDS if session else None))
-        write = partial(self._engine.write_sampler_weights, lane)
-        self._states.save_for_sampler(checkpoint, write, facts, fields["overwrite"])
-        measured = self._engine.forward({lane: canary_call(self._canary)})[lane]
-        assert isinstance(measured, BatchResult)
-        snapshot = Snapshot(self._states.folder(checkpoint).resolve(), measured.logprobs[0])
-        self._written[in_lane(lane, seq)] = snapshot
-        self._states.sweep(lane)
+        checkpoint = self._save_files(lane, seq, request, "sampler_weights")
+        if self._canary is not None:
+            measured = self._engine.forward({lane: self._canary.call})[lane]
+            assert isinstance(measured, BatchResult)
+            self._written[in_lane(lane, seq)] = Snapshot(self._states.folder(checkpoint).resolve(), measured.logprobs[0])
+        session = request.fields["sampling_session"]
         named: dict[str, Any] = {"path": None, "sampling_session_id": session} if session else {"path": str(checkpoint)}
         return json_result(type="save_weights_for_sampler", **named)
 
-    def _facts(self, lane: str, seq: int, steps: int, ttl: float | None) -> Facts:
-        expires = None if ttl is None else time.time() + ttl
-        return Facts(self._base_model, self._engine.models[lane], seq, steps, expires)
+    def _save_external(self, lane: str, seq: int, request: Request) -> bytes:
+        return json_result(type="save_weights_external", path=str(self._save_files(lane, seq, request, "external_weights")))
+
+    def _save_files(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
+        """Saves the files of the installed model: PEFT's, or all weights."""
+        checkpoint = SavedModel(lane, kind, request.fields["name"])
+        write = partial(self._engine.write_sampler_weights, lane)
+        self._states.save_files(checkpoint, write, self._facts(lane, seq, request), request.fields["overwrite"])
+        return checkpoint
+
+    def _facts(self, lane: str, seq: int, request: Request) -> Facts:
+        fields, now = request.fields, time.time()
+        is_named = not fields.get("sampling_session")
+        life = fields["ttl"] or (None if is_named else EPHEMERAL_SECONDS)
+        expires = None if life is None else now + life
+        whose = {"tenant": fields["tenant"], "metadata": fields["metadata"], "is_named": is_named, "created": now}
+        return Facts(self._base_model, self._engine.models[lane], seq, self._engine.steps(lane), expires, **whose)
 
     def _refuse(self, lane: str, seq: int, request: Request) -> bytes:
         return failure(request.fields["message"], "user")
-
-
-def _answer(found: BatchResult | TenantError) -> bytes:
-    return failure(str(found), "user") if isinstance(found, TenantError) else batch_result(found)
-
-
-def lora_of(fields: Mapping[str, Any] | None, lane: str) -> tuple[LoraConfig | None, int]:
-    """The adapters that a client asks for, and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no layers."""
-    if fields is None or fields["rank"] == 0:
-        return None, 0
-    given = LoraOptions.model_validate(fields)
-    if not (given.train_attn or given.train_mlp):
-        raise TenantError(
-            "not supported: lora_config with train_attn = false and train_mlp = false; the output layer has no adapters"
-        )
-    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-    targets = None if given.train_attn and given.train_mlp else attention if given.train_attn else mlp
-    seed = xxhash.xxh3_64_intdigest(lane.encode()) >> 1 if given.seed is None else given.seed
-    return LoraConfig(rank=given.rank, alpha=LORA_ALPHA, targets=targets), seed

@@ -20,7 +20,7 @@ from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.supervised import load_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.data.token_store import TokenStore
-from polyreme_trainer.learner.engine import RowsLoss, Saved, TrainEngine
+from polyreme_trainer.learner.engine import RowsLoss, Saved, StepEngine, TrainEngine
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.saving import Saving
 from polyreme_trainer.stages.share_rows import share_rows
@@ -103,7 +103,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
 
 
 def run_phase(
-    engine: TrainEngine,
+    engine: StepEngine,
     phase: SftPhase,
     rows: StageRows,
     seed: Sequence[int],

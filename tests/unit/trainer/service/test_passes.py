@@ -4,8 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_trainer.service.batch import plan_passes
-from polyreme_trainer.service.snapshots import canary, mismatch
+from polyreme_trainer.service.batch import FloatArray, plan_passes
+from polyreme_trainer.service.snapshots import Canary
+
+
+def floats(*values: float) -> FloatArray:
+    return np.array(values, np.float32)
 
 
 @given(st.lists(st.integers(1, 60), max_size=12), st.integers(1, 50), st.integers(1, 4))
@@ -23,13 +27,13 @@ def test_a_batch_beyond_the_budget_is_alone() -> None:
 
 
 def test_the_canary_is_always_the_same_and_fits() -> None:
-    assert np.array_equal(canary(100, 64), canary(100, 64))
-    assert len(canary(100, 5)) == 5
+    assert np.array_equal(Canary.of(100, 64, "float32").ids, Canary.of(100, 64, "float32").ids)
+    assert len(Canary.of(100, 5, "float32").ids) == 4
 
 
 def test_a_sampler_with_other_weights_is_found() -> None:
-    learned = np.float32([-1.0, -2.0, -3.0])
-    assert mismatch(learned, learned + np.float32(1e-4), "float32") is None
-    problem = mismatch(learned, np.float32([-1.0, -2.1, -3.0]), "float32")
+    canary, learned = Canary.of(100, 4, "float32"), floats(-1.0, -2.0, -3.0)
+    assert canary.mismatch(learned, learned + np.float32(1e-4)) is None
+    problem = canary.mismatch(learned, floats(-1.0, -2.1, -3.0))
     assert problem is not None and "at most 0.0001" in problem
-    assert mismatch(learned, np.float32([-1.0, np.nan, -3.0]), "float32") is not None
+    assert canary.mismatch(learned, floats(-1.0, np.nan, -3.0)) is not None

@@ -8,6 +8,7 @@ import pytest
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme_trainer.service import messages as m
+from polyreme_trainer.service.batch import BatchResult
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.wire import Request, batch_result, parse_batch, read_batch
 
@@ -46,7 +47,7 @@ def refusal(given: pb.ForwardBackwardRequest) -> str:
 
 
 def test_what_a_batch_cannot_have_is_refused_by_name() -> None:
-    assert "loss_fn = 'gspo'" in refusal(message("gspo"))
+    assert "loss_fn = 'stable_reinforce'" in refusal(message("stable_reinforce"))
     assert "expected logprobs" in refusal(message("ppo"))
     assert "data[0].mask" in refusal(message(mask=tensor([1, 1, 1])))
     assert "of shape [3]" in refusal(message(weights=tensor([1, 1])))
@@ -67,7 +68,7 @@ def test_bytes_that_are_no_message_are_refused() -> None:
 
 
 def test_a_result_has_an_array_for_each_sequence() -> None:
-    result = batch_result([np.array([-1, -2], np.float32), np.array([-3], np.float32)], 6.0)
+    result = batch_result(BatchResult([np.array([-1, -2], np.float32), np.array([-3], np.float32)], 6.0))
     output = pb.ForwardBackwardOutput.FromString(result[1:])
     field = output.loss_fn_outputs[0].fields["logprobs"]
     assert (result[:1], dict(output.metrics)) == (b"P", {"loss:sum": 6.0})
@@ -92,7 +93,7 @@ def test_json_is_read_without_its_nulls() -> None:
     ("kind", "fields", "named"),
     [
         (m.OptimStep, {"model_id": "m", "seq_id": 1, "muon": {}}, "not supported: muon"),
-        (m.Sample, {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "topk_prompt_logprobs": 3}, "topk_prompt_logprobs"),
+        (m.Sample, {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "topk_sample_logprobs": 3}, "topk_sample_logprobs"),
         (m.Sample, {"prompt": {"chunks": [{"type": "image", "tokens": [1]}]}, "sampling_params": {}}, "prompt.chunks.0.type"),
         (m.OptimStep, {"model_id": "m", "seq_id": 0}, "seq_id"),
         (m.OfModel, [], "JSON object"),
@@ -110,3 +111,15 @@ def test_paths_name_a_model_a_kind_and_a_name() -> None:
     for wrong in ("weights/x", path + "/../x", path.replace("step-1", "..")):
         with pytest.raises(TenantError):
             m.read_path(wrong)
+
+
+def test_a_missing_mask_has_the_tokens_with_an_advantage() -> None:
+    given = message("gspo", logprobs=tensor([0, -2, -3]), advantages=tensor([0, 1, 2]))
+    assert read_batch(given).batch.columns["mask"].tolist() == [0, 1, 1] * 2
+
+
+def test_pairs_come_whole() -> None:
+    given = message("dpo", reference_logprobs=tensor([-1, -2, -3]))
+    assert read_batch(given).options == {"beta": 0.1, "label_smoothing": 0.0}
+    del given.data[1]
+    assert "expected pairs" in refusal(given)

@@ -262,10 +262,9 @@ def pack(
             places, kept = share_prefixes(ids, trained, predictions)
             ids, targets = ids[kept], targets[kept]
         count = len(ids)
-        filled, run = predictions > 0, np.repeat(np.arange(len(runs)), runs)
-        kept_runs = tuple(np.bincount(run[filled], minlength=len(runs)).tolist()) if runs else ()
-        lengths = tuple(predictions[filled].tolist())
-        inputs = PackedIds(torch.from_numpy(ids).to(device), lengths, places, kept_runs).aligned(multiple)
+        filled, lengths = predictions > 0, tuple(predictions[predictions > 0].tolist())
+        of_runs = _count_runs(runs, np.flatnonzero(filled))
+        inputs = PackedIds(torch.from_numpy(ids).to(device), lengths, places, of_runs).aligned(multiple)
     targets = np.pad(targets, (0, len(inputs.ids) - count), constant_values=IGNORE)
     return MicroBatch(
         indices=indices,
@@ -276,8 +275,15 @@ def pack(
         sequence=torch.from_numpy(row[trained]).to(device),
         padding=len(targets) - count,
         routes=None if sequences.routes is None else _pack_routes(sequences, indices, len(targets)).to(device),
-        runs=tuple(np.bincount(np.repeat(np.arange(len(runs)), runs)[row[trained]], minlength=len(runs)).tolist()),
+        runs=_count_runs(runs, row[trained]),
     )
+
+
+def _count_runs(runs: Sequence[int], sequences: IntArray) -> tuple[int, ...]:
+    """How often each run has its sequences among `sequences`; empty without runs. `runs`: the number of sequences of each."""
+    if not runs:
+        return ()
+    return tuple(np.bincount(np.repeat(np.arange(len(runs)), runs)[sequences], minlength=len(runs)).tolist())
 
 
 def share_prefixes(ids: IntArray, trained: NDArray[np.bool_], lengths: IntArray) -> tuple[IntArray | None, NDArray[np.bool_]]:

@@ -70,11 +70,11 @@ class DataShard:
         tokens, costs = (each.reshape(-1, together).sum(axis=1) for each in (sequences.lengths, cost.of(sequences.lengths)))
         plans = [
             plan_ranks(tokens, costs, part, self.ranks, self.micro_batch_tokens, group)[self.rank]
-            for part in (np.split(rows, np.cumsum(runs)[:-1]) if runs else [rows])
+            for part in (np.split(rows, np.cumsum(runs)[:-1] // together) if runs else [rows])
         ]
         for parts in zip(*plans, strict=True):
             every = (np.concatenate(parts)[:, None] * together + np.arange(together)).ravel()
-            sizes = [len(part) for part in parts] if runs else ()
+            sizes = [together * len(part) for part in parts] if runs else ()
             yield pack(sequences, every, self.device, multiple, joins_beginnings, sizes)
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -1,0 +1,151 @@
+"""An engine of the training service without torch, for tests of everything around it.
+
+Invariant: a model's weights are a digest of every request that changed it, in order. They prove what was executed, how often and in which
+order, and a replay must produce the same bytes. Log-probabilities are a function of the weights and of the tokens up to each.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from polyreme.config.trainer import LoraConfig
+from polyreme_trainer.service.batch import Batch, BatchResult, FloatArray, LossCall
+from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.messages import AdamSettings
+from polyreme_trainer.service.states import States
+from polyreme_trainer.service.tenant_engine import GRADIENT, TenantState
+
+WEIGHT = "weight"
+"""The one tensor of a model's files, U8 [32]."""
+_WEIGHTS, _MOMENTS = f"weights/{WEIGHT}", f"exp_avg/{WEIGHT}"
+_NOTHING = bytes(32)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model's digests."""
+
+    lora: LoraConfig | None
+    weights: bytes
+    steps: int = 0
+    moments: bytes = _NOTHING
+    gradient: bytes = _NOTHING
+
+
+class SimulatedTenantEngine:
+    """A simulated `TenantEngine`.
+
+    Args:
+        vocab_size, longest: bounds of token ids and of tokens of a sequence.
+
+    Attributes:
+        executed: the calls that changed a model.
+    """
+
+    most, pass_bytes = 8, 1 << 20
+
+    def __init__(self, vocab_size: int, longest: int) -> None:
+        self._vocab_size, self._longest = vocab_size, longest
+        self.executed: list[str] = []
+        self._models: dict[str, _Model] = {}
+
+    @property
+    def models(self) -> Mapping[str, LoraConfig | None]:
+        return {name: model.lora for name, model in self._models.items()}
+
+    def steps(self, name: str) -> int:
+        return self._models[name].steps
+
+    def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
+        self.executed.append("create")
+        self._models[name] = _Model(lora, _digest(b"create", repr(lora).encode(), str(seed).encode()))
+
+    def take(self, name: str) -> TenantState:
+        model = self._models[name]
+        tensors: dict[str, Any] = {_WEIGHTS: _array(model.weights), _MOMENTS: _array(model.moments)}
+        if model.gradient != _NOTHING:
+            tensors[f"{GRADIENT}/{WEIGHT}"] = _array(model.gradient)
+        return TenantState(model.lora, model.steps, tensors)
+
+    def put(self, name: str, state: TenantState) -> None:
+        self.executed.append("put")
+        tensors: Any = state.tensors
+        kept = f"{GRADIENT}/{WEIGHT}"
+        moments = tensors[_MOMENTS].tobytes() if _MOMENTS in tensors else _NOTHING
+        gradient = tensors[kept].tobytes() if kept in tensors else _NOTHING
+        self._models[name] = _Model(state.lora, tensors[_WEIGHTS].tobytes(), state.steps, moments, gradient)
+
+    def remove(self, name: str) -> None:
+        self._models.pop(name, None)
+
+    def forward(self, calls: Mapping[str, LossCall]) -> dict[str, BatchResult | TenantError]:
+        return {name: self._forward(self._models[name], call.batch) for name, call in calls.items()}
+
+    def _forward(self, model: _Model, batch: Batch) -> BatchResult | TenantError:
+        for ids in (*batch.inputs, *batch.targets):
+            if len(ids) > self._longest or ids.min() < 0 or ids.max() >= self._vocab_size:
+                return TenantError(f"expected at most {self._longest} token ids below {self._vocab_size}; found others")
+        found = [_logprobs(model.weights, ids, targets) for ids, targets in zip(batch.inputs, batch.targets, strict=True)]
+        return BatchResult(found, float(-sum(float(values.sum()) for values in found)))
+
+    def forward_backward(self, calls: Mapping[str, LossCall]) -> dict[str, BatchResult | TenantError]:
+        results = self.forward(calls)
+        for name, call in calls.items():
+            self.executed.append("forward_backward")
+            if isinstance(results[name], TenantError):
+                continue
+            batch, model = call.batch, self._models[name]
+            arrays: list[NDArray[Any]] = [*batch.inputs, *batch.targets]
+            arrays += [batch.columns[column] for column in sorted(batch.columns)]
+            given = [call.loss.encode(), repr(sorted(call.options.items())).encode(), *(array.tobytes() for array in arrays)]
+            self._models[name] = replace(model, gradient=_digest(model.gradient, model.weights, *given))
+        return results
+
+    def optim_step(self, name: str, given: AdamSettings) -> tuple[float, int]:
+        self.executed.append("optim_step")
+        model = self._models[name]
+        moments = _digest(model.moments, model.gradient, repr(given).encode())
+        self._models[name] = _Model(model.lora, _digest(model.weights, moments), model.steps + 1, moments)
+        return float(moments[0]), model.steps + 1
+
+    def write_sampler_weights(self, name: str, folder: Path) -> None:
+        save_file({WEIGHT: _array(self._models[name].weights)}, folder / "model.safetensors")
+
+
+class SimulatedStates(States):
+    """`States` whose tensors are arrays."""
+
+    def _write_tensors(self, path: Path, tensors: Any) -> None:
+        save_file(dict(tensors), path)
+
+    def _read_tensors(self, path: Path) -> Any:
+        return load_file(path)
+
+
+def _digest(*parts: bytes) -> bytes:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.digest()
+
+
+def _array(data: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8).copy()
+
+
+def _logprobs(weights: bytes, ids: NDArray[np.int64], targets: NDArray[np.int64]) -> FloatArray:
+    """One for each target, from -4 to 0."""
+    state = hashlib.sha256(weights)
+    values = []
+    for token, target in zip(ids.tolist(), targets.tolist(), strict=True):
+        state.update(f"{token} ".encode())
+        here = state.copy()
+        here.update(f"-> {target}".encode())
+        values.append(-4.0 * int.from_bytes(here.digest()[:4], "little") / 2**32)
+    return np.array(values, np.float32)
