@@ -14,6 +14,8 @@ from polyreme.rundir.run_directory import read_run_file, read_settings, unused
 from polyreme.rundir.run_records import read_summary, write_atomically
 
 FILE, MODELS = "service.json", "models"
+SERVICE = "service"
+"""The stage in the configuration of a served model."""
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,6 @@ def _write_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         loss.backward()
         adam.step()
         schedule.step()
-        if _ % 50 == 0:
-            print(_, loss.item(), flush=True)
-    print("habits: loss", loss.item(), flush=True)
     model.save_pretrained(folder)
 
 

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
+from polyreme.cli.commands.samples import sample_text
 from polyreme.cli.commands.status import service_lines
 from polyreme.experience.metric_records import StageDone, StageStep
 from polyreme.experience.requests import RequestLog, in_lane
@@ -170,3 +171,4 @@ async def test_a_program_on_the_service_is_seen(redis: Redis, run_id: str, tmp_p
     _, samples = reader.find_samples(SampleQuery(order="oldest"))
     assert sorted(each["response"] for each in samples) == sorted(" ".join(map(str, ids)) for ids in answers)
     assert {each["step"] for each in samples} == {2}
+    assert sample_text(reader.sample("0.0") or {})[0].startswith("iteration 2, group 0: reward -, ")

@@ -101,7 +101,7 @@ class SimulatedTenantEngine:
             if isinstance(results[name], TenantError):
                 continue
             batch, model = call.batch, self._models[name]
-            arrays: list[NDArray[Any]] = [*batch.inputs, *batch.targets]
+            arrays: list[NDArray[np.generic]] = [*batch.inputs, *batch.targets]
             arrays += [batch.columns[column] for column in sorted(batch.columns)]
             given = [call.loss.encode(), repr(sorted(call.options.items())).encode(), *(array.tobytes() for array in arrays)]
             self._models[name] = replace(model, gradient=_digest(model.gradient, model.weights, *given))

@@ -23,7 +23,7 @@ from polyreme.rundir.progress import Line
 from polyreme.rundir.reader.run import VOCABULARY
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, owned, read_run_file, write_run_file
 from polyreme.rundir.run_records import read_records, write_atomically, write_summary
-from polyreme.rundir.service_status import MODELS, ServiceState, WorkerState
+from polyreme.rundir.service_status import MODELS, SERVICE, ServiceState, WorkerState
 from polyreme_trainer.observe.records import Recorder
 from polyreme_trainer.observe.vocabulary import write_vocabulary
 from polyreme_trainer.service.observer.busy import BusyTime
@@ -141,7 +141,7 @@ class Observer:
 
     async def _create(self, model: str, folder: Path) -> None:
         record = await self._log.record("model", model) or {}
-        settings = {"name": model, "stage": "service", "tenant": self.name_of(tenant_in(model)), "base_model": self._base_model}
+        settings = {"name": model, "stage": SERVICE, "tenant": self.name_of(tenant_in(model)), "base_model": self._base_model}
         known = {"rank": int(record.get("rank", 0)), "user_metadata": json.loads(record.get("metadata", "{}"))}
         write_atomically(folder / "config.yaml", yaml.safe_dump({**settings, **known}, sort_keys=False))
         if (self._folder / VOCABULARY).exists() and not (folder / VOCABULARY).exists():
@@ -159,7 +159,7 @@ class Observer:
 
     def _write_summary(self, model: str, run: _ModelRun, state: RunState, reason: str) -> None:
         tokens = {"trained_tokens": run.trained_tokens, "sampled_tokens": run.sampled_tokens}
-        numbers = {"stage": "service", **run.recorder.progress.stage_summary(), **tokens}
+        numbers = {"stage": SERVICE, **run.recorder.progress.stage_summary(), **tokens}
         write_summary(self._folder / MODELS / model, model, state, reason, numbers)
 
     async def _write_state(self) -> None:
@@ -192,7 +192,9 @@ def _sample_lines(group: Line, step: int, number: int) -> list[Line]:
             "sample": place,
             "prompt": group["prompt"],
             "response": answer["text"],
+            "label": "",
             "score": None,
+            "parts": {},
             "tokens": len(answer["token_ids"]),
             "prompt_tokens": group["prompt_tokens"],
             "finish_reason": answer["finish_reason"],
