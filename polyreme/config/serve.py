@@ -27,8 +27,14 @@ class ServeLearner(Section):
         8192, ge=1, description="Maximum tokens of one micro-batch. A longer sequence forms its own micro-batch."
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
-    max_models: Operational[int] = Field(
-        32, ge=1, description="Maximum number of models. Those that wait for their turn are in the host's memory."
+    max_models: Operational[int] = Field(32, ge=1, description="Maximum number of models.")
+    resident_models: Operational[int] = Field(
+        8, ge=1, description="Maximum number of models on the device, and in one pass. The others are in the host's memory."
+    )
+    same_bits: bool = Field(
+        True,
+        description="Whether a model's weights have the same bits whatever other models train at the same time. The matrix products of a pass"
+        " then run model by model. false: they run together, which is faster on accelerators and equal up to rounding.",
     )
 
     checkpoints_gib: Operational[float] = Field(
@@ -44,7 +50,7 @@ class ServeSampler(Section):
     engine: str = Field("vllm", description="Inference engine, as `rollout.engine` of a run.")
     max_model_len: int = Field(ge=2, description="Maximum length of prompt plus answer, in tokens.")
     max_num_seqs: int = Field(256, ge=1, description="Maximum number of answers that are sampled at once.")
-    vllm: VllmConfig = VllmConfig()
+    vllm: VllmConfig = VllmConfig(max_loras=None)
     transformers: TransformersConfig = TransformersConfig()
 
 
