@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 
+import pytest
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from polyreme.net import rpc
@@ -39,6 +42,22 @@ async def test_calls_that_come_at_once_wait_for_the_server() -> None:
         check = health_pb2_grpc.HealthStub(channel).Check
         calls = [check(health_pb2.HealthCheckRequest(), timeout=300, wait_for_ready=True) for _ in range(6000)]
         assert len(await asyncio.gather(*calls)) == 6000
+
+
+@pytest.mark.slow
+async def test_a_call_may_be_silent_for_as_long_as_it_likes() -> None:
+    """gRPC's own server takes the client's pings for an attack after three of them, and ends the connection."""
+    async with rpc.serve("127.0.0.1", 0, lambda _: None, []) as server, rpc.connect(f"127.0.0.1:{server.port}") as channel:
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=300, wait_for_ready=True)
+        await watching.read()
+        with pytest.raises(TimeoutError):  # nothing comes, and no end
+            await asyncio.wait_for(watching.read(), 120)
+
+
+def test_grpc_knows_every_option() -> None:
+    """It ignores the names of others."""
+    library = Path(cygrpc.__file__).read_bytes()
+    assert [name for name, _ in rpc.SERVER_OPTIONS if name.encode() not in library] == []
 
 
 async def _end(reader: asyncio.StreamReader) -> None:
