@@ -13,9 +13,10 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import redis as redis_py
 from redis import exceptions
@@ -27,10 +28,12 @@ from polyreme.experience.store import LOADING_TIMEOUT, REQUIRED_SETTINGS
 from polyreme.net.ports import free_port, is_free, join, loopback
 from polyreme.net.redis_url import with_password
 from polyreme.process.lifecycle import die_with_parent
+from polyreme.process.supervisor import WELL_SECONDS, restart_backoff
 
 logger = logging.getLogger(__name__)
 
 _PASSWORD_FILE = "password"
+_POLL_SECONDS = 0.5
 
 
 class EmbeddedServer:
@@ -97,6 +100,35 @@ class EmbeddedServer:
         self._given_port = self._port
         self._launch()
         await self._loaded()
+
+    async def keep(self, restarts: int, say: Callable[[str], None], do: str) -> NoReturn:
+        """Restarts the server when it dies, until it is cancelled. Acknowledged writes are on disk, and its clients reconnect.
+
+        Args:
+            restarts: the most of them without five minutes of health between two.
+            say: gets a line about each.
+            do: what the user can do when it has died too often.
+
+        Raises:
+            StoreError: it died too often, or does not start.
+        """
+        deaths = 0
+        while True:
+            started = time.monotonic()
+            while self.alive:  # noqa: ASYNC110 (a process end is no event)
+                await asyncio.sleep(_POLL_SECONDS)
+            deaths = 1 if time.monotonic() - started > WELL_SECONDS else deaths + 1
+            if deaths > restarts:
+                words = self.last_words()
+                found = f"it ended {deaths} times" + (f"; its last output: {words}" if words else "")
+                raise StoreError("the embedded Redis to keep running", found, f"See {self._data_dir / 'redis.log'}, then {do}.")
+            say(f"the embedded Redis ended; restart {deaths} of {restarts}")
+            await asyncio.sleep(restart_backoff(first=0.2).draw(deaths))
+            try:
+                await self.restart()
+            except StoreError:
+                if deaths == restarts:
+                    raise
 
     async def _loaded(self) -> None:
         with self._stopped_on_error():

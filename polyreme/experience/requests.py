@@ -8,29 +8,40 @@ Invariant: a request that is submitted again, before or after its execution or a
 """
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from redis.asyncio import Redis
 
 from polyreme.experience.scripts import Scripts, key
+from polyreme.experience.service_records import ServiceRecords
 
 Worker = Literal["learner", "sampler"]
-Submitted = Literal["new", "known", "early", "gone", "full"]
+QueueState = Literal["active", "paused_capacity"]
+"""active: the request, or another one of its tenant, is executed or next. paused_capacity: other tenants have their turn."""
+Submitted = Literal["new", "known", "early", "gone", "full", "quota"]
 """What became of a submission. early: a request with a lower sequence number is missing. gone: executed long ago, its result has expired.
-full: the log has no room now."""
+full: the log has no room now. quota: the tenant has too many open requests."""
 
+TENANT_DIGITS = 16
+"""The hexadecimal digits of a tenant, a digest of its key."""
 MAX_OPEN = 20_000
 """Most open requests of a worker."""
 MAX_LANE_BYTES = 1 << 30
 """Most bytes of a model's open and kept requests."""
 RESULT_SECONDS = 6 * 3600.0
 """How long a result can be read."""
+MAX_RESULT_BYTES = 256 << 20
+"""Most bytes of a session's results. Beyond them the oldest are deleted before their time."""
 RECORD_SECONDS = 7 * 86400
 """How long a record lives that nobody renews."""
+MAX_NAMES = 10_000
+"""Most records of a group that can be listed, the newest ones."""
 MAX_BEGUN = 4
 """Executions of a request that may end with their process. After them the request fails, so that it does not stop all others."""
 _POLL_SECONDS = 2.0
@@ -53,6 +64,27 @@ class LogPlace:
     seq: int = -1
 
 
+def tenant_in(id: str) -> str:
+    """Whose request, model or session it is: ids begin with their tenant."""
+    return id[:TENANT_DIGITS]
+
+
+def queue_state(id: str, begun: Sequence[str]) -> QueueState:
+    """What an open request waits for. `begun`: the requests that are executed now."""
+    others = begun and not any(tenant_in(each) == tenant_in(id) for each in begun)
+    return "paused_capacity" if others else "active"
+
+
+def in_turns(waiting: Sequence[LogPlace]) -> list[LogPlace]:
+    """Requests in an order that is fair to tenants: the first of each, then the second of each. A tenant's own keep their order."""
+    count = Counter[str]()
+    ranks = []
+    for place in waiting:
+        ranks.append(count[tenant_in(place.id)])
+        count[tenant_in(place.id)] += 1
+    return [place for _, place in sorted(zip(ranks, waiting, strict=True), key=lambda pair: pair[0])]
+
+
 def in_lane(model: str, seq: int) -> LogPlace:
     """The place of a model's request."""
     return LogPlace(f"{model}:{seq}", "learner", model, seq)
@@ -67,18 +99,19 @@ def place_of(id: str, worker: Worker) -> LogPlace:
 
 
 class RequestLog:
-    """The log of the service `name` in a Redis that persists every write."""
+    """The log of the service `name` in a Redis that persists every write. `records`: for its observer."""
 
     def __init__(self, redis: Redis, name: str) -> None:
         self._name, self._scripts = f"service:{name}", Scripts(redis, f"service:{name}")
         self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
         self._waiters: dict[str, set[asyncio.Event]] = {}
+        self.records = ServiceRecords(redis, name)
 
     def _key(self, *parts: str) -> str:
         return key(self._name, ":".join(parts))
 
-    async def submit(self, place: LogPlace, payload: bytes) -> Submitted:
-        """Adds a request. Raises StoreError."""
+    async def submit(self, place: LogPlace, payload: bytes, most: int = MAX_OPEN) -> Submitted:
+        """Adds a request. `most`: open requests of its tenant. Raises StoreError."""
         keys = [
             self._key("requests"),
             self._key("open", place.worker),
@@ -86,7 +119,16 @@ class RequestLog:
             self._key("lane", place.lane),
         ]
         answer = await self._scripts.call(
-            "submit", place.id, payload, place.seq, MAX_OPEN, MAX_LANE_BYTES, place.worker, keys=keys
+            "submit",
+            place.id,
+            payload,
+            place.seq,
+            MAX_OPEN,
+            MAX_LANE_BYTES,
+            place.worker,
+            tenant_in(place.id),
+            most,
+            keys=keys,
         )
         word: Submitted = answer.decode()
         return word
@@ -97,6 +139,7 @@ class RequestLog:
 
     async def finish(self, place: LogPlace, result: bytes, keep: bool = False) -> bool:
         """Stores a result. Returns False when the request has one. `keep`: a restart executes it again unless a saved state includes it."""
+        client = place.id.partition(":")[0]
         names = [
             ("requests",),
             ("open", place.worker),
@@ -104,14 +147,38 @@ class RequestLog:
             ("lane", place.lane),
             ("kept", place.lane),
             ("begun",),
+            ("lanes",),
+            ("results", client),
+            ("bytes", client),
         ]
         life = int(RESULT_SECONDS * 1000)
         keys = [self._key(*name) for name in names]
-        return bool(await self._scripts.call("finish", place.id, result, life, place.seq, int(keep), keys=keys))
+        arguments = (
+            place.id,
+            result,
+            life,
+            place.seq,
+            int(keep),
+            place.lane,
+            self._key("result"),
+            MAX_RESULT_BYTES,
+            tenant_in(place.id),
+        )
+        return bool(await self._scripts.call("finish", *arguments, keys=keys))
 
-    async def forget(self, lane: str, seq: int) -> None:
+    async def forget(self, lane: str, seq: float) -> None:
         """Deletes the lane's kept requests up to `seq`, which a saved state includes."""
-        await self._scripts.call("forget", seq, keys=[self._key("requests"), self._key("kept", lane), self._key("lane", lane)])
+        keys = [self._key("requests"), self._key("kept", lane), self._key("lane", lane), self._key("lanes")]
+        await self._scripts.call("forget", str(seq), lane, keys=keys)
+
+    async def end(self, lane: str) -> None:
+        """Deletes all kept requests of a lane whose model is gone. The numbers of its requests are known for RECORD_SECONDS."""
+        await self.forget(lane, math.inf)
+        await self._redis.expire(self._key("lane", lane), RECORD_SECONDS)
+
+    async def lanes(self) -> set[str]:
+        """The lanes with kept requests."""
+        return {lane.decode() for lane in await self._redis.smembers(self._key("lanes"))}
 
     async def open(self, worker: Worker) -> list[LogPlace]:
         """The requests that wait for a worker, in the order of their arrival."""
@@ -131,11 +198,20 @@ class RequestLog:
         assert found is not None, f"request {place.id} is neither open nor kept"
         return bytes(found)
 
-    async def is_known(self, id: str) -> bool:
-        """Whether a request is open or kept, or has a result."""
-        return bool(await self._redis.hexists(self._key("requests"), id)) or bool(
-            await self._redis.exists(self._key("result", id))
-        )
+    async def is_open(self, id: str) -> bool:
+        """Whether a request waits for a worker, or is executed."""
+        scores = [await self._redis.zscore(self._key("open", worker), id) for worker in get_args(Worker)]
+        return any(score is not None for score in scores)
+
+    async def queue_state(self, id: str) -> QueueState:
+        """What an open request waits for."""
+        begun = [name.decode() for name in await self._redis.hkeys(self._key("begun"))]
+        return queue_state(id, begun)
+
+    async def is_past(self, id: str) -> bool:
+        """Whether a request was in a lane."""
+        lane, _, seq = id.rpartition(":")
+        return bool(lane) and seq.isdecimal() and len(seq) < 16 and int(seq) <= await self.submitted(lane)
 
     async def result(self, id: str, within: float = 0.0) -> bytes | None:
         """A request's result; None after `within` seconds without one. The waits need `following`."""
@@ -197,10 +273,22 @@ class RequestLog:
         found = await self._redis.hgetall(self._key(kind, name))
         return {field.decode(): value.decode() for field, value in found.items()} or None
 
-    async def set_record(self, kind: str, name: str, fields: Mapping[str, str]) -> None:
-        """Stores the fields of a session or a model. It expires RECORD_SECONDS after its newest change."""
+    async def set_record(self, kind: str, name: str, fields: Mapping[str, str], groups: Sequence[str] = ()) -> None:
+        """Stores fields of a session or a model, which expires RECORD_SECONDS after its newest use. `names` lists it in its groups."""
         await self._redis.hset(self._key(kind, name), mapping=dict(fields))
         await self._redis.expire(self._key(kind, name), RECORD_SECONDS)
+        for group in groups:
+            await self._redis.zadd(self._key("names", kind, group), {name: time.time()}, nx=True)
+            await self._redis.zremrangebyrank(self._key("names", kind, group), 0, -MAX_NAMES - 1)
+            await self._redis.expire(self._key("names", kind, group), 4 * RECORD_SECONDS)
+
+    async def names(self, kind: str, group: str) -> list[str]:
+        """The records of a group, the newest first. Some may have expired."""
+        return [name.decode() for name in await self._redis.zrevrange(self._key("names", kind, group), 0, -1)]
+
+    async def used(self, kind: str, name: str) -> float:
+        """When a record was last used, seconds since the epoch."""
+        return time.time() - RECORD_SECONDS + max(0, int(await self._redis.ttl(self._key(kind, name))))
 
     async def renew_record(self, kind: str, name: str) -> bool:
         """Lets a record live for another RECORD_SECONDS. Returns whether there is one."""

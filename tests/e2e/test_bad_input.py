@@ -223,7 +223,7 @@ def test_a_redis_that_dies_again_and_again_ends_the_run(task: Path) -> None:
             assert "Redis ended; restart 1 of 1" in up.output
             time.sleep(5.0)  # `up` has now checked that it answers
     assert up.wait() == 3
-    one_error(up.output, "the run's own Redis to keep running; found it ended 2 times", "redis.log", "--resume")
+    one_error(up.output, "the embedded Redis to keep running; found it ended 2 times", "redis.log", "--resume")
     assert not up.leftovers()
 
 

@@ -236,6 +236,10 @@ async def given_tokens_have_the_log_probabilities_of_the_version(subject: Subjec
     assert np.allclose(found[0][0][:-2], found[0][1], atol=1e-4)
     assert np.allclose(found[0][0], found[2][0], atol=1e-6)
     assert not np.allclose(found[0][0], found[1][0], atol=1e-3)
+    for token, value, top in zip(ids[1:], found[2][0], await subject.engine.top_logprobs(ids, 3, subject.salt), strict=True):
+        assert len(top) == 3 and [each for _, each in top] == sorted((each for _, each in top), reverse=True)
+        assert top[0][1] >= value - 1e-4
+        assert np.isclose(dict(top).get(token, value), value, atol=1e-4)
 
 
 async def given_tokens_wait_for_no_sample(subject: Subject) -> None:

@@ -17,7 +17,7 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import ArenaSource, tensor_views
-from polyreme_rollout.engine.protocol import EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest
+from polyreme_rollout.engine.protocol import EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest, TopTokens
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.weights.weight_swap import WeightSwapper
 from polyreme_rollout.weights.weights_service import WeightsService
@@ -63,6 +63,9 @@ class MemoryEngine:
         assert not self.paused
         await self.has_place.wait()
         return scores(self.weights, ids)
+
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[TopTokens]:
+        raise NotImplementedError
 
     async def pause(self) -> None:
         self.paused = True

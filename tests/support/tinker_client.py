@@ -1,4 +1,4 @@
-"""A program of a tenant, with the public SDK: `python -m support.tinker_client URL CASE`. Its last line is JSON."""
+"""A program of a tenant, with the public SDK: `python -m support.tinker_client URL CASE`, with the key in TINKER_API_KEY. Its last line is JSON."""
 
 import json
 import os
@@ -68,12 +68,40 @@ def continued(service: Any) -> dict[str, Any]:
     return {"end": second.save_weights_for_sampler("end").result().path, "losses": losses}
 
 
+def sampled(service: Any) -> dict[str, Any]:
+    """A loop of reinforcement learning: each step samples from the newest weights, with a seed."""
+    model = service.create_lora_training_client(base_model="tiny", rank=4, seed=9).result()
+    prompt, tokens, losses = list(SEQUENCES[0]), [], []
+    for step in range(STEPS):
+        sampler = model.save_weights_and_get_sampling_client().result()
+        options = types.SamplingParams(max_tokens=6, seed=step, stop=[])
+        answers = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=2, sampling_params=options).result().sequences
+        data = [scored(prompt, answer, 1.0 if number == step % 2 else -0.5) for number, answer in enumerate(answers)]
+        trained, moved = model.forward_backward(data, "importance_sampling"), model.optim_step(ADAM)
+        losses.append(trained.result().metrics["loss:sum"])
+        moved.result()
+        tokens.append([list(answer.tokens) for answer in answers])
+        print(step, losses[-1], flush=True)
+    return {"end": model.save_weights_for_sampler("end").result().path, "losses": losses, "tokens": tokens}
+
+
+def scored(prompt: list[int], answer: Any, advantage: float) -> types.Datum:
+    """The datum of a sampled answer."""
+    ids, before = [*prompt, *answer.tokens], len(prompt) - 1
+    inputs: Any = {
+        "target_tokens": ids[1:],
+        "logprobs": [0.0] * before + list(answer.logprobs),
+        "advantages": [0.0] * before + [advantage] * len(answer.tokens),
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
 def refused(service: Any) -> dict[str, Any]:
     """What the service refuses, and that the model goes on."""
     model = service.create_lora_training_client(base_model="tiny", rank=2).result()
     problems = []
     wrong = datum([5, 10**6], [1.0])
-    for data, loss in (([wrong], "cross_entropy"), (DATA, "gspo")):
+    for data, loss in (([wrong], "cross_entropy"), (DATA, "stable_reinforce")):
         try:
             model.forward_backward(data, loss).result()
         except tinker.RequestFailedError as error:
@@ -81,9 +109,9 @@ def refused(service: Any) -> dict[str, Any]:
     return {"problems": problems, "losses": train(model, 1)}
 
 
-CASES = {case.__name__: case for case in (twenty_steps, continued, refused)}
+CASES = {case.__name__: case for case in (twenty_steps, continued, sampled, refused)}
 
 if __name__ == "__main__":
-    outcome = CASES[sys.argv[2]](tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-any"))
+    outcome = CASES[sys.argv[2]](tinker.ServiceClient(base_url=sys.argv[1]))
     print(json.dumps(outcome), flush=True)
     os._exit(0)  # the SDK's threads would wait for a heartbeat

@@ -23,19 +23,16 @@ from polyreme.page import PATH
 from polyreme.process.lifecycle import OWNER_DIED
 from polyreme.process.supervisor import (
     FINAL_CODES,
-    WELL_SECONDS,
     ChildFailedError,
     ProcessSet,
     ProcessSpec,
     Supervisor,
-    restart_backoff,
 )
 from polyreme.rundir.progress import Progress, stream_time
 from polyreme.rundir.run_records import read_records, write_end
 
 _GRACE_SECONDS = 15.0
 _RECORDS_INTERVAL = 0.5
-_STORE_POLL_SECONDS = 0.5
 _LAST_STATE_SECONDS = 30.0
 _BEFORE_HANDLERS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
 """Exit statuses of a trainer that receives a signal before it installs its handlers: that of the signal, or of a KeyboardInterrupt."""
@@ -151,31 +148,11 @@ class Session:
         return number
 
     async def _keep_store(self) -> None:
-        """Restarts the run's own Redis when it dies. Its acknowledged writes are on disk, and its clients reconnect.
-
-        Raises:
-            StoreError: Redis died too often, or does not start.
-        """
-        deaths = 0
-        while True:
-            started = time.monotonic()
-            while self._own_store is None or self._own_store.alive:  # noqa: ASYNC110 (a process end is no event)
-                await asyncio.sleep(_STORE_POLL_SECONDS)
-            deaths = 1 if time.monotonic() - started > WELL_SECONDS else deaths + 1
-            if deaths > (limit := self._config.trainer.max_restarts):
-                raise StoreError(
-                    "the run's own Redis to keep running",
-                    f"it ended {deaths} times"
-                    + (f"; its last output: {words}" if (words := self._own_store.last_words()) else ""),
-                    f"See {self._config.run_dir / 'redis' / 'redis.log'}, then continue with --resume.",
-                )
-            self._say(f"the run's own Redis ended; restart {deaths} of {limit}")
-            await asyncio.sleep(restart_backoff(first=0.2).draw(deaths))
-            try:
-                await self._own_store.restart()
-            except StoreError:
-                if deaths == limit:
-                    raise
+        """Restarts the run's own Redis when it dies. Raises StoreError when it died too often, or does not start."""
+        if self._own_store is None:
+            await asyncio.Event().wait()
+        else:
+            await self._own_store.keep(self._config.trainer.max_restarts, self._say, "continue with --resume")
 
     async def _declare_failed(self, serving: "asyncio.Task[None]", training: "asyncio.Task[None]") -> None:
         """Sets the run to failed after a service failed for good, and raises the service's failure."""

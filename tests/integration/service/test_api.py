@@ -1,6 +1,7 @@
 """The endpoints of the Tinker API on a real request log, without the processes that execute requests."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from polyreme_trainer.service.folders import FACTS, Facts, Folders
 from polyreme_trainer.service.wire import Request, json_result
 
 MODEL = f"{'a' * 32}:train:0"
+TENANT = hashlib.sha256(b"").hexdigest()[:16]
+"""Of clients without a key."""
 
 
 class Client:
@@ -47,7 +50,7 @@ class Client:
 @pytest.fixture
 async def client(redis: Redis, run_id: str, tmp_path: Path) -> AsyncIterator[Client]:
     log = RequestLog(redis, run_id)
-    app = ServiceApi(log, Folders(tmp_path), "base", "/models/base", "llama", 64).app()
+    app = ServiceApi(log, Folders(tmp_path), "base", "/models/base", "llama", 64, "key").app()
     async with log.following(), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
         yield Client(http, log, tmp_path)
 
@@ -109,10 +112,10 @@ async def test_a_batch_comes_whole_or_compressed(client: Client) -> None:
 async def test_a_batch_that_is_refused_keeps_its_place(client: Client) -> None:
     """The client's next request has the next number."""
     model = await client.model()
-    body = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="gspo").SerializeToString()
+    body = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="stable_reinforce").SerializeToString()
     assert (await client.http.post("/api/v1/forward_backward", content=body)).status_code == 200
     refused = (await client.logged())[1]
-    assert refused.op == "refused" and "gspo" in refused.fields["message"]
+    assert refused.op == "refused" and "stable_reinforce" in refused.fields["message"]
 
 
 async def test_an_answer_is_held_for_its_result(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +148,7 @@ async def test_a_sampling_session_knows_its_checkpoint(client: Client) -> None:
     sample |= {"sampling_session_id": f"{session}:sample:7", "seq_id": 0, "num_samples": 2}
     await client.post("asample", 400, **sample, sampling_params={})  # the learner has not written it
     folder.mkdir(parents=True)
-    (folder / FACTS).write_text(Facts("base", LoraConfig(rank=4), 1, 0).to_json())
+    (folder / FACTS).write_text(Facts("base", LoraConfig(rank=4), 1, 0, tenant=TENANT).to_json())
     asked = await client.post("asample", **sample, sampling_params={"max_tokens": 3, "stop": [5], "seed": None})
     assert asked["sample_sequence_ids"] == [f"{session}:sample:7:0:0", f"{session}:sample:7:0:1"]
     [request] = await client.logged("sampler")
@@ -164,7 +167,8 @@ async def test_unknown_names_and_features_are_refused(client: Client) -> None:
     await client.post("get_info", 404, model_id=MODEL)
     await client.post("optim_step", 404, model_id=MODEL, seq_id=1)
     await client.post("save_weights", 400, model_id=model, seq_id=1, path="../x")
-    assert "not supported: POST" in (await client.post("create_custom_loss", 404))["error"]
+    assert "not supported: custom losses" in (await client.post("create_custom_loss", 400))["error"]
+    assert "not supported: POST" in (await client.post("another", 404))["error"]
     answer = await client.http.post("/api/v1/optim_step", content=b"{")
     assert (answer.status_code, json.loads(answer.text)["category"]) == (400, "user")
 

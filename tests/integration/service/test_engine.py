@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from polyreme.config.model import ModelConfig
-from polyreme.config.serve import ServeConfig, ServeSampler
+from polyreme.config.serve import ServeConfig, ServeLearner, ServeSampler
 from polyreme.config.trainer import LoraConfig
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme_rollout.local.weights import tensors_of
-from polyreme_trainer.megatron.training.optimizer import Adam
 from polyreme_trainer.service.batch import Batch
 from polyreme_trainer.service.engine import ServiceEngine
 from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.messages import AdamSettings
 
 pytestmark = pytest.mark.real
 
@@ -25,7 +25,7 @@ INPUTS, TARGETS = [np.array([5, 9, 14, 7]), np.array([11, 6])], [np.array([0, 3,
 BATCH = Batch(INPUTS, TARGETS, {"weights": np.float32([0, 1, 1, 0.5, 1, 1])})
 EPS = 1e-4
 """Large: a step must not amplify the rounding of gradients that are almost 0."""
-ADAM = Adam(0.9, 0.95, EPS, 0.0, 0.0)
+ADAM = AdamSettings(learning_rate=1e-3, eps=EPS)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(base: Path) -> Iterator[ServiceEngine]:
     sampler = ServeSampler(engine="transformers", max_model_len=64)
-    with ServiceEngine.open(ServeConfig(model=ModelConfig(path=base), sampler=sampler).as_run()) as opened:
+    config = ServeConfig(model=ModelConfig(path=base), sampler=sampler, learner=ServeLearner(micro_batch_tokens=8))
+    with ServiceEngine.open(config.as_run()) as opened:
         yield opened
 
 
@@ -46,7 +47,7 @@ def steps(engine: ServiceEngine, count: int) -> list[float]:
     losses = []
     for _ in range(count):
         losses.append(engine.forward_backward(BATCH, "cross_entropy", {})[1])
-        engine.optim_step(1e-3, ADAM)
+        engine.optim_step(ADAM)
     return losses
 
 
@@ -96,7 +97,7 @@ def test_a_model_that_was_moved_out_goes_on_with_the_same_bits(engine: ServiceEn
             engine.create(LoraConfig(rank=5, targets=["up_proj", "down_proj"]), 1)
             steps(engine, 1)
             engine.put(mine)
-        outcomes.append((engine.optim_step(1e-3, ADAM), engine.forward(BATCH, "cross_entropy", {})))
+        outcomes.append((engine.optim_step(ADAM), engine.forward(BATCH, "cross_entropy", {})))
     (step, (logprobs, loss)), (moved_step, (moved_logprobs, moved_loss)) = outcomes
     assert (step, loss) == (moved_step, moved_loss)
     assert all(np.array_equal(a, b) for a, b in zip(logprobs, moved_logprobs, strict=True))
@@ -108,6 +109,30 @@ def test_a_gradient_that_is_not_finite_changes_nothing(engine: ServiceEngine) ->
     before = engine.forward(BATCH, "cross_entropy", {})[1]
     engine.forward_backward(Batch(INPUTS, TARGETS, {"weights": np.float32([np.nan] * 6)}), "cross_entropy", {})
     with pytest.raises(TenantError, match="finite gradient"):
-        engine.optim_step(1e-3, ADAM)
+        engine.optim_step(ADAM)
     assert engine.forward(BATCH, "cross_entropy", {})[1] == before
-    assert engine.optim_step(1e-3, ADAM)[1] == 2, "a step without a gradient is one of zero"
+    assert engine.optim_step(ADAM)[1] == 2, "a step without a gradient is one of zero"
+
+
+def test_pairs_are_compared_whole(engine: ServiceEngine, base: Path) -> None:
+    """Also when each pair fills a micro-batch. The gradient's norm is that of plain torch for all parameters."""
+    inputs = [np.array(ids) for ids in ([5, 9, 14, 7], [5, 9, 6], [11, 6, 3], [11, 6, 8, 2, 4])]
+    targets = [np.roll(ids, -1) for ids in inputs]
+    count = sum(map(len, inputs))
+    reference = -np.linspace(1, 3, count, dtype=np.float32)
+    batch = Batch(inputs, targets, {"weights": np.ones(count, np.float32), "reference_logprobs": reference})
+    engine.create(None, 0)
+    loss = engine.forward_backward(batch, "dpo", {"beta": 0.5, "label_smoothing": 0.0})[1]
+    norm, _ = engine.optim_step(ADAM)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    sums, offset = [], 0
+    for ids, wanted in zip(inputs, targets, strict=True):
+        logprobs = model(input_ids=torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
+        given = torch.from_numpy(reference[offset : offset + len(ids)])
+        sums.append((logprobs.gather(-1, torch.from_numpy(wanted)[:, None])[:, 0] - given).sum())
+        offset += len(ids)
+    total = -sum(torch.nn.functional.logsigmoid(0.5 * (sums[i] - sums[i + 1])) for i in (0, 2))
+    total.backward()
+    plain = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
+    assert float(total.detach()) == pytest.approx(loss, rel=1e-4)
+    assert float(plain) == pytest.approx(norm, rel=1e-4)

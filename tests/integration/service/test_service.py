@@ -1,5 +1,7 @@
 """The public SDK, unmodified, against a training service with megatron's learner: numbers, restarts, tenants."""
 
+import asyncio
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from polyreme.hub.tiny_model import write_tiny_model
-from support.service import Service, service, tenant
+from support.service import Service, service, tenant, three_tenants
 from support.tinker_client import SEQUENCES, STEPS, WEIGHTS
 
 pytestmark = pytest.mark.real
@@ -76,6 +78,38 @@ async def test_killed_processes_cost_a_client_nothing(running: Service, tmp_path
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+async def test_a_killed_sampler_or_redis_costs_a_client_nothing(running: Service, tmp_path: Path) -> None:
+    """Each step samples from the weights of the one before, so every answer decides the next weights."""
+    disturbed = tenant(running, "sampled", tmp_path)
+    for line, part in (("2 ", "sampler"), ("5 ", "redis"), ("8 ", "sampler"), ("11 ", "redis")):
+        await disturbed.wait_for(line)
+        running.kill(part)
+    lost = disturbed.result()
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    kept = tenant(running, "sampled", quiet).result()
+    assert (lost["tokens"], lost["losses"]) == (kept["tokens"], kept["losses"])
+    one, two = (adapter_of(running.saved(each["end"])) for each in (lost, kept))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+async def test_twenty_kills_cost_three_tenants_nothing(running: Service, tmp_path: Path) -> None:
+    """Of any process, at random, while each answer decides the weights that follow."""
+    rng, end = random.Random(1), tmp_path / "end"
+    program = three_tenants(running.url, "tiny", tmp_path, str(end))
+    await program.wait_for("2 0")
+    for _ in range(20):
+        running.kill(rng.choice(("api", "learner", "sampler", "redis")))
+        await asyncio.sleep(rng.expovariate(1 / 4.0))
+    end.touch()
+    lost = await asyncio.to_thread(program.result)
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    steps = [str(len(each["losses"])) for each in lost]
+    assert lost == await asyncio.to_thread(three_tenants(running.url, "tiny", quiet, *steps).result)
+
+
 async def test_tenants_of_different_ranks_share_the_base_model(running: Service, tmp_path: Path) -> None:
     """The same program has the same weights alone and beside others."""
     programs = []
@@ -92,5 +126,5 @@ async def test_tenants_of_different_ranks_share_the_base_model(running: Service,
 def test_a_refused_request_leaves_the_model_as_it_was(running: Service, tmp_path: Path) -> None:
     outcome = tenant(running, "refused", tmp_path).result()
     assert "token ids from 0 to" in outcome["problems"][0]
-    assert "loss_fn = 'gspo'" in outcome["problems"][1]
+    assert "loss_fn = 'stable_reinforce'" in outcome["problems"][1]
     assert np.isfinite(outcome["losses"]).all()

@@ -89,6 +89,10 @@ class Slept:
     cache: bool
 
 
+TopTokens = Sequence[tuple[int, float]]
+"""Tokens and their log-probabilities at temperature 1, in nats, the most likely one first."""
+
+
 class TensorDigest(NamedTuple):
     """Shape, and xxh3_64 of the bytes (minus zero counts as zero)."""
 
@@ -144,6 +148,10 @@ class InferenceEngine(Protocol):
         Raises:
             EngineDeadError: the engine has died.
         """
+        ...
+
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[TopTokens]:
+        """For each of ids[1:], the `count` most likely tokens given the tokens before it. Otherwise as `logprobs`."""
         ...
 
     async def pause(self) -> None:

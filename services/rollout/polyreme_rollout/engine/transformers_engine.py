@@ -33,6 +33,7 @@ from polyreme_rollout.engine.protocol import (
     NewTokens,
     Slept,
     TensorDigest,
+    TopTokens,
 )
 
 MAX_COHORTS = 4
@@ -119,6 +120,10 @@ class TransformersEngine:
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
         self._check_alive()
         return await self._compute(_logprobs, self._model, ids)
+
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[TopTokens]:
+        self._check_alive()
+        return await self._compute(_top_logprobs, self._model, ids, count)
 
     async def pause(self) -> None:
         self._check_alive()
@@ -243,10 +248,21 @@ def _weight_names(model: Any) -> list[str]:
 
 
 @torch.inference_mode()
-def _logprobs(model: Any, ids: Sequence[int]) -> list[float]:
+def _rows(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """The log-probabilities of all tokens after each of ids[:-1], float32 [n - 1, vocabulary]."""
     tokens = torch.tensor([list(ids)], device=model.device)
-    rows = model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    return [float(value) for value in rows.gather(-1, tokens[0, 1:, None])[:, 0].tolist()]
+    return model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+
+
+def _logprobs(model: Any, ids: Sequence[int]) -> list[float]:
+    rows = _rows(model, ids)
+    wanted = torch.tensor(list(ids[1:]), device=rows.device)
+    return [float(value) for value in rows.gather(-1, wanted[:, None])[:, 0].tolist()]
+
+
+def _top_logprobs(model: Any, ids: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+    values, tokens = _rows(model, ids).topk(count, dim=-1)
+    return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
 
 
 @torch.no_grad()

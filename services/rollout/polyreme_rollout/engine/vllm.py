@@ -31,7 +31,16 @@ from polyreme.process.gloo_device import share_gloo_device
 from polyreme.process.lifecycle import die_with_parent, gc_disabled
 from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.output_chunks import IN_CHUNKS
-from polyreme_rollout.engine.protocol import EngineDeadError, EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest
+from polyreme_rollout.engine.protocol import (
+    EngineDeadError,
+    EngineRequest,
+    LoadError,
+    LoadResult,
+    NewTokens,
+    Slept,
+    TensorDigest,
+    TopTokens,
+)
 from polyreme_rollout.engine.scheduler import extend_scheduler
 from polyreme_rollout.engine.sleep import check_sleep
 from polyreme_rollout.engine.vllm_arguments import engine_arguments
@@ -140,17 +149,29 @@ class VllmEngine:
             await outputs.aclose()
 
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
+        rows = await self._prompt_logprobs(ids, 0, salt)
+        return [row[token].logprob for token, row in zip(ids[1:], rows, strict=True)]
+
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[TopTokens]:
+        rows = await self._prompt_logprobs(ids, count, salt)
+        ranked = [sorted((value.rank, token, value.logprob) for token, value in row.items()) for row in rows]
+        return [
+            [(token, logprob) for _, token, logprob in row[:count]] for row in ranked
+        ]  # a prompt's own token may be a further one
+
+    async def _prompt_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[Mapping[int, Any]]:
+        """vLLM's log-probabilities of each of ids[1:], and of the `count` most likely tokens at its place."""
         # The engine computes log-probabilities of a prompt before any temperature. It samples at least one token.
-        params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=count, detokenize=False)
         prompt = {"type": "token", "prompt_token_ids": list(ids), "cache_salt": salt}
         outputs = self.llm.generate(prompt, params, f"polyreme-logprobs-{uuid.uuid4().hex}", priority=-1)
         try:
-            rows = [answer.prompt_logprobs async for answer in outputs][-1]
+            rows: Sequence[Any] = [answer.prompt_logprobs async for answer in outputs][-1]
         except self._dead_error as error:
             raise EngineDeadError(f"vLLM's engine has exited: {error}") from None
         finally:
             await outputs.aclose()
-        return [row[token].logprob for token, row in zip(ids[1:], rows[1:], strict=True)]
+        return rows[1:]
 
     @property
     def _pauses_at_once(self) -> bool:

@@ -9,20 +9,28 @@ engine's rounding.
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
-from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling
-from polyreme_rollout.local.weights import SavedWeights
+from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns
+from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling, TopTokens
+from polyreme_rollout.local.report import SamplerReport
+
+if TYPE_CHECKING:
+    from polyreme_rollout.local.weights import SavedWeights
 
 MAX_RUNNING = 1024
 """Most requests that run at once. Each may ask for several samples."""
+
+
+_NO_LOGPROB = -99999.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class SampleRequest:
         stop_ids: tokens that end an answer; None: the model's own.
         stop_strings: texts that end an answer.
         prompt_logprobs: whether the prompt's log-probabilities are returned.
+        prompt_logprobs_last: of how many of its last tokens; None: of all.
+        topk: how many of the most likely tokens of each place in the prompt are returned.
     """
 
     weights: str | None
@@ -51,12 +61,19 @@ class SampleRequest:
     stop_ids: Sequence[int] | None
     stop_strings: Sequence[str]
     prompt_logprobs: bool
+    prompt_logprobs_last: int | None = None
+    topk: int = 0
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the request is for the prompt's log-probabilities."""
+        return self.prompt_logprobs and self.max_tokens == 1
 
     @classmethod
     def unpack(cls, payload: bytes) -> "SampleRequest":
         fields = json.loads(payload.partition(b"\n")[0])
-        del fields["op"]
-        return cls(**({"max_tokens": None, "seed": None} | fields))
+        given = {name: value for name, value in fields.items() if name not in ("op", "arrived")}
+        return cls(**({"max_tokens": None, "seed": None} | given))
 
 
 class ServedSampler:
@@ -72,7 +89,7 @@ class ServedSampler:
         self,
         log: RequestLog,
         engine: InferenceEngine,
-        weights: SavedWeights,
+        weights: "SavedWeights",
         stop_ids: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
     ) -> None:
@@ -81,6 +98,7 @@ class ServedSampler:
         self._loads = self._asked = 0
         self._requests: dict[str, SampleRequest] = {}
         self._running: dict[asyncio.Task[None], str] = {}
+        self._report = SamplerReport(log.records, decode)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises EngineDeadError or StoreError when it cannot continue."""
@@ -102,7 +120,7 @@ class ServedSampler:
     async def _start_waiting(self) -> None:
         """Starts the requests whose model is loaded, or loads the model of the first one when nothing runs."""
         started = set(self._running.values())
-        waiting = [place for place in await self._log.open("sampler") if place.id not in started]
+        waiting = in_turns([place for place in await self._log.open("sampler") if place.id not in started])
         self._requests = {id: request for id, request in self._requests.items() if id in {place.id for place in waiting}}
         for place in waiting[:MAX_RUNNING]:
             if place.id not in self._requests:
@@ -146,7 +164,12 @@ class ServedSampler:
             await self._log.finish(place, _failure(lost, "server"))
             return
         else:
-            await self._log.finish(place, b"P" + (await self._sample(place, request, room)).SerializeToString())
+            began = time.time()
+            async with self._report.busy():
+                answer = await self._sample(place, request, room)
+            await self._log.finish(place, b"P" + answer.SerializeToString())
+            if not request.is_scoring:
+                await self._report.answered(place, request.weights, request.prompt, began, answer)
             return
         await self._log.finish(place, _failure(problem))
 
@@ -154,9 +177,14 @@ class ServedSampler:
         salt = str(self._loads)
         parts = [self._sequence(place, request, number, room, salt) for number in range(request.samples)]
         answer = pb.SampleResponse(sequences=await asyncio.gather(*parts))
+        unscored = max(1, len(request.prompt) - (request.prompt_logprobs_last or len(request.prompt)))
         if request.prompt_logprobs:
-            values = await self._engine.logprobs(request.prompt, salt)
-            answer.prompt_logprobs = np.array([np.nan, *values], "<f4").tobytes()
+            values = np.array([np.nan, *await self._engine.logprobs(request.prompt, salt)], "<f4")
+            values[:unscored] = np.nan
+            answer.prompt_logprobs = values.tobytes()
+        if request.topk:
+            rows = await self._engine.top_logprobs(request.prompt, request.topk, salt)
+            answer.topk_prompt_logprobs.CopyFrom(_matrices(rows[unscored - 1 :], len(request.prompt), request.topk))
         return answer
 
     async def _sequence(self, place: LogPlace, request: SampleRequest, number: int, room: int, salt: str) -> pb.SampledSequence:
@@ -193,6 +221,15 @@ class ServedSampler:
             if any(stop in text for stop in stops):
                 return end
         return None
+
+
+def _matrices(rows: Sequence[TopTokens], length: int, count: int) -> pb.TopkLogprobs:
+    """The most likely tokens of the last places of a prompt of `length` tokens."""
+    tokens, logprobs = np.zeros((length, count), "<i4"), np.full((length, count), _NO_LOGPROB, "<f4")
+    for place, row in enumerate(rows, start=length - len(rows)):
+        tokens[place, : len(row)] = [token for token, _ in row]
+        logprobs[place, : len(row)] = [value for _, value in row]
+    return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=count, length=length)
 
 
 def _failure(message: str, category: str = "user") -> bytes:

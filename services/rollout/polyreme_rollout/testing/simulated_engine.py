@@ -32,6 +32,7 @@ from polyreme_rollout.engine.protocol import (
     Sampling,
     Slept,
     TensorDigest,
+    TopTokens,
 )
 
 WEIGHT_NAMES = frozenset({"weight"})
@@ -100,7 +101,7 @@ class SimulatedInferenceEngine:
     Args:
         weight_names: Hugging Face names that a version must have.
         max_model_len, vocab_size: of the simulated model.
-        step_seconds: duration of one token of every running request.
+        step_seconds: duration of one token of every running request; may be changed at any time.
         max_num_seqs: requests that run at once; others wait.
         route_bytes: bytes of routes that it reports per token, see `routes_of`; 0: it reports none.
 
@@ -124,7 +125,7 @@ class SimulatedInferenceEngine:
         self.weight_names, self.max_model_len, self.vocab_size = weight_names, max_model_len, vocab_size
         self.lengths = lengths or Lengths()
         self.route_bytes, self.reports_routes = route_bytes, route_bytes > 0
-        self._step_seconds, self._failures = step_seconds, failures or Failures()
+        self.step_seconds, self._failures = step_seconds, failures or Failures()
         self._arenas = ArenaCache()
         self._room = asyncio.Semaphore(max_num_seqs)
         self._running, self._dead = asyncio.Event(), asyncio.Event()
@@ -172,6 +173,14 @@ class SimulatedInferenceEngine:
         await self._spend(1)
         states = itertools.accumulate(ids, lambda state, token: _mix(state ^ token), initial=_mix(self.policy))
         return [-2.0 / (1 << 32) * (state & 0xFFFFFFFF) for state in list(states)[2:]]
+
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[TopTokens]:
+        """Each prompt's token and those after it by number, each less likely by 1."""
+        values = await self.logprobs(ids, salt)
+        return [
+            [((token + place) % self.vocab_size, value - place) for place in range(count)]
+            for token, value in zip(ids[1:], values, strict=True)
+        ]
 
     async def pause(self) -> None:
         self._check_alive()
@@ -231,7 +240,7 @@ class SimulatedInferenceEngine:
             self._dead.set()
         if self.tokens >= self._failures.silent_after:
             await self._dead.wait()
-        await asyncio.sleep(self._step_seconds * tokens)
+        await asyncio.sleep(self.step_seconds * tokens)
         await self._running.wait()
         self._check_alive()
 

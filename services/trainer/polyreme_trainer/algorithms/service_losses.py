@@ -1,63 +1,51 @@
-"""The losses of the training service, with the names and formulas of the Tinker API: each is a sum over tokens.
+"""The losses of the training service: those of the Tinker API with its names and formulas, and those of the presets and of preferences.
 
 p is the log-probability of a token under the model, q its log-probability when it was sampled, A its advantage, w its weight and
 r = exp(p - q). A padded token has A = 0 or w = 0.
 
-Invariant: a loss is a sum over tokens, so the gradients of the parts of a batch add up to that of the whole.
+Invariant: a loss is a sum over tokens, sequences or pairs, so the gradients of the parts of a batch add up to that of the whole.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from polyreme_trainer.algorithms import losses, preference
+from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.ratio import bounded_exp
 
 Inputs = Mapping[str, Tensor]
 Options = Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class ServiceLoss:
-    """A loss of the API.
-
-    Attributes:
-        inputs: the names of its inputs, float32 [t] each.
-        options: its options with their defaults.
-        tokens: (p [t], inputs, options) -> the loss of each token, [t], to be minimised and summed; differentiable in p.
-        optional: inputs that are 1 where they are missing.
-    """
-
-    inputs: tuple[str, ...]
-    options: Options
-    tokens: Callable[[Tensor, Inputs, Options], Tensor]
-    optional: frozenset[str] = frozenset()
+ServiceLoss = Callable[[Tensor, Inputs, Options, Tensor], Tensor]
+"""(p [t], inputs [t] each, options, the sequence of each token int64 [t]) -> losses to be minimised and summed; differentiable in p."""
 
 
-def cross_entropy(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
+def cross_entropy(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """-w p"""
     return -inputs["weights"] * p
 
 
-def importance_sampling(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
+def importance_sampling(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """-r A"""
     return -bounded_exp(p - inputs["logprobs"]) * inputs["advantages"]
 
 
-def ppo(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
+def ppo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """-min(r A, clip(r, low, high) A): Schulman et al. 2017 (arXiv 1707.06347), equation 7. The thresholds bound the ratio itself."""
     ratio, advantages = bounded_exp(p - inputs["logprobs"]), inputs["advantages"]
     return -torch.minimum(ratio * advantages, _clipped(ratio, options) * advantages)
 
 
-def cispo(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
+def cispo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """-clip(r, low, high) A p, without a gradient through the ratio: MiniMax-M1, 2025 (arXiv 2506.13585), equation 4."""
     ratio = _clipped(bounded_exp(p.detach() - inputs["logprobs"]), options)
     return -ratio * inputs["advantages"] * p
 
 
-def dro(p: Tensor, inputs: Inputs, options: Options) -> Tensor:
+def dro(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
     """-(A p - beta / 2 (p - q)^2): Richemond et al. 2024 (arXiv 2405.19107), with the advantage in place of reward and value."""
     return -(inputs["advantages"] * p - 0.5 * options["beta"] * (p - inputs["logprobs"]).square())
 
@@ -66,13 +54,89 @@ def _clipped(ratio: Tensor, options: Options) -> Tensor:
     return ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
 
 
-_BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-_SAMPLED = ("logprobs", "advantages")
+def gspo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`ppo` with the geometric mean of the sequence's ratios for each token's: `losses.sequence_log_ratio`."""
+    given, bounds = _policy_inputs(p, inputs, sequence), (1 - options["clip_low_threshold"], options["clip_high_threshold"] - 1)
+    log_ratio = losses.sequence_log_ratio(given.logprobs - given.behaviour, given)
+    return losses.clip(log_ratio, given.advantages, *bounds).loss
+
+
+def gmpo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`losses.geometric_mean`."""
+    given = _policy_inputs(p, inputs, sequence)
+    return losses.geometric_mean(given.logprobs - given.behaviour, given, options["low"], options["high"]).loss
+
+
+def dual_clip(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`losses.clip` with a bound on the loss of tokens with A < 0."""
+    bounds = (1 - options["clip_low_threshold"], options["clip_high_threshold"] - 1)
+    return losses.clip(p - inputs["logprobs"], inputs["advantages"], *bounds, options["dual"]).loss
+
+
+def sapo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`losses.sapo`."""
+    return losses.sapo(p - inputs["logprobs"], inputs["advantages"], options["tau_positive"], options["tau_negative"]).loss
+
+
+def dppo_tv(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`losses.tv_mask`."""
+    return losses.tv_mask(p, inputs["logprobs"], inputs["advantages"], options["low"], options["high"], options["cap"]).loss
+
+
+def reinforce(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`losses.policy_gradient`."""
+    return losses.policy_gradient(p, inputs["advantages"]).loss
+
+
+def dpo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`preference.dpo` on the sums of w (p - p_ref)."""
+    chosen, rejected = _pairs(_sums(inputs["weights"] * (p - inputs["reference_logprobs"]), sequence))
+    return preference.dpo(chosen, rejected, options["beta"], options["label_smoothing"])
+
+
+def ipo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`preference.ipo` on the sums of w (p - p_ref)."""
+    chosen, rejected = _pairs(_sums(inputs["weights"] * (p - inputs["reference_logprobs"]), sequence))
+    return preference.ipo(chosen, rejected, options["beta"])
+
+
+def simpo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`preference.simpo` on the means of p, weighted by w."""
+    return preference.simpo(*_pairs(_means(p, inputs["weights"], sequence)), options["beta"], options["gamma"])
+
+
+def orpo(p: Tensor, inputs: Inputs, options: Options, sequence: Tensor) -> Tensor:
+    """`preference.orpo` on the means of p, weighted by w."""
+    return preference.orpo(*_pairs(_means(p, inputs["weights"], sequence)), options["beta"])
+
+
+def _policy_inputs(p: Tensor, inputs: Inputs, sequence: Tensor) -> LossInputs:
+    """The tokens whose mask is not 0."""
+    used = inputs["mask"] > 0
+    behaviour, advantages = inputs["logprobs"][used], inputs["advantages"][used]
+    count = int(sequence.max()) + 1
+    return LossInputs(p[used], behaviour, behaviour, advantages, torch.ones_like(behaviour), sequence[used], count)
+
+
+def _sums(x: Tensor, sequence: Tensor) -> Tensor:
+    return x.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, x)
+
+
+def _means(x: Tensor, weights: Tensor, sequence: Tensor) -> Tensor:
+    return _sums(weights * x, sequence) / _sums(weights, sequence).clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def _pairs(sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """The chosen and the rejected one of each pair of consecutive sequences."""
+    return sequences[0::2], sequences[1::2]
+
+
 LOSSES: Mapping[str, ServiceLoss] = {
-    "cross_entropy": ServiceLoss(("weights",), {}, cross_entropy, frozenset({"weights"})),
-    "importance_sampling": ServiceLoss(_SAMPLED, {}, importance_sampling),
-    "ppo": ServiceLoss(_SAMPLED, _BOUNDS, ppo),
-    "cispo": ServiceLoss(_SAMPLED, _BOUNDS, cispo),
-    "dro": ServiceLoss(_SAMPLED, {"beta": 0.05}, dro),
+    loss.__name__: loss
+    for loss in (
+        *(cross_entropy, importance_sampling, ppo, cispo, dro),
+        *(gspo, gmpo, dual_clip, sapo, dppo_tv, reinforce),
+        *(dpo, ipo, simpo, orpo),
+    )
 }
 """By the API's name."""

@@ -4,28 +4,30 @@ Invariant: the application computes nothing and keeps nothing: a restarted one a
 with `error` and `category`, as the SDK expects it. What the API does not have is refused by name.
 """
 
-import json
 import secrets
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from polyreme.errors import StoreError
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 from polyreme_trainer.service import messages as m
+from polyreme_trainer.service.accounts import Accounts, RequireAccount
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Folders
-from polyreme_trainer.service.http_answers import Handler, endpoint, refused, refused_tenant
+from polyreme_trainer.service.http_answers import HEALTH, PREFIX, ApiCall, Handler, endpoint, refused, refused_tenant, tenant_of
+from polyreme_trainer.service.rest import RestRoutes
+from polyreme_trainer.service.submission import submit, unload
+from polyreme_trainer.service.tenants import Tenants
 from polyreme_trainer.service.wire import Request, parse_batch, read_batch
 
-PREFIX = "/api/v1"
 HOLD_SECONDS = 30.0
 """How long an answer of retrieve_future is held for a result. The SDK asks again at once, and waits 45 seconds itself."""
-_AGAIN = 409
-_FULL = 429
 
 
 class ServiceApi:
@@ -37,12 +39,24 @@ class ServiceApi:
         base_model: the base model's name; tokenizer: where clients find its tokenizer.
         architecture: its model type.
         longest: the largest number of tokens of prompt and answer.
+        signing_key: of the addresses of files.
+        accounts: who may use it, and how much; None: everybody, within the default bounds.
     """
 
     def __init__(
-        self, log: RequestLog, folders: Folders, base_model: str, tokenizer: str, architecture: str, longest: int
+        self,
+        log: RequestLog,
+        folders: Folders,
+        base_model: str,
+        tokenizer: str,
+        architecture: str,
+        longest: int,
+        signing_key: str,
+        accounts: Accounts | None = None,
     ) -> None:
+        self._accounts = accounts or Accounts()
         self._log, self._folders, self._base_model = log, folders, base_model
+        self._tenants, self._rest = Tenants(log), RestRoutes(log, folders, base_model, signing_key)
         self._tokenizer, self._architecture, self._longest = tokenizer, architecture, longest
 
     def app(self) -> Starlette:
@@ -59,6 +73,7 @@ class ServiceApi:
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
             "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
             "load_weights": self._load_weights,
             "unload_model": self._unload,
             "weights_info": self._weights_info,
@@ -69,124 +84,134 @@ class ServiceApi:
         routes = [Route(f"{PREFIX}/{name}", endpoint(handler), methods=["POST"]) for name, handler in posts.items()]
         routes += [
             Route("/health", self._health),
-            Route(f"{PREFIX}/healthz", self._health),
+            Route("/ready", self._ready),
+            Route(HEALTH, self._health),
             Route(f"{PREFIX}/get_server_capabilities", self._capabilities),
             Route(f"{PREFIX}/samplers/{{name:path}}", self._sampler),
+            *self._rest.routes(PREFIX),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: refused, TenantError: refused_tenant})
+        handlers = {HTTPException: refused, TenantError: refused_tenant}
+        guard = Middleware(RequireAccount, accounts=self._accounts)
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=[guard])
 
     async def _health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: HttpRequest) -> Response:
+        """Whether the request log answers."""
+        try:
+            await self._log.record("session", "")
+        except StoreError as error:
+            return JSONResponse({"status": str(error)}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     async def _capabilities(self, request: HttpRequest) -> Response:
         model = {"model_name": self._base_model, "max_context_length": self._longest, "trainable": True, "sampleable": True}
         return JSONResponse({"supported_models": [model]})
 
-    async def _client_config(self, body: bytes) -> Response:
+    async def _client_config(self, call: ApiCall) -> Response:
         # A model's requests come in order: one that overtakes another would be answered with 409.
         return JSONResponse({"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False})
 
-    async def _dynamic_config(self, body: bytes) -> Response:
+    async def _dynamic_config(self, call: ApiCall) -> Response:
         return JSONResponse({})
 
-    async def _telemetry(self, body: bytes) -> Response:
+    async def _telemetry(self, call: ApiCall) -> Response:
         """Accepted and dropped."""
         return JSONResponse({"status": "accepted"})
 
-    async def _create_session(self, body: bytes) -> Response:
-        name = secrets.token_hex(16)
-        await self._log.set_record("session", name, {"session": name})
+    async def _create_session(self, call: ApiCall) -> Response:
+        given, name = m.read(m.CreateSession, call.body), f"{call.tenant}{secrets.token_hex(8)}"
+        await self._tenants.check_room(call.tenant, "session", self._accounts.quota_of(call.tenant).sessions)
+        await self._tenants.add_session(call.tenant, name, given)
         return JSONResponse({"type": "create_session", "session_id": name})
 
-    async def _heartbeat(self, body: bytes) -> Response:
-        given = m.read(m.OfSession, body)
-        if not await self._log.renew_record("session", given.session_id):
-            raise HTTPException(404, f"expected a session of this service; found {given.session_id!r:.80}")
+    async def _heartbeat(self, call: ApiCall) -> Response:
+        session = await self._tenants.session(call.tenant, m.read(m.OfSession, call.body).session_id)
+        if session.is_finished:
+            raise HTTPException(410, "expected a session that goes on; found one that its client has finished")
         return JSONResponse({"type": "session_heartbeat"})
 
-    async def _create_model(self, body: bytes) -> Response:
-        given = m.read(m.CreateModel, body)
-        await self._check_session(given.session_id)
+    async def _create_model(self, call: ApiCall) -> Response:
+        given = m.read(m.CreateModel, call.body)
+        await self._tenants.open_session(call.tenant, given.session_id)
         self._check_base(given.base_model)
-        model = f"{given.session_id}:train:{given.model_seq_id}"
         lora = None if given.lora_config is None else given.lora_config.model_dump()
-        await self._set_model(model, lora)
-        return await self._into_lane(model, 0, Request("create_model", {"lora": lora}))
+        model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
+        return await self._into_lane(call, model, 0, Request("create_model", {"lora": lora}))
 
-    async def _set_model(self, model: str, lora: dict[str, Any] | None) -> None:
-        await self._log.set_record("model", model, {"lora": json.dumps(lora)})
+    async def _add_model(self, call: ApiCall, session: str, number: int, lora: dict[str, Any] | None, metadata: Any) -> str:
+        most = self._accounts.quota_of(call.tenant).models
+        return await self._tenants.add_model(call.tenant, session, number, lora, metadata, most)
 
-    async def _get_info(self, body: bytes) -> Response:
-        given = m.read(m.OfModel, body)
-        lora = await self._lora_of(given.model_id)
+    async def _get_info(self, call: ApiCall) -> Response:
+        given = m.read(m.OfModel, call.body)
+        rank = (await self._tenants.model(call.tenant, given.model_id)).rank
         data = {"arch": self._architecture, "model_name": self._base_model, "tokenizer_id": self._tokenizer}
-        about: dict[str, Any] = {
-            "is_lora": bool(lora),
-            "lora_rank": lora["rank"] if lora else None,
-            "model_name": self._base_model,
-        }
+        about = {"is_lora": rank > 0, "lora_rank": rank or None, "model_name": self._base_model}
         return JSONResponse({"type": "get_info", "model_id": given.model_id, "model_data": data, **about})
 
-    async def _lora_of(self, model: str) -> dict[str, Any] | None:
-        """The adapters of a model; None: all parameters. Raises HTTPException for an unknown model."""
-        record = await self._log.record("model", model)
-        if record is None:
-            raise HTTPException(404, f"expected a model of this service; found {model!r:.80}")
-        await self._log.renew_record("model", model)
-        lora: dict[str, Any] | None = json.loads(record["lora"])
-        return lora if lora and lora["rank"] else None
-
-    async def _forward_backward(self, body: bytes) -> Response:
-        message = parse_batch(body)
-        await self._lora_of(message.model_id)
+    async def _forward_backward(self, call: ApiCall) -> Response:
+        message = parse_batch(call.body)
+        m.check_seq(message.seq_id)
+        await self._tenants.model(call.tenant, message.model_id)
         try:
             read_batch(message)
-            request = Request("forward" if message.forward_only else "forward_backward", {}, body)
+            request = Request("forward" if message.forward_only else "forward_backward", {}, call.body)
         except TenantError as error:
             request = Request("refused", {"message": str(error)})
-        return await self._into_lane(message.model_id, message.seq_id, request)
+        return await self._into_lane(call, message.model_id, message.seq_id, request)
 
-    async def _optim_step(self, body: bytes) -> Response:
-        given = m.read(m.OptimStep, body)
-        return await self._into_lane(given.model_id, given.seq_id, Request("optim_step", {"adam": given.settings.model_dump()}))
+    async def _optim_step(self, call: ApiCall) -> Response:
+        given = m.read(m.OptimStep, call.body)
+        return await self._into_lane(
+            call, given.model_id, given.seq_id, Request("optim_step", {"adam": given.settings.model_dump()})
+        )
 
-    async def _save_weights(self, body: bytes) -> Response:
-        given = m.read(m.SaveWeights, body)
+    async def _save_weights(self, call: ApiCall) -> Response:
+        given = m.read(m.SaveWeights, call.body)
         name = m.check_name(given.path or f"request-{given.seq_id}")
-        fields = {"name": name, "ttl": given.ttl_seconds, "overwrite": given.overwrite}
-        return await self._into_lane(given.model_id, given.seq_id, Request("save_weights", fields))
+        fields = {"name": name, "overwrite": given.overwrite, **_kept_as(call, given)}
+        return await self._into_lane(call, given.model_id, given.seq_id, Request("save_weights", fields))
 
-    async def _save_for_sampler(self, body: bytes) -> Response:
-        given = m.read(m.SaveForSampler, body)
+    async def _save_external(self, call: ApiCall) -> Response:
+        given = m.read(m.SaveExternal, call.body)
+        fields = {"name": m.check_name(given.path), "overwrite": False, **_kept_as(call, given)}
+        return await self._into_lane(call, given.model_id, given.seq_id, Request("save_weights_external", fields))
+
+    async def _save_for_sampler(self, call: ApiCall) -> Response:
+        given = m.read(m.SaveForSampler, call.body)
         name, session = m.check_name(given.path or f"request-{given.seq_id}"), ""
+        await self._tenants.model(call.tenant, given.model_id)
         if given.path is None and given.sampling_session_seq_id is not None:
-            session = f"{given.model_id.partition(':')[0]}:sample:{given.sampling_session_seq_id}"
             path = m.SavedModel(given.model_id, "sampler_weights", name)
-            await self._lora_of(given.model_id)
-            await self._log.set_record("sampling", session, {"path": str(path)})
-        fields = {"name": name, "ttl": given.ttl_seconds, "overwrite": given.overwrite, "sampling_session": session}
-        return await self._into_lane(given.model_id, given.seq_id, Request("save_weights_for_sampler", fields))
+            of, number = given.model_id.partition(":")[0], given.sampling_session_seq_id
+            session = await self._tenants.add_sampling(call.tenant, of, number, str(path))
+        fields = {"name": name, "overwrite": given.overwrite, "sampling_session": session, **_kept_as(call, given)}
+        return await self._into_lane(call, given.model_id, given.seq_id, Request("save_weights_for_sampler", fields))
 
-    async def _load_weights(self, body: bytes) -> Response:
-        given = m.read(m.LoadWeights, body)
-        fields = {"path": given.path, "optimizer": given.optimizer}
+    async def _load_weights(self, call: ApiCall) -> Response:
+        given = m.read(m.LoadWeights, call.body)
+        fields = {"path": given.path, "optimizer": given.optimizer, "tenant": call.tenant}
         if given.model_id is not None and given.seq_id is not None:
-            return await self._into_lane(given.model_id, given.seq_id, Request("load_weights", fields))
+            return await self._into_lane(call, given.model_id, given.seq_id, Request("load_weights", fields))
         if given.session_id is None or given.model_seq_id is None:
             raise TenantError("expected model_id and seq_id, or session_id and model_seq_id; found neither")
-        await self._check_session(given.session_id)
-        facts = self._folders.facts(m.read_path(given.path))
-        model = f"{given.session_id}:train:{given.model_seq_id}"
-        await self._set_model(model, None if facts.lora is None else facts.lora.model_dump())
-        return await self._into_lane(model, 0, Request("create_from", fields))
+        self._check_base(given.base_model or self._base_model)
+        await self._tenants.open_session(call.tenant, given.session_id)
+        facts = self._folders.facts(m.read_path(given.path), call.tenant)
+        lora = None if facts.lora is None else facts.lora.model_dump()
+        model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
+        return await self._into_lane(call, model, 0, Request("create_from", fields))
 
-    async def _unload(self, body: bytes) -> Response:
-        given = m.read(m.OfModel, body)
-        await self._lora_of(given.model_id)
-        return await self._into_lane(given.model_id, await self._log.submitted(given.model_id) + 1, Request("unload_model", {}))
+    async def _unload(self, call: ApiCall) -> Response:
+        given = m.read(m.OfModel, call.body)
+        await self._tenants.model(call.tenant, given.model_id)
+        place = await unload(self._log, given.model_id)
+        return JSONResponse({"request_id": place.id, "model_id": given.model_id})
 
-    async def _weights_info(self, body: bytes) -> Response:
-        facts = self._folders.facts(m.read_path(m.read(m.TinkerPath, body).tinker_path))
+    async def _weights_info(self, call: ApiCall) -> Response:
+        facts = self._folders.facts(m.read_path(m.read(m.TinkerPath, call.body).tinker_path), call.tenant)
         about: dict[str, Any] = {"base_model": facts.base_model, "is_lora": facts.lora is not None}
         if facts.lora is not None:
             targets = facts.lora.targets
@@ -198,88 +223,78 @@ class ServiceApi:
             }
         return JSONResponse(about)
 
-    async def _create_sampling_session(self, body: bytes) -> Response:
-        given = m.read(m.SamplingSession, body)
-        await self._check_session(given.session_id)
-        name = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
-        await self._log.set_record("sampling", name, {"path": self._sampled(given.model_path, given.base_model)})
+    async def _create_sampling_session(self, call: ApiCall) -> Response:
+        given = m.read(m.SamplingSession, call.body)
+        await self._tenants.open_session(call.tenant, given.session_id)
+        path = self._sampled(call, given.model_path, given.base_model)
+        name = await self._tenants.add_sampling(call.tenant, given.session_id, given.sampling_session_seq_id, path)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
-    def _sampled(self, path: str | None, base_model: str | None) -> str:
+    def _sampled(self, call: ApiCall, path: str | None, base_model: str | None) -> str:
         """The checkpoint to sample from; empty for the base model. Raises TenantError when there is none."""
         if path is None:
             self._check_base(base_model or "")
             return ""
-        self._folders.sampled(m.read_path(path))
+        self._folders.sampled(m.read_path(path), call.tenant)
         return path
 
     async def _sampler(self, request: HttpRequest) -> Response:
         name = request.path_params["name"]
-        path = (await self._sampling_session(name))["path"]
+        path = await self._tenants.sampling(tenant_of(request), name)
         return JSONResponse({"sampler_id": name, "base_model": self._base_model, "model_path": path or None})
 
-    async def _sampling_session(self, name: str) -> Any:
-        record = await self._log.record("sampling", name)
-        if record is None:
-            raise HTTPException(404, f"expected a sampling session of this service; found {name!r:.80}")
-        await self._log.renew_record("sampling", name)
-        return record
-
-    async def _sample(self, body: bytes) -> Response:
-        given = m.read(m.Sample, body)
+    async def _sample(self, call: ApiCall) -> Response:
+        given = m.read(m.Sample, call.body)
         if given.sampling_session_id is not None:
             if given.seq_id is None:
                 raise TenantError("expected seq_id with sampling_session_id; found none")
-            path = (await self._sampling_session(given.sampling_session_id))["path"]
+            path = await self._tenants.sampling(call.tenant, given.sampling_session_id)
             name = f"{given.sampling_session_id}:{given.seq_id}"
         else:
-            path, name = self._sampled(given.model_path, given.base_model), f"sample:{secrets.token_hex(16)}"
+            path, name = self._sampled(call, given.model_path, given.base_model), f"{call.tenant}-{secrets.token_hex(16)}"
         options, stop = given.sampling_params, given.sampling_params.stop
         stops = [stop] if isinstance(stop, str) else stop
         fields = {
-            "weights": str(self._folders.sampled(m.read_path(path))) if path else None,
+            "weights": str(self._folders.sampled(m.read_path(path), call.tenant)) if path else None,
             "prompt": [token for chunk in given.prompt.chunks for token in chunk.tokens],
             "samples": given.num_samples,
             "prompt_logprobs": given.prompt_logprobs,
+            "prompt_logprobs_last": given.prompt_logprobs_last_n,
+            "topk": given.topk_prompt_logprobs,
             **options.model_dump(include={"max_tokens", "seed", "temperature", "top_k", "top_p"}),
             "stop_ids": None if stops is None else [each for each in stops if isinstance(each, int)],
             "stop_strings": [each for each in stops or () if isinstance(each, str)],
         }
         ids = [f"{name}:{number}" for number in range(given.num_samples)]
-        return await self._submit(LogPlace(name, "sampler"), Request("sample", fields), {"sample_sequence_ids": ids})
+        most, place = self._accounts.quota_of(call.tenant).requests, LogPlace(name, "sampler")
+        return await submit(self._log, place, Request("sample", fields), {"sample_sequence_ids": ids}, most)
 
-    async def _into_lane(self, model: str, seq: int, request: Request) -> Response:
+    async def _into_lane(self, call: ApiCall, model: str, seq: int, request: Request) -> Response:
         """Adds a request for a model to the log."""
-        await self._lora_of(model)
-        return await self._submit(in_lane(model, seq), request, {"model_id": model})
+        await self._tenants.model(call.tenant, model)
+        most = self._accounts.quota_of(call.tenant).requests
+        return await submit(self._log, in_lane(model, seq), request, {"model_id": model}, most)
 
-    async def _submit(self, place: LogPlace, request: Request, about: dict[str, Any]) -> Response:
-        became = await self._log.submit(place, request.pack())
-        if became == "early":
-            raise HTTPException(
-                _AGAIN, f"expected request {place.seq} after those before it; found none of them yet. Send it again."
-            )
-        if became == "full":
-            raise HTTPException(_FULL, "expected room in the request log; found none. Send the request again later.")
-        if became == "gone":
-            raise HTTPException(410, f"expected a new request; found {place.id}, which was executed and whose result has expired")
-        return JSONResponse({"request_id": place.id, **about})
-
-    async def _retrieve(self, body: bytes) -> Response:
-        given = m.read(m.Retrieve, body)
+    async def _retrieve(self, call: ApiCall) -> Response:
+        given = m.read(m.Retrieve, call.body)
+        await self._tenants.check_request(call.tenant, given.request_id)
         result = await self._log.result(given.request_id, HOLD_SECONDS)
-        if result is not None:
-            kind = "application/x-protobuf" if result[:1] == b"P" else "application/json"
-            return Response(result[1:], media_type=kind)
-        if not await self._log.is_known(given.request_id):
+        if result is None and await self._log.is_open(given.request_id):
+            state = await self._log.queue_state(given.request_id)
+            again = {"type": "try_again", "request_id": given.request_id, "queue_state": state}
+            return JSONResponse(again, status_code=408)
+        result = result or await self._log.result(given.request_id)  # it may just have ended
+        if result is None and await self._log.is_past(given.request_id):
+            raise HTTPException(410, f"expected a result that is kept; found {given.request_id!r:.80}, whose result has expired")
+        if result is None:
             raise HTTPException(404, f"expected a request of this service; found {given.request_id!r:.80}")
-        again = {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
-        return JSONResponse(again, status_code=408)
-
-    async def _check_session(self, name: str) -> None:
-        if not await self._log.renew_record("session", name):
-            raise HTTPException(404, f"expected a session of this service; found {name!r:.80}")
+        return Response(result[1:], media_type="application/x-protobuf" if result[:1] == b"P" else "application/json")
 
     def _check_base(self, name: str) -> None:
         if name != self._base_model:
             raise TenantError(f"expected the base model {self._base_model}; found {name!r:.200}")
+
+
+def _kept_as(call: ApiCall, given: m.SaveWeights | m.SaveExternal) -> dict[str, Any]:
+    """What a checkpoint's facts have from its request."""
+    return {"tenant": call.tenant, "ttl": given.ttl_seconds, "metadata": given.user_metadata}

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+FloatArray = NDArray[np.float32]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -19,4 +21,4 @@ class Batch:
 
     inputs: Sequence[NDArray[np.int64]]
     targets: Sequence[NDArray[np.int64]]
-    columns: Mapping[str, NDArray[np.float32]]
+    columns: Mapping[str, FloatArray]

@@ -28,34 +28,11 @@ from polyreme_trainer.megatron.training.optimizer import Adam
 from polyreme_trainer.megatron.training.roles import LossTerm, every
 from polyreme_trainer.service.batch import Batch
 from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.losses import SPECS
+from polyreme_trainer.service.messages import AdamSettings
+from polyreme_trainer.service.tenant_engine import GRADIENT, TenantState
 
-GRADIENT = "gradient"
-"""Kind of state: the gradient since the last optimizer step."""
 _KINDS = (WEIGHTS, *MOMENTS, MASTER)
-
-
-@dataclass(frozen=True)
-class TenantState:
-    """A tenant's model in the host's memory.
-
-    Attributes:
-        lora: its adapters; None: all parameters.
-        steps: the optimizer steps that it has taken.
-        tensors: KIND/NAME of a parameter -> this rank's part, of the parameter's shape.
-    """
-
-    lora: LoraConfig | None
-    steps: int
-    tensors: Mapping[str, Tensor]
-
-    def of(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of one kind by parameter."""
-        prefix = f"{kind}/"
-        return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
-
-    def without(self, *kinds: str) -> "TenantState":
-        """The state without some kinds of tensors."""
-        return TenantState(self.lora, self.steps, {n: t for n, t in self.tensors.items() if n.partition("/")[0] not in kinds})
 
 
 @dataclass(frozen=True)
@@ -68,7 +45,7 @@ class _BatchLoss:
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, tuple[IntArray, Tensor, Tensor]]:
         inputs = {name: batch.take(values) for name, values in self.columns.items()}
-        loss = LOSSES[self.name].tokens(logprobs, inputs, self.options).sum()
+        loss = LOSSES[self.name](logprobs, inputs, self.options, batch.sequence).sum()
         return loss, (batch.tokens, logprobs.detach(), loss.detach())
 
 
@@ -140,7 +117,7 @@ class ServiceEngine:
     def _run(self, batch: Batch, loss: str, options: Mapping[str, float], backward: bool) -> tuple[list[FloatArray], float]:
         self._check(batch)
         ends = [np.append(ids, 0) for ids in batch.inputs]  # every input predicts a target; what follows the last one is not read
-        sequences = Sequences(ends, np.ones(sum(map(len, batch.inputs)), dtype=np.float32))
+        sequences = Sequences(ends, np.ones(sum(map(len, batch.inputs)), dtype=np.float32), SPECS[loss].together)
         targets, model = np.concatenate(batch.targets), self._role.model
 
         def logprobs(micro_batch: MicroBatch) -> Tensor:
@@ -168,7 +145,7 @@ class ServiceEngine:
             if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
                 raise TenantError(f"expected token ids from 0 to {vocabulary - 1}; found {int(ids.min())} to {int(ids.max())}")
 
-    def optim_step(self, lr: float, adam: Adam) -> tuple[float, int]:
+    def optim_step(self, given: AdamSettings) -> tuple[float, int]:
         """Takes an optimizer step. Without a gradient it is one with a gradient of zero.
 
         Returns:
@@ -181,9 +158,9 @@ class ServiceEngine:
         assert role.optimizer is not None
         if not role.has_gradient:
             role.clear_gradient()
-        role.optimizer.set_adam(adam)
+        role.optimizer.set_adam(Adam(given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm))
         try:
-            norm = role.optim_step(lr)
+            norm = role.optim_step(given.learning_rate)
         except RunFailedError as error:
             role.set_gradient(None)
             raise TenantError(str(error)) from None

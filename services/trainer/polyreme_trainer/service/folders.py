@@ -1,18 +1,23 @@
-"""The directories of saved models, as those see them who only look for checkpoints.
+"""The directories of saved models, as those see them who do not need their tensors.
 
-Invariant: reads only, and imports no torch.
+Invariant: imports no torch. A checkpoint of another tenant is one that does not exist.
 """
 
 import json
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from polyreme.config.trainer import LoraConfig
+from polyreme_trainer.megatron.atomic import discard, sync
 from polyreme_trainer.service.errors import TenantError
-from polyreme_trainer.service.messages import SavedModel
+from polyreme_trainer.service.messages import Kind, SavedModel
 
+MODELS = "models"
+"""The folder of the saved models in the service's directory."""
 FACTS = "facts.json"
 
 
@@ -26,6 +31,10 @@ class Facts:
         seq: the request that wrote it.
         steps: the optimizer steps of the model.
         expires: when it may be deleted, seconds since the epoch; None: never.
+        tenant: whose model it is.
+        created: seconds since the epoch.
+        is_named: whether the tenant gave it its name.
+        metadata: the tenant's own.
     """
 
     base_model: str
@@ -33,6 +42,10 @@ class Facts:
     seq: int
     steps: int
     expires: float | None = None
+    tenant: str = ""
+    created: float = 0.0
+    is_named: bool = True
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         lora = None if self.lora is None else self.lora.model_dump()
@@ -53,6 +66,15 @@ class Facts:
         return cls(lora=None if lora is None else LoraConfig.model_validate(lora), **tree)
 
 
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A checkpoint that is there. nbytes: of its files."""
+
+    name: SavedModel
+    facts: Facts
+    nbytes: int
+
+
 class Folders:
     """The directories below `root`."""
 
@@ -62,16 +84,62 @@ class Folders:
     def folder(self, checkpoint: SavedModel) -> Path:
         return self.root / checkpoint.model / checkpoint.kind / checkpoint.name
 
-    def facts(self, checkpoint: SavedModel) -> Facts:
-        """The facts of a checkpoint. Raises TenantError when there is none."""
+    def facts(self, checkpoint: SavedModel, tenant: str) -> Facts:
+        """The facts of a tenant's checkpoint. Raises TenantError when there is none."""
         facts = Facts.read(self.folder(checkpoint))
-        if facts is None or facts.is_expired:
+        if facts is None or facts.is_expired or facts.tenant != tenant:
             raise TenantError(f"expected a saved checkpoint; found none at {checkpoint}")
         return facts
 
-    def sampled(self, checkpoint: SavedModel) -> Path:
-        """The directory of a checkpoint to sample from. Raises TenantError when there is none, or it is of the other kind."""
+    def sampled(self, checkpoint: SavedModel, tenant: str) -> Path:
+        """The directory of a checkpoint to sample from. Raises TenantError when there is none, or it is of another kind."""
         if checkpoint.kind != "sampler_weights":
             raise TenantError(f"expected a checkpoint that save_weights_for_sampler wrote; found {checkpoint}")
-        self.facts(checkpoint)
+        self.facts(checkpoint, tenant)
         return self.folder(checkpoint).resolve()
+
+    def models(self) -> list[str]:
+        """The models that have a directory."""
+        return sorted(folder.name for folder in self.root.iterdir()) if self.root.exists() else []
+
+    def kept(self, model: str, tenant: str | None = None) -> list[KeptCheckpoint]:
+        """A model's checkpoints that have not expired, the oldest first; with `tenant`, only the tenant's."""
+        found = [
+            KeptCheckpoint(SavedModel(model, kind, folder.name), facts, size(folder))
+            for kind in get_args(Kind)
+            for folder in _folders(self.root / model / kind)
+            if (facts := Facts.read(folder)) is not None and not facts.is_expired and tenant in (None, facts.tenant)
+        ]
+        return sorted(found, key=lambda each: (each.facts.created, each.name.name))
+
+    def set_expiry(self, checkpoint: SavedModel, tenant: str, expires: float | None) -> None:
+        """Sets when a checkpoint may be deleted, or that it stays. Raises TenantError when there is none."""
+        path = self.folder(checkpoint) / FACTS
+        new = path.with_name(f".{FACTS}.new")
+        new.write_text(replace(self.facts(checkpoint, tenant), expires=expires).to_json())
+        sync(new)
+        os.replace(new, path)
+        sync(path.parent)
+
+    def delete(self, checkpoint: SavedModel, tenant: str) -> None:
+        """Deletes a checkpoint. Raises TenantError when there is none."""
+        self.facts(checkpoint, tenant)
+        remove(self.folder(checkpoint))
+
+
+def remove(path: Path) -> None:
+    """Deletes a directory, which a reader sees whole or not at all."""
+    old = path.with_name(f".{path.name}.old")
+    discard(old)
+    path.rename(old)
+    discard(old)
+
+
+def size(folder: Path) -> int:
+    """The bytes of the files in a directory, of those that are still there."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    """The directories in a directory that writers have finished."""
+    return (folder for folder in (path.iterdir() if path.exists() else ()) if not folder.name.startswith("."))

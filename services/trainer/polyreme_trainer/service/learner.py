@@ -6,21 +6,20 @@ drops the gradient; both happen again in the same way after a restart, so the we
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-
-import xxhash
 
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
-from polyreme_trainer.megatron.training.optimizer import Adam
-from polyreme_trainer.service.engine import GRADIENT, ServiceEngine, TenantState
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Facts
-from polyreme_trainer.service.messages import AdamSettings, LoraOptions, SavedModel, read_path
+from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, read_path
+from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.states import States
+from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState, lora_of
 from polyreme_trainer.service.turns import LaneTurn, next_request
 from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
@@ -28,12 +27,25 @@ logger = logging.getLogger(__name__)
 
 CHANGES = frozenset({"create_model", "create_from", "forward_backward", "optim_step", "load_weights"})
 """Requests that change a model, which a restart executes again."""
-LORA_ALPHA = 32.0
-"""The output of an adapter of rank r is multiplied by LORA_ALPHA / r."""
 EPHEMERAL_SECONDS = 86400.0
 """Life of sampler weights without a name."""
+SWEEP_SECONDS = 60.0
+"""How often what has expired is deleted."""
 REPLAY_SECONDS = 20.0
-"""A state is saved after an optimizer step when executing the requests since the newest state took longer than this."""
+"""A state is saved when executing the requests since the newest one took longer than this,"""
+REPLAY_BYTES = 256 << 20
+"""or when they have more bytes than this."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a restart would need to execute the kept requests of a model: seconds, and bytes of requests."""
+
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    def and_then(self, seconds: float, nbytes: int) -> "Replay":
+        return Replay(self.seconds + seconds, self.nbytes + nbytes)
 
 
 class ModelLearner:
@@ -45,12 +57,14 @@ class ModelLearner:
         max_models: the largest number of models, each of which takes host memory.
     """
 
-    def __init__(self, log: RequestLog, engine: ServiceEngine, states: States, base_model: str, max_models: int) -> None:
+    def __init__(self, log: RequestLog, engine: TenantEngine, states: States, base_model: str, max_models: int) -> None:
         self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
+        self._report = LearnerReport(log.records)
         self._waiting: dict[str, TenantState] = {}
         self._installed = ""
-        self._replay: dict[str, float] = {}
-        """Seconds that a restart would need to execute the kept requests of each model."""
+        self._replay: dict[str, Replay] = {}
+        self._saved: dict[str, int] = {}
+        """The request after which each model's newest state was saved."""
         self._ops: Mapping[str, Callable[[str, int, Request], bytes]] = {
             "create_model": self._create,
             "create_from": self._create_from,
@@ -59,40 +73,54 @@ class ModelLearner:
             "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
             "load_weights": self._load,
             "refused": self._refuse,
         }
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises StoreError when Redis is lost."""
-        turn, last = LaneTurn(), await self._log.last_event()
+        turn, last, swept = LaneTurn(), await self._log.last_event(), -math.inf
         while not stop.is_set():
+            if time.monotonic() - swept > SWEEP_SECONDS:
+                await self._sweep()
+                swept = time.monotonic()
             chosen = next_request(await self._log.open("learner"), turn)
             if chosen is None:
                 last = await self._log.wait(last)
                 continue
             place, turn = chosen
-            await self._finish(place, Request.unpack(await self._log.payload(place)))
+            await self._finish(place, await self._log.payload(place))
             await asyncio.sleep(0)  # for the signal handlers
 
-    async def _finish(self, place: LogPlace, request: Request) -> None:
+    async def _finish(self, place: LogPlace, payload: bytes) -> None:
         """Executes a request and stores its result."""
-        lane, began = place.lane, time.monotonic()
+        lane, began, at, request = place.lane, time.monotonic(), time.time(), Request.unpack(payload)
         if request.op == "unload_model":
+            await self._report.unloaded(lane, place.seq)
             await self._log.finish(place, json_result(type="unload_model", model_id=lane))
-            await self._unload(place)
+            await self._unload(lane)
             return
         if request.op not in ("create_model", "create_from"):
             await self._recover(lane)
         begun = await self._log.begin(place)
         lost = f"the learner ended {begun - 1} times while it executed this request; see its log"
         result = failure(lost, "server") if begun > MAX_BEGUN else self._execute(place, request)
+        await self._report.executed(place, request, at)
         keep = request.op in CHANGES and begun <= MAX_BEGUN
+        if keep and request.op in ("create_from", "load_weights"):
+            self._save_state(
+                place
+            )  # before its answer, after which its checkpoint may be deleted. To load twice is to load once.
         await self._log.finish(place, result, keep)
         if keep:
-            self._replay[lane] = self._replay.get(lane, 0.0) + time.monotonic() - began
-        if keep and (request.op in ("create_from", "load_weights") or self._replay[lane] > REPLAY_SECONDS):
-            await self._save_state(place)
+            replay = self._replay.get(lane, Replay()).and_then(time.monotonic() - began, len(payload))
+            self._replay[lane] = replay
+            if replay.seconds > REPLAY_SECONDS or replay.nbytes > REPLAY_BYTES:
+                self._save_state(place)
+        if self._saved.get(lane) == place.seq:
+            await self._log.forget(lane, place.seq)
+            self._replay[lane] = Replay()
 
     def _execute(self, place: LogPlace, request: Request) -> bytes:
         """The result of a request, on the installed model."""
@@ -115,27 +143,36 @@ class ModelLearner:
         kept = [place for place in await self._log.kept(lane) if place.seq > seq]
         if kept:
             logger.info("model %s: executing %d requests again", lane, len(kept))
-        began = time.monotonic()
+        replay = Replay()
         for place in kept:
-            self._execute(place, Request.unpack(await self._log.payload(place)))
-        self._replay[lane] = time.monotonic() - began
+            began, payload = time.monotonic(), await self._log.payload(place)
+            self._execute(place, Request.unpack(payload))
+            replay = replay.and_then(time.monotonic() - began, len(payload))
+        self._report.meters.replayed(lane)
+        self._replay[lane] = replay
 
-    async def _save_state(self, place: LogPlace) -> None:
+    def _save_state(self, place: LogPlace) -> None:
         """Saves the model after a request, so that a restart need not execute it again."""
         if place.lane != self._installed:  # it could not be created
             return
-        state = self._engine.take()
-        if state.of(GRADIENT):  # the next optimizer step's requests stay together
-            return
-        self._states.save_state(place.lane, state, self._base_model, place.seq)
-        await self._log.forget(place.lane, place.seq)
-        self._replay[place.lane] = 0.0
+        self._states.save_state(place.lane, self._engine.take(), self._base_model, place.seq)
+        self._saved[place.lane] = place.seq
 
-    async def _unload(self, place: LogPlace) -> None:
-        self._waiting.pop(place.lane, None)
-        self._installed = "" if self._installed == place.lane else self._installed
-        self._states.remove(place.lane)
-        await self._log.forget(place.lane, place.seq)
+    async def _unload(self, lane: str) -> None:
+        self._waiting.pop(lane, None)
+        self._saved.pop(lane, None)
+        self._replay.pop(lane, None)
+        self._installed = "" if self._installed == lane else self._installed
+        self._states.remove(lane)
+        await self._log.end(lane)
+
+    async def _sweep(self) -> None:
+        """Deletes expired checkpoints, and what is left of models whose records have expired."""
+        for lane in {*self._waiting, self._installed, *self._states.unfinished(), *await self._log.lanes()} - {""}:
+            if await self._log.record("model", lane) is None:
+                logger.info("model %s has expired", lane)
+                await self._unload(lane)
+        self._states.sweep()
 
     def _install(self, lane: str) -> None:
         """Installs a model that waits. Raises TenantError for one that could not be created or is unloaded."""
@@ -191,7 +228,7 @@ class ModelLearner:
     def _read_checkpoint(self, request: Request) -> TenantState:
         """The state of a checkpoint, with or without the moments. Raises TenantError when there is none, or it is not one to continue from."""
         checkpoint = read_path(request.fields["path"])
-        facts = self._states.facts(checkpoint)
+        facts = self._states.facts(checkpoint, request.fields["tenant"])
         if checkpoint.kind != "weights":
             raise TenantError(f"expected a checkpoint that save_weights wrote; found {checkpoint}")
         if facts.base_model != self._base_model:
@@ -207,51 +244,45 @@ class ModelLearner:
 
     def _forward_backward(self, lane: str, seq: int, request: Request) -> bytes:
         call = read_batch(parse_batch(request.body))
-        return batch_result(*self._engine.forward_backward(call.batch, call.loss, call.options))
+        logprobs, loss = self._engine.forward_backward(call.batch, call.loss, call.options)
+        self._report.meters.add_batch(lane, call.batch, loss)
+        return batch_result(logprobs, loss)
 
     def _optim_step(self, lane: str, seq: int, request: Request) -> bytes:
         given = AdamSettings.model_validate(request.fields["adam"])
-        adam = Adam(given.beta1, given.beta2, given.eps, given.weight_decay, given.grad_clip_norm)
-        norm, steps = self._engine.optim_step(given.learning_rate, adam)
+        norm, steps = self._engine.optim_step(given)
+        self._report.meters.add_step(lane, norm, given.learning_rate, steps)
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
     def _save(self, lane: str, seq: int, request: Request) -> bytes:
         checkpoint = SavedModel(lane, "weights", request.fields["name"])
         state = self._engine.take()
-        facts = self._facts(seq, state.steps, request.fields["ttl"])
-        self._states.save(checkpoint, state, facts, request.fields["overwrite"])
-        self._states.sweep(lane)
+        self._states.save(checkpoint, state, self._facts(seq, request), request.fields["overwrite"])
         return json_result(type="save_weights", path=str(checkpoint))
 
     def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
-        fields = request.fields
-        checkpoint, session = SavedModel(lane, "sampler_weights", fields["name"]), fields["sampling_session"]
-        facts = self._facts(seq, self._engine.steps, fields["ttl"] or (EPHEMERAL_SECONDS if session else None))
-        self._states.save_for_sampler(checkpoint, self._write_sampler_weights, facts, fields["overwrite"])
-        self._states.sweep(lane)
+        checkpoint = self._save_files(lane, seq, request, "sampler_weights")
+        session = request.fields["sampling_session"]
         named: dict[str, Any] = {"path": None, "sampling_session_id": session} if session else {"path": str(checkpoint)}
         return json_result(type="save_weights_for_sampler", **named)
 
-    def _write_sampler_weights(self, folder: Path) -> None:
-        self._engine.write_sampler_weights(folder)
+    def _save_external(self, lane: str, seq: int, request: Request) -> bytes:
+        return json_result(type="save_weights_external", path=str(self._save_files(lane, seq, request, "external_weights")))
 
-    def _facts(self, seq: int, steps: int, ttl: float | None) -> Facts:
-        return Facts(self._base_model, self._engine.lora, seq, steps, None if ttl is None else time.time() + ttl)
+    def _save_files(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
+        """Saves the files of the installed model: PEFT's, or all weights."""
+        checkpoint = SavedModel(lane, kind, request.fields["name"])
+        write = self._engine.write_sampler_weights
+        self._states.save_files(checkpoint, write, self._facts(seq, request), request.fields["overwrite"])
+        return checkpoint
+
+    def _facts(self, seq: int, request: Request) -> Facts:
+        fields, now = request.fields, time.time()
+        is_named = not fields.get("sampling_session")
+        life = fields["ttl"] or (None if is_named else EPHEMERAL_SECONDS)
+        expires = None if life is None else now + life
+        whose = {"tenant": fields["tenant"], "metadata": fields["metadata"], "is_named": is_named, "created": now}
+        return Facts(self._base_model, self._engine.lora, seq, self._engine.steps, expires, **whose)
 
     def _refuse(self, lane: str, seq: int, request: Request) -> bytes:
         return failure(request.fields["message"], "user")
-
-
-def lora_of(fields: Mapping[str, Any] | None, lane: str) -> tuple[LoraConfig | None, int]:
-    """The adapters that a client asks for, and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no layers."""
-    if fields is None or fields["rank"] == 0:
-        return None, 0
-    given = LoraOptions.model_validate(fields)
-    if not (given.train_attn or given.train_mlp):
-        raise TenantError(
-            "not supported: lora_config with train_attn = false and train_mlp = false; the output layer has no adapters"
-        )
-    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-    targets = None if given.train_attn and given.train_mlp else attention if given.train_attn else mlp
-    seed = xxhash.xxh3_64_intdigest(lane.encode()) >> 1 if given.seed is None else given.seed
-    return LoraConfig(rank=given.rank, alpha=LORA_ALPHA, targets=targets), seed

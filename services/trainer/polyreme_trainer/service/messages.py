@@ -5,23 +5,35 @@ Invariant: pure. A request that cannot be executed as it stands is refused, and 
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from polyreme_trainer.service.errors import TenantError
 
+MAX_TOPK = 20
+"""Most log-probabilities of a prompt's token: those of vLLM's default."""
+METADATA_BYTES = 16 << 10
+"""Most bytes of a client's own data of a session, a model or a checkpoint."""
+Id = Annotated[str, Field(max_length=200)]
+Seq = Annotated[int, Field(ge=1, lt=2**31)]
+Number = Annotated[int, Field(ge=0, lt=10**9)]
+"""Of a model or a sampling session of a session."""
+Life = Annotated[float, Field(gt=0, le=10 * 366 * 86400)]
+"""Seconds until a checkpoint may be deleted: at most ten years."""
 _MODEL = r"[0-9a-f]{32}:train:[0-9]{1,9}"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
-_PATH = re.compile(rf"tinker://({_MODEL})/(weights|sampler_weights)/({_NAME})")
+_PATH = re.compile(rf"tinker://({_MODEL})/(weights|sampler_weights|external_weights)/({_NAME})")
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+"""To continue from, to sample from, and PEFT's files to download."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A saved model: one to continue from (`weights`), or one to sample from."""
+    """A saved model."""
 
     model: str
     kind: Kind
@@ -35,8 +47,22 @@ def read_path(text: str) -> SavedModel:
     """The checkpoint of a tinker:// path. Raises TenantError."""
     found = _PATH.fullmatch(text)
     if found is None:
-        raise TenantError(f"expected tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME; found {text!r:.200}")
-    return SavedModel(found[1], "weights" if found[2] == "weights" else "sampler_weights", found[3])
+        raise TenantError(f"expected tinker://MODEL/KIND/NAME with a KIND of {', '.join(get_args(Kind))}; found {text!r:.200}")
+    kind: Any = found[2]
+    return SavedModel(found[1], kind, found[3])
+
+
+def check_model(name: str) -> str:
+    """A model's name. Raises TenantError."""
+    if re.fullmatch(_MODEL, name) is None:
+        raise TenantError(f"expected a training run as SESSION:train:NUMBER; found {name!r:.200}")
+    return name
+
+
+def check_seq(seq: int) -> None:
+    """The number of a request for a model. Raises TenantError."""
+    if seq < 1:
+        raise TenantError(f"expected a seq_id from 1; found {seq}")
 
 
 def check_name(name: str) -> str:
@@ -55,6 +81,14 @@ class Message(BaseModel):
     type: str = ""
     user_metadata: dict[str, Any] = {}
 
+    @field_validator("user_metadata")
+    @classmethod
+    def _is_small(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Raises ValueError, as `encode` does for what is no text."""
+        if (found := len(json.dumps(value, ensure_ascii=False).encode())) > METADATA_BYTES:
+            raise ValueError(f"expected at most {METADATA_BYTES} bytes; found {found}")
+        return value
+
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
@@ -71,9 +105,24 @@ class OptimizerKind(Message):
     type: Literal["adamw", "adam"] = "adamw"
 
 
+class CreateSession(Message):
+    tags: list[str] = Field([], max_length=100)
+    sdk_version: str = ""
+    display_name: str = Field("", max_length=1000)
+
+
+class FinishReason(Message):
+    type: Literal["success", "errored", "interrupted"] = "success"
+
+
+class FinishSession(Message):
+    reason: FinishReason = FinishReason()
+    detail: str = ""
+
+
 class CreateModel(Message):
-    session_id: str
-    model_seq_id: int = Field(ge=0)
+    session_id: Id
+    model_seq_id: Number
     base_model: str
     lora_config: LoraOptions | None = None
     optimizer_config: OptimizerKind = OptimizerKind()
@@ -90,11 +139,11 @@ class AdamSettings(Message):
 
 
 class OfModel(Message):
-    model_id: str
+    model_id: Id
 
 
 class OptimStep(OfModel):
-    seq_id: int = Field(ge=1)
+    seq_id: Seq
     adam_params: AdamSettings | None = None
     optimizer_params: AdamSettings | None = None
 
@@ -105,29 +154,36 @@ class OptimStep(OfModel):
 
 class SaveWeights(OfModel):
     path: str | None = None
-    seq_id: int = Field(ge=1)
-    ttl_seconds: float | None = Field(None, gt=0)
+    seq_id: Seq
+    ttl_seconds: Life | None = None
     overwrite: bool = False
 
 
+class SaveExternal(OfModel):
+    path: str
+    seq_id: Seq
+    ttl_seconds: Life | None = None
+
+
 class SaveForSampler(SaveWeights):
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 class LoadWeights(Message):
-    model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
-    session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_id: Id | None = None
+    seq_id: Seq | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
     base_model: str | None = None
     path: str
     optimizer: bool = False
+    optimizer_config: OptimizerKind = OptimizerKind()
 
 
 class SamplingSession(Message):
-    session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    session_id: Id
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -141,10 +197,13 @@ class SamplePrompt(Message):
     chunks: list[TextChunk] = Field(min_length=1, max_length=1 << 16)
 
 
+Stop = Annotated[str, Field(max_length=1000)]
+
+
 class SamplingOptions(Message):
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | Annotated[list[int], Field(max_length=1024)] | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -156,13 +215,23 @@ class Sample(Message):
     sampling_params: SamplingOptions
     base_model: str | None = None
     model_path: str | None = None
-    sampling_session_id: str | None = None
-    seq_id: int | None = None
+    sampling_session_id: Id | None = None
+    seq_id: int | None = Field(None, ge=0, lt=2**63)
     prompt_logprobs: bool = False
-    topk_prompt_logprobs: Literal[0] = 0
+    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    topk_prompt_logprobs: int = Field(0, ge=0, le=MAX_TOPK)
     topk_sample_logprobs: Literal[0] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     record_stability_info: Literal[False] = False
+
+
+class Ttl(Message):
+    ttl_seconds: Life | None = None
+
+
+class Page(Message):
+    limit: int = Field(ge=1)
+    offset: int = Field(ge=0)
 
 
 class TinkerPath(Message):
@@ -170,12 +239,12 @@ class TinkerPath(Message):
 
 
 class Retrieve(Message):
-    request_id: str
+    request_id: Id
     allow_metadata_only: bool = False
 
 
 class OfSession(Message):
-    session_id: str
+    session_id: Id
 
 
 def read(kind: type[AnyMessage], body: bytes) -> AnyMessage:
@@ -184,11 +253,17 @@ def read(kind: type[AnyMessage], body: bytes) -> AnyMessage:
         tree = json.loads(body or b"{}")
         if not isinstance(tree, dict):
             raise TenantError(f"expected a JSON object; found {type(tree).__name__}")
-        return kind.model_validate(without_nulls(tree))
-    except ValidationError as error:
-        raise TenantError("; ".join(_explain(each) for each in error.errors()[:3])) from None
+        return read_tree(kind, without_nulls(tree))
     except (ValueError, RecursionError) as error:
         raise TenantError(f"expected JSON; found {error}") from None
+
+
+def read_tree(kind: type[AnyMessage], tree: Mapping[str, Any]) -> AnyMessage:
+    """A request from its keys. Raises TenantError."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise TenantError("; ".join(_explain(each) for each in error.errors()[:3])) from None
 
 
 def without_nulls(tree: Any) -> Any:
@@ -199,7 +274,7 @@ def without_nulls(tree: Any) -> Any:
 
 
 def _explain(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
+    where = ".".join(str(part) for part in problem["loc"]).encode("ascii", "backslashreplace").decode()[:200]
     if problem["type"] in ("extra_forbidden", "literal_error"):
         return f"not supported: {where} = {problem['input']!r:.80}"
     return f"{where}: {problem['msg']}; found {problem['input']!r:.80}"

@@ -1,38 +1,44 @@
 """Models as directories: the states from which a restarted learner continues, and the checkpoints that tenants save.
 
-    MODEL/states/SEQ                 weights and moments after request SEQ; the newest one counts
-    MODEL/weights/NAME               a checkpoint to continue from: the same
+    MODEL/states/SEQ                 weights, moments and gradient after request SEQ; the newest one counts
+    MODEL/weights/NAME               a checkpoint to continue from: weights and moments
     MODEL/sampler_weights/NAME       a checkpoint to sample from: PEFT's files, or all weights
+    MODEL/external_weights/NAME      the same files, to download
 
-Invariant: a directory is there whole or not at all. Each has facts.json: the base model's name, the adapters, the request that wrote it, and
-when it expires.
+Invariant: a directory is there whole or not at all. Each has facts.json: the base model's name, the adapters, the request that wrote it, whose
+it is, and when it expires. Checkpoints take at most `limit` bytes.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-
-from safetensors.torch import load_file
+from typing import Any
 
 from polyreme_trainer.megatron.atomic import discard, new_directory
-from polyreme_trainer.megatron.huggingface.hf_files import save_tensors
-from polyreme_trainer.service.engine import GRADIENT, TenantState
 from polyreme_trainer.service.errors import TenantError
-from polyreme_trainer.service.folders import FACTS, Facts, Folders
+from polyreme_trainer.service.folders import FACTS, Facts, Folders, remove, size
 from polyreme_trainer.service.messages import SavedModel
+from polyreme_trainer.service.tenant_engine import GRADIENT, TenantState
 
 _TENSORS = "state.safetensors"
+UNNAMED = 32
+"""Checkpoints without a name that are kept of a model, the newest ones."""
 
 
 class States(Folders):
-    """The directories as the learner writes them."""
+    """The directories as the learner writes them. limit: bytes of all checkpoints."""
+
+    def __init__(self, root: Path, limit: int) -> None:
+        super().__init__(root)
+        self._limit = limit
 
     def save_state(self, model: str, state: TenantState, base_model: str, seq: int) -> None:
-        """Saves the state of a model without a gradient, and deletes its earlier states."""
-        assert not state.of(GRADIENT), "a gradient is not saved"
-        self._write(self._states(model) / str(seq), state, Facts(base_model, state.lora, seq, state.steps))
-        for folder in self._saved(model):
-            if int(folder.name) < seq:
-                discard(folder)
+        """Saves the state of a model after a request, with its gradient, and deletes its earlier states."""
+        with new_directory(self._states(model) / str(seq)) as folder:
+            self._write(folder, state, Facts(base_model, state.lora, seq, state.steps))
+        for old in self._saved(model):
+            if int(old.name) < seq:
+                discard(old)
 
     def newest_state(self, model: str) -> tuple[int, TenantState] | None:
         """The model's newest saved state, and the request that it includes."""
@@ -40,32 +46,58 @@ class States(Folders):
         return (int(saved[-1].name), self.load(saved[-1])) if saved else None
 
     def save(self, checkpoint: SavedModel, state: TenantState, facts: Facts, overwrite: bool) -> None:
-        """Saves a checkpoint to continue from. Raises TenantError when the name is taken."""
-        self._check_free(checkpoint, facts, overwrite)
-        self._write(self.folder(checkpoint), state.without(GRADIENT), facts)
+        """Saves a checkpoint to continue from. Raises TenantError when the name is taken, or the disk's share is."""
+        self.save_files(checkpoint, lambda folder: self._write(folder, state.without(GRADIENT), facts), facts, overwrite)
 
-    def save_for_sampler(self, checkpoint: SavedModel, write: Callable[[Path], None], facts: Facts, overwrite: bool) -> None:
-        """Saves a checkpoint to sample from. `write` fills its directory. Raises TenantError when the name is taken."""
+    def save_files(self, checkpoint: SavedModel, write: Callable[[Path], None], facts: Facts, overwrite: bool) -> None:
+        """Saves a checkpoint whose directory `write` fills. Raises TenantError when the name is taken, or the disk's share is."""
         self._check_free(checkpoint, facts, overwrite)
         with new_directory(self.folder(checkpoint)) as folder:
             write(folder)
             (folder / FACTS).write_text(facts.to_json())
+            self._make_room(size(folder))
+        if not facts.is_named:
+            for old in [each for each in self.kept(checkpoint.model) if not each.facts.is_named][:-UNNAMED]:
+                remove(self.folder(old.name))
 
     def load(self, folder: Path) -> TenantState:
         """The model in a directory of states or weights."""
         facts = Facts.read(folder)
         assert facts is not None
-        return TenantState(facts.lora, facts.steps, load_file(folder / _TENSORS))
+        return TenantState(facts.lora, facts.steps, self._read_tensors(folder / _TENSORS))
+
+    def unfinished(self) -> list[str]:
+        """The models with a state to continue from."""
+        return [model for model in self.models() if self._states(model).exists()]
 
     def remove(self, model: str) -> None:
         """Deletes the states of an unloaded model. Its checkpoints stay."""
         discard(self._states(model))
 
-    def sweep(self, model: str) -> None:
-        """Deletes the model's expired checkpoints."""
-        for folder in (self.root / model).glob("*weights/*"):
-            if (facts := Facts.read(folder)) is not None and facts.is_expired:
-                discard(folder)
+    def sweep(self) -> None:
+        """Deletes every expired checkpoint, and the directories of models without anything."""
+        for model in self.models():
+            for folder in (self.root / model).glob("*weights/[!.]*"):
+                if (facts := Facts.read(folder)) is not None and facts.is_expired:
+                    remove(folder)
+            with suppress(OSError):  # something is in them
+                for kind in (self.root / model).iterdir():
+                    kind.rmdir()
+                (self.root / model).rmdir()
+
+    def _make_room(self, needed: int) -> None:
+        """Deletes checkpoints without a name, the oldest first, until `needed` more bytes are within the limit. Raises TenantError."""
+        kept = sorted((each for model in self.models() for each in self.kept(model)), key=lambda each: each.facts.created)
+        total = needed + sum(each.nbytes for each in kept)
+        for each in kept:
+            if total > self._limit and not each.facts.is_named:
+                remove(self.folder(each.name))
+                total -= each.nbytes
+        if total > self._limit:
+            raise TenantError(
+                f"expected at most {self._limit / 2**30:.3g} GiB of checkpoints; found {total / 2**30:.3g} with this one. "
+                "Delete some, or give them a ttl."
+            )
 
     def _states(self, model: str) -> Path:
         return self.root / model / "states"
@@ -78,10 +110,19 @@ class States(Folders):
     def _check_free(self, checkpoint: SavedModel, facts: Facts, overwrite: bool) -> None:
         """A request that is executed again after a restart finds what it has written itself."""
         before = Facts.read(self.folder(checkpoint))
-        if before is not None and not overwrite and before.seq != facts.seq:
+        if before is not None and not overwrite and not before.is_expired and before.seq != facts.seq:
             raise TenantError(f"expected a new name, or overwrite; found a checkpoint at {checkpoint}")
 
-    def _write(self, path: Path, state: TenantState, facts: Facts) -> None:
-        with new_directory(path) as folder:
-            save_tensors(state.tensors, folder / _TENSORS)
-            (folder / FACTS).write_text(facts.to_json())
+    def _write(self, folder: Path, state: TenantState, facts: Facts) -> None:
+        self._write_tensors(folder / _TENSORS, state.tensors)
+        (folder / FACTS).write_text(facts.to_json())
+
+    def _write_tensors(self, path: Path, tensors: Any) -> None:
+        from polyreme_trainer.megatron.huggingface.hf_files import save_tensors
+
+        save_tensors(tensors, path)
+
+    def _read_tensors(self, path: Path) -> Any:
+        from safetensors.torch import load_file
+
+        return load_file(path)

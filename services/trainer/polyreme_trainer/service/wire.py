@@ -15,10 +15,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme_trainer.algorithms.service_losses import LOSSES
 from polyreme_trainer.service.batch import Batch
 from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.losses import SPECS
 
+ARRIVED = "arrived"
+"""Field of every request: the Unix time at which the API took it."""
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
 
@@ -65,8 +67,8 @@ def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
 
 def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
     """The arrays of a batch. Raises TenantError."""
-    if (loss := LOSSES.get(message.loss_fn)) is None:
-        raise TenantError(f"not supported: loss_fn = {message.loss_fn!r:.80}; expected one of {', '.join(LOSSES)}")
+    if (loss := SPECS.get(message.loss_fn)) is None:
+        raise TenantError(f"not supported: loss_fn = {message.loss_fn!r:.80}; expected one of {', '.join(SPECS)}")
     options = dict(loss.options)
     given = {name: value.number if value.HasField("number") else value.text for name, value in message.loss_fn_config_v2.items()}
     for name, value in (given or dict(message.loss_fn_config)).items():
@@ -75,6 +77,10 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
         options[name] = value
     if not message.data:
         raise TenantError("expected at least one datum; found none")
+    if len(message.data) % loss.together:
+        raise TenantError(
+            f"expected pairs of datums for {message.loss_fn}, the chosen one first; found {len(message.data)} datums"
+        )
     inputs, targets, columns = [], [], {name: list[Any]() for name in loss.inputs}
     for number, datum in enumerate(message.data):
         where = f"data[{number}]"
@@ -83,12 +89,15 @@ def read_batch(message: pb.ForwardBackwardRequest) -> LossCall:
         wanted = given_inputs.pop("target_tokens", None)
         if wanted is None:
             raise TenantError(f"expected target_tokens in {where}; found none")
+        if wanted.dtype.kind != "i":
+            raise TenantError(f"expected int64 or int32 target_tokens in {where}; found {wanted.dtype}")
         if unknown := sorted(given_inputs.keys() - set(loss.inputs)):
             raise TenantError(f"not supported: {where}.{unknown[0]} for {message.loss_fn}; expected {', '.join(loss.inputs)}")
         for name in loss.inputs:
             if name not in given_inputs and name not in loss.optional:
                 raise TenantError(f"expected {name} in {where}; found none")
-            columns[name].append(given_inputs.get(name, np.ones(len(ids))).astype(np.float32))
+            missing = given_inputs["advantages"] != 0 if name == "mask" else np.ones(len(ids))
+            columns[name].append(given_inputs.get(name, missing).astype(np.float32))
         for name, array in {"target_tokens": wanted, **given_inputs}.items():
             if array.shape != (len(ids),):
                 raise TenantError(f"expected {where}.{name} of shape [{len(ids)}], one for each token; found {list(array.shape)}")

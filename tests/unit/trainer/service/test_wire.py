@@ -46,7 +46,7 @@ def refusal(given: pb.ForwardBackwardRequest) -> str:
 
 
 def test_what_a_batch_cannot_have_is_refused_by_name() -> None:
-    assert "loss_fn = 'gspo'" in refusal(message("gspo"))
+    assert "loss_fn = 'stable_reinforce'" in refusal(message("stable_reinforce"))
     assert "expected logprobs" in refusal(message("ppo"))
     assert "data[0].mask" in refusal(message(mask=tensor([1, 1, 1])))
     assert "of shape [3]" in refusal(message(weights=tensor([1, 1])))
@@ -92,7 +92,7 @@ def test_json_is_read_without_its_nulls() -> None:
     ("kind", "fields", "named"),
     [
         (m.OptimStep, {"model_id": "m", "seq_id": 1, "muon": {}}, "not supported: muon"),
-        (m.Sample, {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "topk_prompt_logprobs": 3}, "topk_prompt_logprobs"),
+        (m.Sample, {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "topk_sample_logprobs": 3}, "topk_sample_logprobs"),
         (m.Sample, {"prompt": {"chunks": [{"type": "image", "tokens": [1]}]}, "sampling_params": {}}, "prompt.chunks.0.type"),
         (m.OptimStep, {"model_id": "m", "seq_id": 0}, "seq_id"),
         (m.OfModel, [], "JSON object"),
@@ -110,3 +110,15 @@ def test_paths_name_a_model_a_kind_and_a_name() -> None:
     for wrong in ("weights/x", path + "/../x", path.replace("step-1", "..")):
         with pytest.raises(TenantError):
             m.read_path(wrong)
+
+
+def test_a_missing_mask_has_the_tokens_with_an_advantage() -> None:
+    given = message("gspo", logprobs=tensor([0, -2, -3]), advantages=tensor([0, 1, 2]))
+    assert read_batch(given).batch.columns["mask"].tolist() == [0, 1, 1] * 2
+
+
+def test_pairs_come_whole() -> None:
+    given = message("dpo", reference_logprobs=tensor([-1, -2, -3]))
+    assert read_batch(given).options == {"beta": 0.1, "label_smoothing": 0.0}
+    del given.data[1]
+    assert "expected pairs" in refusal(given)

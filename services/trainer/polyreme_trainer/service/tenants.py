@@ -1,0 +1,126 @@
+"""What the service knows of a tenant's sessions, models and sampling sessions.
+
+Invariant: what belongs to another tenant is unknown: the answer does not tell it from what does not exist.
+"""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from starlette.exceptions import HTTPException
+
+from polyreme.experience.requests import RequestLog
+from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.messages import CreateSession
+from polyreme_trainer.service.submission import ENDED
+
+Record = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class TenantSession:
+    """A client's session."""
+
+    name: str
+    metadata: dict[str, Any]
+    display_name: str
+    is_finished: bool
+
+
+@dataclass(frozen=True)
+class TenantModel:
+    """A model that is trained. rank: of its adapters; 0: all parameters. used: its last request, seconds since the epoch."""
+
+    name: str
+    rank: int
+    metadata: dict[str, Any]
+    used: float
+
+
+class Tenants:
+    """Reads and writes the records in the log."""
+
+    def __init__(self, log: RequestLog) -> None:
+        self._log = log
+
+    async def check_room(self, tenant: str, kind: Literal["session", "model"], most: int) -> None:
+        """Raises TenantError when a tenant has as many sessions or models as it may."""
+        names = await self._log.names(kind, tenant)
+        if len(names) < most:
+            return
+        records = [await self._log.record(kind, name) for name in names]
+        if (count := sum(record is not None and ENDED not in record for record in records)) >= most:
+            do = "Finish one, or ask for a larger quota." if kind == "session" else "Unload one, or ask for a larger quota."
+            raise TenantError(f"expected at most {most} {kind}s of a tenant; found {count}. {do}")
+
+    async def add_session(self, tenant: str, name: str, given: CreateSession) -> None:
+        fields = {
+            "tenant": tenant,
+            "metadata": json.dumps(given.user_metadata),
+            "display_name": given.display_name,
+            "created": str(time.time()),
+        }
+        await self._log.set_record("session", name, fields, (tenant,))
+
+    async def session(self, tenant: str, name: str) -> TenantSession:
+        """Raises HTTPException for an unknown session."""
+        record = await self._record(tenant, "session", name)
+        return TenantSession(name, json.loads(record["metadata"]), record["display_name"], ENDED in record)
+
+    async def open_session(self, tenant: str, name: str) -> None:
+        """Raises HTTPException for an unknown session, and TenantError for a finished one."""
+        if (await self.session(tenant, name)).is_finished:
+            raise TenantError("expected a session that goes on; found one that its client has finished")
+
+    async def finish_session(self, tenant: str, name: str, how: str) -> None:
+        """The first end of a session stands. Raises HTTPException for an unknown session."""
+        if not (await self.session(tenant, name)).is_finished:
+            await self._log.set_record("session", name, {ENDED: how})
+
+    async def add_model(
+        self, tenant: str, session: str, number: int, lora: Mapping[str, Any] | None, metadata: Any, most: int
+    ) -> str:
+        """Returns the new model's name. Raises TenantError when the tenant has `most` models."""
+        name = f"{session}:train:{number}"
+        if await self._log.record("model", name) is None:  # a repetition needs no room
+            await self.check_room(tenant, "model", most)
+        rank = 0 if lora is None else int(lora["rank"])
+        fields = {"tenant": tenant, "rank": str(rank), "metadata": json.dumps(metadata)}
+        await self._log.set_record("model", name, fields, (tenant, session))
+        return name
+
+    async def model(self, tenant: str, name: str) -> TenantModel:
+        """Raises HTTPException for an unknown model."""
+        used = await self._log.used("model", name)
+        record = await self._record(tenant, "model", name)
+        return TenantModel(name, int(record["rank"]), json.loads(record["metadata"]), used)
+
+    async def add_sampling(self, tenant: str, session: str, number: int, path: str) -> str:
+        """Returns the name of the new sampling session. path: of its checkpoint; empty: the base model."""
+        name = f"{session}:sample:{number}"
+        await self._log.set_record("sampling", name, {"tenant": tenant, "path": path}, (session,))
+        return name
+
+    async def sampling(self, tenant: str, name: str) -> str:
+        """The checkpoint's path of a sampling session. Raises HTTPException for an unknown one."""
+        return (await self._record(tenant, "sampling", name))["path"]
+
+    async def names(self, kind: str, group: str) -> list[str]:
+        """The sessions or models of a tenant, or the models or sampling sessions of a session, the newest first."""
+        return await self._log.names(kind, group)
+
+    async def check_request(self, tenant: str, request: str) -> None:
+        """Raises HTTPException for a request of a session that is unknown. A request without one has a random id."""
+        if (found := re.match(r"([0-9a-f]{32}):", request)) is not None:
+            await self._record(tenant, "session", found[1])
+
+    async def _record(self, tenant: str, kind: str, name: str) -> Record:
+        record = await self._log.record(kind, name)
+        if record is None or record["tenant"] != tenant:
+            words = {"sampling": "sampling session"}.get(kind, kind)
+            raise HTTPException(404, f"expected a {words} of this service; found {name!r:.80}")
+        await self._log.renew_record(kind, name)
+        return record

@@ -1,0 +1,225 @@
+"""What a restarted learner does, and what is deleted: the real log, learner and directories around a simulated engine."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from polyreme.api.v1 import tinker_pb2 as pb
+from polyreme.experience import requests
+from polyreme.experience.requests import RequestLog, in_lane
+from polyreme_trainer.service import learner as learner_module
+from polyreme_trainer.service import states as states_module
+from polyreme_trainer.service.folders import Folders
+from polyreme_trainer.service.learner import ModelLearner
+from polyreme_trainer.service.wire import Request, json_result
+from polyreme_trainer.testing.simulated_tenants import SimulatedStates
+from support.simulated_service import BASE, engine
+
+MODEL = f"{'a' * 32}:train:0"
+LORA = {"rank": 4, "seed": 3, "train_unembed": True, "train_mlp": True, "train_attn": True, "type": "", "user_metadata": {}}
+ADAM = {"type": "", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+KEPT: dict[str, Any] = {"tenant": "t", "ttl": None, "metadata": {}, "overwrite": False}
+
+
+def batch(token: int) -> Request:
+    tokens = np.array([token, 5], "<i4").tobytes()
+    targets = pb.TensorData(dense=np.array([5, 6], "<i8").tobytes(), dtype=pb.DTYPE_INT64, shape=[2])
+    text = pb.InputChunk(encoded_text=pb.EncodedText(tokens=tokens))
+    datum = pb.Datum(model_input=[text], loss_fn_inputs={"target_tokens": targets})
+    body = pb.ForwardBackwardRequest(data=[datum], loss_fn="cross_entropy").SerializeToString()
+    return Request("forward_backward", {}, body)
+
+
+CREATE, STEP = Request("create_model", {"lora": LORA}), Request("optim_step", {"adam": ADAM})
+LOOP = [CREATE, *(each for token in range(4) for each in (batch(token), batch(token + 10), STEP))]
+
+
+def save(name: str, op: str = "save_weights", **fields: Any) -> Request:
+    return Request(op, {**KEPT, "name": name, **fields})
+
+
+class Service:
+    """A log with one model, whose learner is started and ended."""
+
+    def __init__(self, log: RequestLog, root: Path, limit: int = 1 << 30) -> None:
+        self.log, self.root, self.limit, self.seq = log, root, limit, -1
+        self.engine = engine()
+
+    @asynccontextmanager
+    async def learner(self) -> AsyncIterator[None]:
+        """A new learner, which ends with the block as by a kill between two of its commands."""
+        self.engine = engine()
+        learner = ModelLearner(self.log, self.engine, SimulatedStates(self.root, self.limit), BASE, 32)
+        task = asyncio.create_task(learner.run(asyncio.Event()))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def ask(self, *asked: Request) -> list[bytes]:
+        """Submits requests for the model. Returns their results."""
+        places = []
+        for request in asked:
+            self.seq += 1
+            places.append(in_lane(MODEL, self.seq))
+            assert await self.log.submit(places[-1], request.pack()) == "new"
+        results = [await self.log.result(place.id, 60.0) for place in places]
+        assert None not in results
+        return [result for result in results if result is not None]
+
+
+@pytest.fixture
+async def service(redis: Redis, run_id: str, tmp_path: Path) -> AsyncIterator[Service]:
+    log = RequestLog(redis, run_id)
+    await log.set_record("model", MODEL, {"tenant": "t"})
+    async with log.following():
+        yield Service(log, tmp_path / "models")
+
+
+async def undisturbed(redis: Redis, run_id: str, root: Path) -> list[bytes]:
+    log = RequestLog(redis, f"{run_id}-quiet")
+    await log.set_record("model", MODEL, {"tenant": "t"})
+    quiet = Service(log, root)
+    async with log.following(), quiet.learner():
+        return await quiet.ask(*LOOP)
+
+
+async def test_a_learner_killed_after_each_request_has_the_same_bits(
+    service: Service, redis: Redis, run_id: str, tmp_path: Path
+) -> None:
+    wanted, found = await undisturbed(redis, run_id, tmp_path / "quiet"), []
+    for request in LOOP:
+        async with service.learner():
+            found += await service.ask(request)
+    assert found == wanted
+
+
+async def test_a_restart_begins_at_the_newest_state(
+    service: Service, redis: Redis, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it no longer needs is not kept: neither requests, nor earlier states."""
+    wanted = await undisturbed(redis, run_id, tmp_path / "quiet")
+    monkeypatch.setattr(learner_module, "REPLAY_SECONDS", 0.0)
+    async with service.learner():
+        found = await service.ask(*LOOP[:-1])
+    assert await service.log.kept(MODEL) == []
+    assert [folder.name for folder in (service.root / MODEL / "states").iterdir()] == [str(len(LOOP) - 2)]
+    async with service.learner():
+        found += await service.ask(LOOP[-1])
+        assert service.engine.executed == ["put", "optim_step"], "with the gradient of the state"
+    assert found == wanted
+    assert await service.log.kept(MODEL) == [] and await service.log.lanes() == set()
+
+
+async def test_requests_of_many_bytes_are_in_a_state_soon(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without an optimizer step."""
+    monkeypatch.setattr(learner_module, "REPLAY_BYTES", 3 * len(batch(1).pack()))
+    async with service.learner():
+        await service.ask(CREATE, *(batch(1) for _ in range(10)))
+    assert len(await service.log.kept(MODEL)) <= 4
+
+
+async def test_a_loaded_checkpoint_may_be_deleted(service: Service) -> None:
+    async with service.learner():
+        await service.ask(*LOOP, save("end"))
+        path = f"tinker://{MODEL}/weights/end"
+        await service.ask(batch(1), STEP, Request("load_weights", {"path": path, "optimizer": True, "tenant": "t"}))
+        [before] = await service.ask(batch(2))
+    [saved] = Folders(service.root).kept(MODEL, "t")
+    Folders(service.root).delete(saved.name, "t")
+    async with service.learner():
+        again = await service.ask(STEP, batch(2))
+        assert b"error" not in again[0]
+    assert before != again[1]
+    assert Folders(service.root).kept(MODEL) == []
+
+
+async def test_a_model_from_a_checkpoint_has_its_moments_if_asked(service: Service) -> None:
+    """And it outlives the learner and the checkpoint."""
+    path, results = f"tinker://{MODEL}/weights/end", []
+    async with service.learner():
+        await service.ask(*LOOP, save("end"))
+        [same] = (await service.ask(batch(1), STEP, batch(2)))[2:]
+    for number, optimizer in ((1, True), (2, False)):
+        model, loaded = MODEL.replace(":0", f":{number}"), {"path": path, "optimizer": optimizer, "tenant": "t"}
+        await service.log.set_record("model", model, {"tenant": "t"})
+        steps = [Request("create_from", loaded), batch(1), STEP, batch(2)]
+        for seq, request in enumerate(steps):
+            await service.log.submit(in_lane(model, seq), request.pack())
+            async with service.learner():
+                results.append(await service.log.result(f"{model}:{seq}", 60.0))
+    assert b"error" not in results[0] + results[4]
+    assert results[1] == results[5], "the weights are those of the checkpoint"
+    assert results[3] == same != results[7]
+
+
+async def test_an_expired_model_leaves_nothing(service: Service, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "REPLAY_SECONDS", 0.0)
+    async with service.learner():
+        await service.ask(*LOOP, batch(1))
+    monkeypatch.setattr(requests, "RECORD_SECONDS", 0)
+    await service.log.renew_record("model", MODEL)
+    async with service.learner():
+        await gone(service.root / MODEL)
+    assert await service.log.lanes() == set() and await service.log.kept(MODEL) == []
+
+
+async def gone(path: Path) -> None:
+    async with asyncio.timeout(30):
+        while await asyncio.to_thread(path.exists):  # noqa: ASYNC110 (the end of a directory is no event)
+            await asyncio.sleep(0.01)
+
+
+async def test_checkpoints_expire(service: Service) -> None:
+    async with service.learner():
+        results = await service.ask(*LOOP, save("short", ttl=0.001), save("long", ttl=3600))
+        assert not any(b"error" in result for result in results)
+    await asyncio.to_thread(time.sleep, 0.01)
+    async with service.learner():
+        await gone(service.root / MODEL / "weights" / "short")
+    [left] = Folders(service.root).kept(MODEL)
+    assert left.name.name == "long"
+    Folders(service.root).set_expiry(left.name, "t", None)
+    assert Folders(service.root).kept(MODEL)[0].facts.expires is None
+
+
+async def test_checkpoints_have_a_share_of_the_disk(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without a name make room, the oldest first; then a save is refused, and the model goes on."""
+    monkeypatch.setattr(states_module, "UNNAMED", 2)
+    unnamed = [save(f"request-{n}", "save_weights_for_sampler", sampling_session=f"s:{n}") for n in range(4)]
+    async with service.learner():
+        await service.ask(*LOOP, save("named"), *unnamed)
+        kept = Folders(service.root).kept(MODEL)
+        assert [each.name.name for each in kept] == ["named", "request-2", "request-3"]
+    service.limit = sum(each.nbytes for each in kept)
+    async with service.learner():
+        [fits, full, step] = await service.ask(save("second"), save("third"), STEP)
+    assert (b"error" in fits, b"error" in full, b"error" in step) == (False, True, False)
+    assert b"GiB of checkpoints" in full
+    assert [each.name.name for each in Folders(service.root).kept(MODEL)] == ["named", "second"]
+
+
+async def test_results_have_a_bound_for_each_session(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads nothing: the oldest results go first, and another session's stay."""
+    monkeypatch.setattr(requests, "MAX_RESULT_BYTES", 1000)
+    other = in_lane(f"{'b' * 32}:train:0", 0)
+    await service.log.submit(other, CREATE.pack())
+    await service.log.finish(other, json_result(type="other"))
+    for seq in range(30):
+        await service.log.submit(in_lane(MODEL, seq), CREATE.pack())
+        await service.log.finish(in_lane(MODEL, seq), json_result(text="x" * 100))
+    found = [await service.log.result(f"{MODEL}:{seq}") for seq in range(30)]
+    kept = [result for result in found if result is not None]
+    assert found == [None] * (30 - len(kept)) + kept and sum(map(len, kept)) <= 1000 < sum(map(len, kept)) + len(kept[0])
+    assert await service.log.result(other.id) is not None
+    assert await service.log.is_past(f"{MODEL}:0") and not await service.log.is_past(f"{MODEL}:30")
+    assert await service.log.submit(in_lane(MODEL, 0), CREATE.pack()) == "gone"

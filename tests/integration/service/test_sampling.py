@@ -1,0 +1,110 @@
+"""The answers of the service's sampler: the real log and sampler around a simulated engine."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from polyreme.api.v1 import tinker_pb2 as pb
+from polyreme.experience.requests import LogPlace, RequestLog
+from polyreme_trainer.service.wire import Request
+from support.simulated_service import LONGEST, sample
+
+PROMPT = [5, 9, 14, 7]
+
+
+class Sampler:
+    """Asks the sampler of a log. A request without a number of its own gets the next one."""
+
+    def __init__(self, log: RequestLog) -> None:
+        self._log, self._asked = log, 0
+
+    async def ask(self, number: int | None = None, **given: Any) -> bytes:
+        self._asked += 1
+        fields = {"weights": None, "prompt": PROMPT, "samples": 1, "max_tokens": 8, "seed": 1, "temperature": 1.0, "top_k": -1}
+        fields |= {
+            "top_p": 1.0,
+            "stop_ids": [],
+            "stop_strings": [],
+            "prompt_logprobs": False,
+            "prompt_logprobs_last": None,
+            "topk": 0,
+        }
+        place = LogPlace(f"{'a' * 32}:sample:0:{self._asked if number is None else number}", "sampler")
+        await self._log.submit(place, Request("sample", fields | given).pack())
+        result = await self._log.result(place.id, 60.0)
+        assert result is not None
+        return result
+
+    async def answer(self, **given: Any) -> pb.SampleResponse:
+        result = await self.ask(**given)
+        assert result[:1] == b"P", result
+        return pb.SampleResponse.FromString(result[1:])
+
+    async def tokens(self, **given: Any) -> list[list[int]]:
+        return [ids(each) for each in (await self.answer(**given)).sequences]
+
+
+def ids(sequence: pb.SampledSequence) -> list[int]:
+    assert len(sequence.tokens) == len(sequence.logprobs)
+    return np.frombuffer(sequence.tokens, "<i4").tolist()
+
+
+@pytest.fixture
+async def sampler(redis: Redis, run_id: str) -> AsyncIterator[Sampler]:
+    log = RequestLog(redis, run_id)
+    async with log.following():
+        task = asyncio.create_task(sample(log, asyncio.Event()))
+        yield Sampler(log)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_seed_decides_the_answers(sampler: Sampler) -> None:
+    several, again, other = [await sampler.tokens(samples=3, seed=seed) for seed in (7, 7, 8)]
+    assert several == again != other
+    assert len({tuple(answer) for answer in several}) == 3
+    first, second = [await sampler.tokens(seed=None) for _ in range(2)]
+    assert first != second, "without a seed, each request has its own"
+    assert await sampler.ask(number=1) == await sampler.ask(number=1), "a repeated request has its first answer"
+
+
+async def test_stops_end_an_answer(sampler: Sampler) -> None:
+    """The simulated tokenizer writes each token as its number, and a blank between two."""
+    [whole] = await sampler.tokens()
+    assert len(whole) == 8
+    [by_id] = await sampler.tokens(stop_ids=[whole[3]])
+    [by_string] = await sampler.tokens(stop_strings=[f"{whole[2]} {whole[3]}"])
+    end = whole.index(whole[3]) + 1
+    assert (by_id, by_string) == (whole[:end], whole[:4])
+    stopped = (await sampler.answer(stop_ids=[whole[3]])).sequences[0]
+    assert (stopped.stop_reason, (await sampler.answer()).sequences[0].stop_reason) == (
+        pb.STOP_REASON_STOP,
+        pb.STOP_REASON_LENGTH,
+    )
+
+
+async def test_a_prompt_has_log_probabilities(sampler: Sampler) -> None:
+    answer = await sampler.answer(prompt_logprobs=True, topk=3)
+    values = np.frombuffer(answer.prompt_logprobs, "<f4")
+    top = answer.topk_prompt_logprobs
+    tokens, logprobs = (np.frombuffer(each, kind).reshape(4, 3) for each, kind in ((top.token_ids, "<i4"), (top.logprobs, "<f4")))
+    assert (top.k, top.length) == (3, 4)
+    assert np.isnan(values[0]) and np.isfinite(values[1:]).all()
+    assert tokens[0].tolist() == [0] * 3 and logprobs[0].tolist() == [-99999.0] * 3
+    assert tokens[1:, 0].tolist() == PROMPT[1:] and np.array_equal(logprobs[1:, 0], values[1:])
+    assert (np.diff(logprobs[1:]) < 0).all()
+    last = await sampler.answer(prompt_logprobs=True, prompt_logprobs_last=1, topk=3)
+    assert np.isnan(np.frombuffer(last.prompt_logprobs, "<f4")).tolist() == [True, True, True, False]
+    assert np.frombuffer(last.topk_prompt_logprobs.logprobs, "<f4")[:9].tolist() == [-99999.0] * 9
+
+
+async def test_a_prompt_that_cannot_be_continued_is_refused(sampler: Sampler) -> None:
+    for prompt in ([1] * LONGEST, [], [10**6], [-1]):
+        assert b'"category": "user"' in await sampler.ask(prompt=prompt)
+    assert len((await sampler.tokens(prompt=[1] * (LONGEST - 2), max_tokens=None))[0]) == 2
