@@ -80,7 +80,7 @@ class Rule:
     key: str
     target: str = ""
     note: str = ""
-    convert: Callable[[object, Values], object] | None = None
+    convert: Callable[[Any, Values], Any] | None = None
     fate: Fate = Fate.CONVERTED
 
     def __post_init__(self) -> None:

@@ -321,7 +321,7 @@ def _on_tokens(advantages: Float64, batch: TokenBatch) -> Float64:
     return np.where(batch.trained, advantages[batch.sequence_of], 0.0)
 
 
-def _of_samples(formula: Callable[[object, TokenBatch, Float64], Float64]) -> Callable[[object, TokenBatch, Rewards], Estimates]:
+def _of_samples(formula: Callable[[Any, TokenBatch, Float64], Float64]) -> Callable[[Any, TokenBatch, Rewards], Estimates]:
     """An estimator with one advantage per sample: `formula(recipe, batch, totals [n])` gives float64 [n]."""
     return lambda recipe, batch, rewards: (_on_tokens(formula(recipe, batch, rewards.totals), batch), None)
 
