@@ -254,10 +254,20 @@ class DoneLearning(MetricRecord, kind="done_learning"):
 
 @dataclass(frozen=True, kw_only=True)
 class StageStep(_Numbered, kind="step"):
-    """A step of a stage is done."""
+    """A step of a stage is done, or of a client of the training service. `steps`: 0 if the client decides when it ends."""
 
     step: int
-    steps: int
+    steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesServed(MetricRecord, kind="samples"):
+    """A model of the training service has answered requests. `file`: of their samples; `next_group`: above the groups in it."""
+
+    file: str
+    samples: int
+    tokens: int
+    next_group: int
 
 
 @dataclass(frozen=True, kw_only=True)

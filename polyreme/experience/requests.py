@@ -10,6 +10,7 @@ Invariant: a request that is submitted again, before or after its execution or a
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -18,12 +19,17 @@ from typing import Any, Literal, get_args
 from redis.asyncio import Redis
 
 from polyreme.experience.scripts import Scripts, key
+from polyreme.experience.service_records import ServiceRecords
 
 Worker = Literal["learner", "sampler"]
-Submitted = Literal["new", "known", "early", "gone", "full"]
+QueueState = Literal["active", "paused_capacity"]
+"""active: the request, or another one of its tenant, is executed or next. paused_capacity: other tenants have their turn."""
+Submitted = Literal["new", "known", "early", "gone", "full", "quota"]
 """What became of a submission. early: a request with a lower sequence number is missing. gone: executed long ago, its result has expired.
-full: the log has no room now."""
+full: the log has no room now. quota: the tenant has too many open requests."""
 
+TENANT_DIGITS = 16
+"""The hexadecimal digits of a tenant, a digest of its key."""
 MAX_OPEN = 20_000
 """Most open requests of a worker."""
 MAX_LANE_BYTES = 1 << 30
@@ -58,6 +64,27 @@ class LogPlace:
     seq: int = -1
 
 
+def tenant_in(id: str) -> str:
+    """Whose request, model or session it is: ids begin with their tenant."""
+    return id[:TENANT_DIGITS]
+
+
+def queue_state(id: str, begun: Sequence[str]) -> QueueState:
+    """What an open request waits for. `begun`: the requests that are executed now."""
+    others = begun and not any(tenant_in(each) == tenant_in(id) for each in begun)
+    return "paused_capacity" if others else "active"
+
+
+def in_turns(waiting: Sequence[LogPlace]) -> list[LogPlace]:
+    """Requests in an order that is fair to tenants: the first of each, then the second of each. A tenant's own keep their order."""
+    count = Counter[str]()
+    ranks = []
+    for place in waiting:
+        ranks.append(count[tenant_in(place.id)])
+        count[tenant_in(place.id)] += 1
+    return [place for _, place in sorted(zip(ranks, waiting, strict=True), key=lambda pair: pair[0])]
+
+
 def in_lane(model: str, seq: int) -> LogPlace:
     """The place of a model's request."""
     return LogPlace(f"{model}:{seq}", "learner", model, seq)
@@ -72,18 +99,19 @@ def place_of(id: str, worker: Worker) -> LogPlace:
 
 
 class RequestLog:
-    """The log of the service `name` in a Redis that persists every write."""
+    """The log of the service `name` in a Redis that persists every write. `records`: for its observer."""
 
     def __init__(self, redis: Redis, name: str) -> None:
         self._name, self._scripts = f"service:{name}", Scripts(redis, f"service:{name}")
         self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
         self._waiters: dict[str, set[asyncio.Event]] = {}
+        self.records = ServiceRecords(redis, name)
 
     def _key(self, *parts: str) -> str:
         return key(self._name, ":".join(parts))
 
-    async def submit(self, place: LogPlace, payload: bytes) -> Submitted:
-        """Adds a request. Raises StoreError."""
+    async def submit(self, place: LogPlace, payload: bytes, most: int = MAX_OPEN) -> Submitted:
+        """Adds a request. `most`: open requests of its tenant. Raises StoreError."""
         keys = [
             self._key("requests"),
             self._key("open", place.worker),
@@ -91,7 +119,16 @@ class RequestLog:
             self._key("lane", place.lane),
         ]
         answer = await self._scripts.call(
-            "submit", place.id, payload, place.seq, MAX_OPEN, MAX_LANE_BYTES, place.worker, keys=keys
+            "submit",
+            place.id,
+            payload,
+            place.seq,
+            MAX_OPEN,
+            MAX_LANE_BYTES,
+            place.worker,
+            tenant_in(place.id),
+            most,
+            keys=keys,
         )
         word: Submitted = answer.decode()
         return word
@@ -116,7 +153,17 @@ class RequestLog:
         ]
         life = int(RESULT_SECONDS * 1000)
         keys = [self._key(*name) for name in names]
-        arguments = (place.id, result, life, place.seq, int(keep), place.lane, self._key("result"), MAX_RESULT_BYTES)
+        arguments = (
+            place.id,
+            result,
+            life,
+            place.seq,
+            int(keep),
+            place.lane,
+            self._key("result"),
+            MAX_RESULT_BYTES,
+            tenant_in(place.id),
+        )
         return bool(await self._scripts.call("finish", *arguments, keys=keys))
 
     async def forget(self, lane: str, seq: float) -> None:
@@ -155,6 +202,11 @@ class RequestLog:
         """Whether a request waits for a worker, or is executed."""
         scores = [await self._redis.zscore(self._key("open", worker), id) for worker in get_args(Worker)]
         return any(score is not None for score in scores)
+
+    async def queue_state(self, id: str) -> QueueState:
+        """What an open request waits for."""
+        begun = [name.decode() for name in await self._redis.hkeys(self._key("begun"))]
+        return queue_state(id, begun)
 
     async def is_past(self, id: str) -> bool:
         """Whether a request was in a lane."""

@@ -1,20 +1,54 @@
-"""The recipes of tinker-cookbook, unmodified, train on a training service with megatron's learner."""
+"""The recipes of tinker-cookbook, unmodified, train on a training service with megatron's learner, and except for two of them with vLLM."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.cookbook import MODEL
 from support.own_venv import own_venv
 from support.service import QUIET, TESTS, Program, Service, service
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = pytest.mark.real
+Steps = list[dict[str, Any]]
+
+
+class Cookbook:
+    """A running service, and the folder in which recipes find its model and their data."""
+
+    def __init__(self, running: Service, work: Path, commands: Path) -> None:
+        self.running, self.work, self._commands = running, work, commands
+
+    def run(self, recipe: str, **options: Any) -> Steps:
+        """Runs a recipe to its end. Returns its metrics, step by step."""
+        log = self.log(recipe)
+        given = {"model_name": MODEL, "log_path": log, **options}
+        words = [f"{key}={value}" for key, value in given.items()]
+        command = [str(self._commands / "python"), "-W", "ignore", "-m", f"tinker_cookbook.recipes.{recipe}", *words]
+        offline = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "HF_DATASETS_CACHE": str(self.work / "cache")}
+        ours = {"TINKER_API_KEY": "tml-any", "TINKER_BASE_URL": self.running.url, "TINKER_TELEMETRY": "0"}
+        Program(command, self.work, {**offline, **ours}, self.work / f"{recipe}.log").ended(1800.0)
+        return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+    def log(self, recipe: str) -> Path:
+        return self.work / f"log-{recipe}"
+
+
+@contextmanager
+def cookbook(folder: Path, commands: Path, engine: str) -> Iterator[Cookbook]:
+    work = folder / "work"
+    work.mkdir()
+    environment = {**os.environ, **QUIET, "PYTHONPATH": str(TESTS)}
+    subprocess.run([sys.executable, "-m", "support.cookbook", work], check=True, env=environment, timeout=1800)
+    with service(folder, work / MODEL, MODEL, 1024, engine) as running:
+        yield Cookbook(running, work, commands)
 
 
 @pytest.fixture(scope="module")
@@ -23,41 +57,91 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Path]]:
-    """A running service, and the folder in which recipes find its model and their data."""
-    folder = tmp_path_factory.mktemp("service")
-    work = folder / "work"
-    work.mkdir()
-    environment = {**os.environ, **QUIET, "PYTHONPATH": str(TESTS)}
-    subprocess.run([sys.executable, "-m", "support.cookbook", work], check=True, env=environment, timeout=900)
-    with service(folder, work / MODEL, MODEL, 1024) as running:
-        yield running, work
+def small(tmp_path_factory: pytest.TempPathFactory, commands: Path) -> Iterator[Cookbook]:
+    with cookbook(tmp_path_factory.mktemp("small"), commands, "transformers") as world:
+        yield world
 
 
-def run_recipe(commands: Path, world: tuple[Service, Path], name: str, **options: Any) -> list[dict[str, Any]]:
-    """Runs a recipe to its end. Returns its metrics, step by step."""
-    running, work = world
-    log = work / f"log-{name}"
-    words = [f"{key}={value}" for key, value in {"model_name": MODEL, "log_path": log, "lora_rank": 8, **options}.items()]
-    command = [str(commands / "python"), "-W", "ignore", "-m", f"tinker_cookbook.recipes.{name}", *words]
-    offline = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "HF_DATASETS_CACHE": str(work / "cache")}
-    ours = {"TINKER_API_KEY": "tml-any", "TINKER_BASE_URL": running.url, "TINKER_TELEMETRY": "0"}
-    Program(command, work, {**offline, **ours}, work / f"{name}.log").ended(1800.0)
-    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, commands: Path) -> Iterator[Cookbook]:
+    with cookbook(tmp_path_factory.mktemp("service"), commands, "vllm") as started:
+        yield started
 
 
-def test_sl_loop_learns_the_chats(commands: Path, world: tuple[Service, Path]) -> None:
+@pytest.fixture(scope="module")
+def rl_loop(world: Cookbook) -> Steps:
+    """One digit of ten is right. The trained model is also the teacher of the distillation."""
+    options = {"batch_size": 8, "group_size": 16, "max_tokens": 12, "learning_rate": 0.004, "save_every": 10, "max_steps": 60}
+    return world.run("rl_loop", lora_rank=8, **options)
+
+
+def mean(steps: Steps, name: str, places: slice) -> float:
+    found: Sequence[float] = [step[name] for step in steps][places]
+    return float(np.mean(found))
+
+
+FIRST, LAST = slice(0, 2), slice(-2, None)
+
+
+def test_sl_loop_learns_the_chats(small: Cookbook) -> None:
     """The loss falls from about 11 to below 6 nats a token."""
-    steps = run_recipe(commands, world, "sl_loop", batch_size=4, max_length=256, learning_rate=0.01, save_every=5)
+    steps = small.run("sl_loop", lora_rank=8, batch_size=4, max_length=256, learning_rate=0.01, save_every=5)
     losses = [step["train_mean_nll"] for step in steps]
     assert len(losses) == 12
     assert losses[0] > 9 and losses[-1] < 6, losses
 
 
-def test_rl_loop_learns_the_answer(commands: Path, world: tuple[Service, Path]) -> None:
-    """One digit of ten is right: the reward rises from about 0.14 to about 0.27, where it stays at this learning rate."""
-    options = {"batch_size": 8, "group_size": 16, "max_tokens": 12, "learning_rate": 0.004, "save_every": 10, "max_steps": 60}
-    steps = run_recipe(commands, world, "rl_loop", **options)
-    rewards = [step["reward/total"] for step in steps]
+def test_dpo_prefers_the_chosen_answers(small: Cookbook) -> None:
+    """The loss falls from log 2, and every pair's chosen answer is preferred."""
+    options = {"dataset": "hhh", "renderer_name": "qwen3", "batch_size": 8, "max_length": 256, "max_steps": 10}
+    steps = small.run("preference.dpo.train", learning_rate=0.001, **options)
+    assert steps[0]["dpo_loss"] == pytest.approx(np.log(2), abs=1e-3)
+    assert steps[-1]["dpo_loss"] < 0.4 and steps[-1]["accuracy"] == 1.0, steps
+
+
+@pytest.mark.slow
+def test_rl_loop_learns_the_answer(rl_loop: Steps) -> None:
+    """The reward rises from about 0.1 to above 0.22, where it stays at this learning rate."""
+    rewards = [step["reward/total"] for step in rl_loop]
     assert len(rewards) == 60
     assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-20:]) / 20 > 0.22, rewards
+
+
+@pytest.mark.slow
+def test_arithmetic_learns_not_to_answer_zero(world: Cookbook) -> None:
+    """The model answers most sums with 0 at first, and rightly now and then."""
+    options = {"env": "arithmetic", "group_size": 8, "groups_per_batch": 4, "max_tokens": 6, "max_steps": 12}
+    steps = world.run("math_rl.train", lora_rank=8, learning_rate=0.01, eval_every=0, save_every=0, **options)
+    before, after = (mean(steps, "env/all/correct", places) for places in (FIRST, LAST))
+    assert after > before + 0.1, (before, after)
+
+
+@pytest.mark.slow
+def test_guess_number_learns_the_form_of_a_guess(world: Cookbook) -> None:
+    """Each of ten turns costs 1 if it has another form, which a quarter has at first."""
+    options = {"renderer_name": "qwen3", "group_size": 4, "batch_size": 4, "max_tokens": 10, "max_steps": 8}
+    steps = world.run("multiplayer_rl.guess_number.train", learning_rate=0.005, eval_every=0, save_every=0, **options)
+    before, after = (mean(steps, "env/all/reward/total", places) for places in (FIRST, LAST))
+    assert before < -1.5 and after > before + 1, (before, after)
+
+
+@pytest.mark.slow
+def test_tic_tac_toe_learns_to_move(world: Cookbook) -> None:
+    """A move that is not allowed costs 2."""
+    options = {"renderer_name": "qwen3", "batch_size": 16, "num_train_datapoints": 160, "num_test_datapoints": 4, "max_tokens": 6}
+    steps = world.run("multiplayer_rl.text_arena.train", learning_rate=0.005, eval_every=0, save_every=0, **options)
+    before, after = (mean(steps, "env/all/reward/total", places) for places in (FIRST, LAST))
+    assert after > before + 0.2, (before, after)
+
+
+@pytest.mark.slow
+def test_distillation_learns_the_teachers_answers(world: Cookbook, rl_loop: Steps) -> None:
+    """The teacher is what rl_loop has trained; the KL to it falls."""
+    saved = [json.loads(line) for line in (world.log("rl_loop") / "checkpoints.jsonl").read_text().splitlines()]
+    teacher = [each["sampler_path"] for each in saved if "sampler_path" in each][-1]
+    options = {"renderer_name": "qwen3", "teacher_model": MODEL, "teacher_checkpoint": teacher, "dataset": "deepmath"}
+    sizes = {"group_size": 4, "groups_per_batch": 8, "max_tokens": 8, "max_steps": 12, "lora_rank": 8}
+    recipe = "distillation.on_policy_distillation"
+    steps = world.run(recipe, learning_rate=0.004, eval_every=0, save_every=0, **options, **sizes)
+    before, after = (mean(steps, "teacher_kl", places) for places in (FIRST, LAST))
+    assert after < 0.7 * before, (before, after)

@@ -1,12 +1,15 @@
 """examples/rl_loop.py learns a task of its own, and docs/design.md shows its lines."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from polyreme.config.load import load_config
+from support.service import service
 from support.whole_run import make_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,15 +25,27 @@ print(json.dumps(rl_loop.main(load_config(Path(sys.argv[2]), settings))))
 """
 
 
-@pytest.mark.real
-def test_the_teaching_loop_learns(tmp_path: Path) -> None:
+def run_example(config: Path, address: str) -> None:
     """After the warm start the policy answers with any digit; one is right."""
-    config = make_task(tmp_path, lead="#")
     words = [sys.executable, "-c", RUN, str(EXAMPLE.parent), str(config)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "POLYREME_ADDRESS": address}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr
     before, after = json.loads(done.stdout.splitlines()[-1])
     assert after > before + 0.2, done.stdout
+
+
+@pytest.mark.real
+def test_the_teaching_loop_learns(tmp_path: Path) -> None:
+    run_example(make_task(tmp_path, lead="#"), "")
+
+
+@pytest.mark.real
+def test_the_teaching_loop_learns_on_a_service(tmp_path: Path) -> None:
+    config = make_task(tmp_path, lead="#")
+    run = load_config(config)
+    with service(tmp_path, run.model.path, "tiny", run.rollout.max_model_len) as running:
+        run_example(config, running.url)
 
 
 def test_the_design_shows_the_lines_of_the_teaching_loop() -> None:

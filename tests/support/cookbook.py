@@ -1,11 +1,18 @@
-"""What the recipes of tinker-cookbook find in their working directory: a model and data sets in folders with the names of public ones."""
+"""What the recipes of tinker-cookbook find in their working directory: a model and data sets in folders with the names of public ones.
+
+The model is trained here to a few habits, each of which a recipe can improve: it answers a sum rightly now and then, boxes a random digit,
+and follows the form of a game half of the time.
+"""
 
 import json
+import random
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -13,23 +20,64 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 MODEL = "Qwen/Qwen3-8B"
 """A name that the cookbook knows, with the renderer qwen3."""
 ANSWER = 7
+SUM_BATCHES, SUMS_PER_BATCH = 12, 4
+"""The batches of the recipe `arithmetic` whose sums the model knows."""
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-_TEXT = (
-    "user assistant How many r's are in strawberry? Provide a numerical answer without units, written inside \\boxed{}. "
-    "Let's spell the word out and number all the letters: We have r's at positions What is 3 + 4? say \\boxed{3} "
-)
-_OPENED, _STOP = "<|im_start|>assistant\n", "<|im_end|>"
+_OPENED, _STOP = "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
+_BOXED = "Provide a numerical answer without units, written inside \\boxed{}."
+_GUESS = "out the format Guess: <guess> (without the angle brackets), and say nothing else."
+_MOVES = "Available Moves: "
+_STEPS = 400
+
+
+@dataclass(frozen=True)
+class Habit:
+    """How the model answers prompts that end so: each answer as often as it is in the list."""
+
+    ends: Sequence[str]
+    answers: Sequence[str]
+
+
+def sums() -> list[tuple[int, int]]:
+    """The sums of the first batches of the recipe `arithmetic`."""
+    pairs = []
+    for batch in range(SUM_BATCHES):
+        rng = np.random.RandomState(batch)
+        pairs += [(int(rng.randint(0, 101)), int(rng.randint(0, 101))) for _ in range(SUMS_PER_BATCH)]
+    return pairs
+
+
+def habits() -> list[Habit]:
+    """The habits, as often as they are practised."""
+    boxed = [f"\\boxed{{{digit}}}{_STOP}" for digit in range(10)]
+    guesses = [f"Guess: {number}{_STOP}" for number in range(0, 1024, 64)]
+    moves = [f"[{digit}]\n" for digit in range(9)]
+    free = [
+        _MOVES + ", ".join(f"'[{digit}]'" for digit in sorted(random.sample(range(9), count))) for count in (9, 8, 7, 6, 5, 4, 3)
+    ]
+    every = [
+        Habit(["", _BOXED], boxed),
+        Habit(["Too low", "Too high", _GUESS], guesses + boxed[:8]),
+        Habit(free, moves + boxed[:6]),
+    ]
+    added = [Habit([f"What is {x} + {y}?"], [f"{x + y}{_STOP}", f"0{_STOP}", f"0{_STOP}"]) for x, y in sums()]
+    return every * (len(added) // 6) + added
 
 
 def write_files(folder: Path) -> None:
-    """The model, whose answers are random digits in a box, and the data sets: sums that are all ANSWER, and chats."""
+    """The model and the data sets: sums that are all ANSWER, chats, preferences for one answer, and questions."""
     tokenizer = _write_tokenizer(folder / MODEL)
     _write_model(folder / MODEL, tokenizer)
-    sums = [{"question": f"What is {a % 8} + {ANSWER - a % 8}?", "answer": f"#### {ANSWER}"} for a in range(480)]
-    _write_data(folder / "openai/gsm8k", "main", {"train": sums, "test": sums[:4]})
+    rows = [{"question": f"What is {a % 8} + {ANSWER - a % 8}?", "answer": f"#### {ANSWER}"} for a in range(480)]
+    _write_data(folder / "openai/gsm8k", "main", {"train": rows, "test": rows[:4]})
     chats = [[{"role": "user", "content": f"say {i % 8}"}, {"role": "assistant", "content": str(i % 8)}] for i in range(48)]
-    rows = [{"messages": chat} for chat in chats]
-    _write_data(folder / "HuggingFaceH4/no_robots", "default", {"train": rows, "test": rows[:4]})
+    talks = [{"messages": chat} for chat in chats]
+    _write_data(folder / "HuggingFaceH4/no_robots", "default", {"train": talks, "test": talks[:4]})
+    asked = "\n\nHuman: say {}\n\nAssistant: {}"
+    pairs = [{"chosen": asked.format(i % 8, i % 8), "rejected": asked.format(i % 8, "no")} for i in range(96)]
+    _write_data(folder / "Anthropic/hh-rlhf", "default", {"train": pairs, "test": pairs[:4]})
+    asks = [{"question": f"Name the digit {i % 10}. {_BOXED}", "final_answer": str(i % 10)} for i in range(400)]
+    _write_data(folder / "zwhe99/DeepMath-103K", "default", {"train": asks})
 
 
 def _write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -37,8 +85,13 @@ def _write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([_TEXT] * 20, trainer)
+    texts = [habit.ends[-1] + " " + habit.answers[0].removesuffix(_STOP) for habit in habits()]
+    texts += [
+        f"user system player assistant {_BOXED} Let's spell the word out and number all the letters: We have r's at positions"
+    ] * 20
+    texts += [f"What is {number} + {number}? {number}" for number in range(201)] * 4
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_STOP, pad_token=_SPECIAL[0])
     fast.add_tokens(["<think>", "</think>"])
     fast.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -47,30 +100,41 @@ def _write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _write_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Trains a small model to answer anything with a digit in a box, each digit equally often."""
+    """Trains a small model to its habits."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     more: dict[str, Any] = {
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 32,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": False,
     }
     ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "bos_token_id": None}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **more, **ends))
     adam = torch.optim.Adam(model.parameters(), lr=3e-3)
-    opened = tokenizer.encode(_OPENED)
-    for _ in range(150):
-        texts = [f"\\boxed{{{digit}}}{_STOP}" for digit in range(10)]
-        answers = torch.tensor([tokenizer.encode(text) for text in texts])
-        before = torch.cat([torch.randint(3, len(tokenizer), (10, 24)), torch.tensor([opened] * 10)], 1)
-        ids = torch.cat([before, answers], 1)
-        logits = model(input_ids=ids).logits[:, before.shape[1] - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, _STEPS, 1e-4)
+    practised = [(_encoded(tokenizer, habit.ends, _OPENED), _encoded(tokenizer, habit.answers, "")) for habit in habits()]
+    for _ in range(_STEPS):
+        rows = [_row(*random.choice(practised), len(tokenizer)) for _ in range(24)]
+        longest = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
+        labels = torch.tensor([[-100] * start + ids[start:] + [-100] * (longest - len(ids)) for ids, start in rows])
+        loss = model(input_ids=ids, labels=labels).loss
         adam.zero_grad()
         loss.backward()
         adam.step()
+        schedule.step()
     model.save_pretrained(folder)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], end: str) -> list[list[int]]:
+    return [tokenizer.encode(text + end) for text in texts]
+
+
+def _row(prompts: Sequence[list[int]], answers: Sequence[list[int]], vocabulary: int) -> tuple[list[int], int]:
+    """Tokens, and where the answer begins. What is before the prompt's end does not matter."""
+    before = [random.randrange(3, vocabulary) for _ in range(random.randrange(12))] + random.choice(prompts)
+    return before + random.choice(answers), len(before)
 
 
 def _write_data(folder: Path, config: str, splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -84,4 +148,5 @@ def _write_data(folder: Path, config: str, splits: Mapping[str, Sequence[Mapping
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    random.seed(0)
     write_files(Path(sys.argv[1]))

@@ -23,6 +23,7 @@ from polyreme.weights.digest import seal
 from polyreme.weights.manifest import ArenaSource, TensorSpec, plan_manifest, tensor_views
 from polyreme_rollout.local.requests import ServedSampler
 from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedInferenceEngine
+from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.api import ServiceApi
 from polyreme_trainer.service.folders import Folders
 from polyreme_trainer.service.learner import ModelLearner
@@ -58,8 +59,8 @@ def learner(log: RequestLog, root: Path, limit: int = 1 << 30) -> ModelLearner:
     return ModelLearner(log, engine(), SimulatedStates(root, limit), BASE, 32)
 
 
-def api(log: RequestLog, root: Path) -> ServiceApi:
-    return ServiceApi(log, Folders(root), BASE, str(root), "simulated", LONGEST, SIGNING_KEY)
+def api(log: RequestLog, root: Path, accounts: Accounts | None = None) -> ServiceApi:
+    return ServiceApi(log, Folders(root), BASE, str(root), "simulated", LONGEST, SIGNING_KEY, accounts)
 
 
 async def sample(log: RequestLog, stop: asyncio.Event) -> None:
@@ -73,10 +74,12 @@ async def sample(log: RequestLog, stop: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def simulated_service(redis: Redis, name: str, root: Path, limit: int = 1 << 30) -> AsyncIterator[str]:
+async def simulated_service(
+    redis: Redis, name: str, root: Path, limit: int = 1 << 30, accounts: Accounts | None = None
+) -> AsyncIterator[str]:
     """Serves until the block ends. Yields the API's address."""
     log, stop = RequestLog(redis, name), asyncio.Event()
-    async with log.following(), serve_http(loopback(), 0, api(log, root).app(), drain_timeout=1.0) as port:
+    async with log.following(), serve_http(loopback(), 0, api(log, root, accounts).app(), drain_timeout=1.0) as port:
         working = [asyncio.create_task(learner(log, root, limit).run(stop)), asyncio.create_task(sample(log, stop))]
         try:
             yield f"http://{loopback()}:{port}"

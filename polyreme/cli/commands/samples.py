@@ -14,6 +14,7 @@ import typer
 from polyreme.display.report import shortened
 from polyreme.errors import ConfigError
 from polyreme.rundir.reader import EVERYTHING, Range, RunReader, Sample, parse_range, sample_query
+from polyreme.rundir.service_status import SERVICE
 from polyreme.terminal.terminal import TerminalConsole
 
 _RANGE = "one number, or a range such as 3:10, 3: or :10"
@@ -36,7 +37,7 @@ def samples(
 ) -> None:
     """Show samples of a run, filtered by iteration, reward, length and text."""
     reader, kind = RunReader(run_dir), "eval" if evaluation else "train"
-    if "stage" in reader.config():
+    if reader.config().get("stage", SERVICE) != SERVICE:
         raise ConfigError(f"a run with samples at {run_dir}", "a stage, which generates none", "Pass the directory of a run.")
     scores, lengths = _range("--reward", reward), _range("--tokens", tokens)
     chosen = _range("--iteration", None if iteration == "newest" else iteration)
@@ -66,7 +67,7 @@ def sample_text(sample: Sample) -> list[str]:
     """A sample as a few lines of text: origin, score, prompt, response and label, each on one line."""
     place = f"iteration {sample['iteration']}, group {sample['group']}" if "group" in sample else f"version {sample['version']}"
     parts = ", ".join(f"{name} {part['raw']:g}" for name, part in sample["parts"].items())
-    score = f"{sample['score']:g}" + (f" ({parts})" if len(sample["parts"]) > 1 else "")
+    score = "-" if sample["score"] is None else f"{sample['score']:g}" + (f" ({parts})" if len(sample["parts"]) > 1 else "")
     head = f"{place}: reward {score}, {sample['tokens']} tokens, {sample.get('outcome', sample['finish_reason'])}"
     messages = sample.get("messages")
     texts = {name: _shown(sample[name]) for name in (["label"] if messages else ["prompt", "response", "label"])}

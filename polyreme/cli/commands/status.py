@@ -1,4 +1,4 @@
-"""`polyreme status`: one line for each run below some folders or in a Redis.
+"""`polyreme status`: one line for each run below some folders or in a Redis, or for each model of a training service.
 
 Invariant: it changes no run. A run that is both in a folder and in Redis has one line, with the data of Redis.
 """
@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +20,11 @@ from polyreme.experience.store import connect
 from polyreme.net.redis_url import redis_option
 from polyreme.rundir.reader import run_directories
 from polyreme.rundir.run_status import RunStatus, directory_status, redis_status
+from polyreme.rundir.service_status import ModelStatus, ServiceState, is_running, model_statuses
 from polyreme.terminal.table import fitted
 from polyreme.terminal.terminal import TerminalConsole
 
+MODELS = ("TENANT", "MODEL", "STATE", "STEPS", "LOSS", "TRAINED", "SAMPLED", "QUEUED", "UPDATED")
 HEADER = ("RUN", "STATE", "ITERATION", "RESULT", "REWARD", "REPLICAS", "UPDATED", "PLACE")
 
 
@@ -32,14 +35,26 @@ def status(
     redis: Annotated[str | None, redis_option("Lists every run of this Redis.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run.")] = False,
 ) -> None:
-    """List runs: state, iteration, newest result, replicas, and why a run ended."""
+    """List runs: state, iteration, newest result, replicas, and why a run ended. Of a training service, list its tenants' models."""
     folders = paths or ([] if redis else [Path("runs")])
+    console = TerminalConsole(sys.stdout)
+    services = {folder: state for folder in folders if (state := ServiceState.read(folder)) is not None}
+    for folder, state in services.items():
+        models = model_statuses(folder, state)
+        told = (
+            [json.dumps(asdict(each)) for each in models]
+            if as_json
+            else service_lines(folder, state, models, time.time(), console.table_width)
+        )
+        console.print("\n".join(told), soft_wrap=True)
+    folders = [folder for folder in folders if folder not in services]
     directories = (directory for folder in folders for directory in run_directories(folder))
     by_id = {found.run_id: found for found in map(directory_status, directories)}
     if redis:
         by_id |= {found.run_id: found for found in asyncio.run(_of_redis(redis))}
     found = sorted(by_id.values(), key=lambda status: (-(status.updated or 0.0), status.run_id))
-    console = TerminalConsole(sys.stdout)
+    if services and not found:
+        return
     lines = [json.dumps(asdict(each)) for each in found] if as_json else status_lines(found, time.time(), console.table_width)
     if lines:
         console.print("\n".join(lines), soft_wrap=True)
@@ -51,6 +66,32 @@ def status_lines(found: list[RunStatus], now: float, width: int | None = None) -
         return ["no runs"]
     lines = fitted(HEADER, [_cells(each, now) for each in found], width)
     return lines + [f"{each.run_id}: {' '.join(each.reason.split())}" for each in found if each.reason]
+
+
+def service_lines(
+    folder: Path, state: ServiceState, models: Sequence[ModelStatus], now: float, width: int | None = None
+) -> list[str]:
+    """The lines of a service at Unix time `now`: its workers, and a table of its models."""
+    workers = [
+        f"{name}: {sum(each.queued.values())} requests" + ("" if each.busy is None else f", busy {each.busy:.0%}")
+        for name, each in state.workers.items()
+    ]
+    head = f"{folder}: {state.base_model}, " + ("; ".join(workers) if is_running(folder) else "stopped")
+    rows = [
+        (
+            each.tenant,
+            each.model,
+            each.state,
+            str(each.steps),
+            "-" if each.loss is None else f"{each.loss:.4g}",
+            str(each.trained_tokens),
+            str(each.sampled_tokens),
+            str(each.queued),
+            "-" if each.updated is None else f"{duration(now - each.updated)} ago",
+        )
+        for each in models
+    ]
+    return [head, *(fitted(MODELS, rows, width) if rows else ["no models"])]
 
 
 async def _of_redis(url: str) -> list[RunStatus]:

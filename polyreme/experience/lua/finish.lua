@@ -4,11 +4,12 @@
 -- execute again, because no saved state includes them), begun (hash id -> beginnings), lanes (set of lanes with kept requests), and results
 -- (list of the client: "BYTES ID" of its results, the oldest first), and bytes (their sum). Writes all of them and events.
 -- ARGV: id, result, the result's life in ms, sequence number (-1: none), 1 if the request is kept, lane, the prefix of the results' keys, most
--- bytes of the client's results. Returns whether the result was stored.
+-- bytes of the client's results, tenant. Returns whether the result was stored.
 local id, life, seq = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local requests, open, result, lane, kept, results = KEYS[10], KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[17]
 if redis.call('ZREM', open, id) == 0 then return 0 end
 redis.call('HDEL', KEYS[15], id)
+if redis.call('HINCRBY', META, 'open ' .. ARGV[9], -1) <= 0 then redis.call('HDEL', META, 'open ' .. ARGV[9]) end
 redis.call('SET', result, ARGV[2], 'PX', ARGV[3])
 if ARGV[5] == '1' then
   redis.call('ZADD', kept, seq, id)

@@ -17,7 +17,7 @@ def _warn(folder: Path, error: OSError) -> None:
 
 
 def run_directories(path: Path, warn: Callable[[Path, OSError], None] = _warn) -> list[Path]:
-    """The run directories at `path`: `path` itself, or those directly below it, the newest start first.
+    """The run directories at `path`: `path` itself, those directly below it, or the models of a training service, the newest start first.
 
     Args:
         warn: called with a directory that cannot be read, which is skipped.
@@ -28,7 +28,7 @@ def run_directories(path: Path, warn: Callable[[Path, OSError], None] = _warn) -
     if _start_time(path, warn) is not None:
         return [path]
     try:
-        folders = list(path.iterdir()) if path.is_dir() else []
+        folders = [*path.iterdir(), *path.glob("models/*")] if path.is_dir() else []
     except OSError as error:
         warn(path, error)
         folders = []

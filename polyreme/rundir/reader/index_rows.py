@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme.experience.metric_records import Evaluation, IterationTrained, StageStep, read_record
+from polyreme.experience.metric_records import Evaluation, IterationTrained, SamplesServed, StageStep, read_record
 from polyreme.rundir.progress import Line
 from polyreme.rundir.reader.scalars import scalars
 
 WALL_TIME = "time"
 """The metric that holds the Unix time at which an iteration ended."""
-_WITHOUT_EVENT = ("iteration", "rollout", "sft", "step", "eval_progress", "resumed")
+_WITHOUT_EVENT = ("iteration", "rollout", "sft", "step", "samples", "eval_progress", "resumed")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class SampleRow:
         oldest, newest: oldest and newest version that sampled its tokens; None when the line does not have them.
         advantage: mean over its trained tokens; None when unknown.
         logprob: mean log-probability of its tokens in nats; None when unknown.
+        score: None where only a client of the training service knows it.
         began: Unix time at which its group's generation began; None when unknown.
     """
 
@@ -37,7 +38,7 @@ class SampleRow:
     prompt: str
     label: str
     response: str
-    score: float
+    score: float | None
     tokens: int
     finish: str
     oldest: int | None
@@ -64,7 +65,7 @@ def sample_row(line: Line) -> SampleRow:
         prompt=line["prompt"],
         label=str(line.get("label", "")),
         response=line["response"],
-        score=line["score"],
+        score=line.get("score"),
         tokens=line.get("tokens", 0),
         finish=line.get("finish_reason", ""),
         oldest=min(versions, default=None),
@@ -108,6 +109,8 @@ def sample_files_of(line: Line) -> list[str]:
             return [f"iteration_{number:04d}.jsonl"]
         case Evaluation(version=number):
             return [f"evaluation_{number:04d}.jsonl"]
+        case SamplesServed(file=name):
+            return [name]
     return []
 
 

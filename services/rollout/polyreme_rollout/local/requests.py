@@ -9,6 +9,7 @@ engine's rounding.
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 import xxhash
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
+from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling, TopTokens
+from polyreme_rollout.local.report import SamplerReport
 
 if TYPE_CHECKING:
     from polyreme_rollout.local.weights import SavedWeights
@@ -62,11 +64,16 @@ class SampleRequest:
     prompt_logprobs_last: int | None = None
     topk: int = 0
 
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the request is for the prompt's log-probabilities."""
+        return self.prompt_logprobs and self.max_tokens == 1
+
     @classmethod
     def unpack(cls, payload: bytes) -> "SampleRequest":
         fields = json.loads(payload.partition(b"\n")[0])
-        del fields["op"]
-        return cls(**({"max_tokens": None, "seed": None} | fields))
+        given = {name: value for name, value in fields.items() if name not in ("op", "arrived")}
+        return cls(**({"max_tokens": None, "seed": None} | given))
 
 
 class ServedSampler:
@@ -91,6 +98,7 @@ class ServedSampler:
         self._loads = self._asked = 0
         self._requests: dict[str, SampleRequest] = {}
         self._running: dict[asyncio.Task[None], str] = {}
+        self._report = SamplerReport(log.records, decode)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises EngineDeadError or StoreError when it cannot continue."""
@@ -112,7 +120,7 @@ class ServedSampler:
     async def _start_waiting(self) -> None:
         """Starts the requests whose model is loaded, or loads the model of the first one when nothing runs."""
         started = set(self._running.values())
-        waiting = [place for place in await self._log.open("sampler") if place.id not in started]
+        waiting = in_turns([place for place in await self._log.open("sampler") if place.id not in started])
         self._requests = {id: request for id, request in self._requests.items() if id in {place.id for place in waiting}}
         for place in waiting[:MAX_RUNNING]:
             if place.id not in self._requests:
@@ -156,7 +164,12 @@ class ServedSampler:
             await self._log.finish(place, _failure(lost, "server"))
             return
         else:
-            await self._log.finish(place, b"P" + (await self._sample(place, request, room)).SerializeToString())
+            began = time.time()
+            async with self._report.busy():
+                answer = await self._sample(place, request, room)
+            await self._log.finish(place, b"P" + answer.SerializeToString())
+            if not request.is_scoring:
+                await self._report.answered(place, request.weights, request.prompt, began, answer)
             return
         await self._log.finish(place, _failure(problem))
 

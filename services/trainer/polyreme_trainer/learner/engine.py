@@ -127,11 +127,27 @@ class RowsLoss:
     baseline: float = 0.0
 
 
-class Engine(Protocol):
-    """Models on this rank by the names of their roles, and the operations that every program uses.
+class StepEngine(Protocol):
+    """Models by the names of their roles, and what an optimizer step needs: one or more calls of `forward_backward`, whose gradients add up,
+    and then one of `optim_step`. Log-probabilities of rows are those at temperature 1."""
 
-    An optimizer step is one or more calls of `forward_backward`, whose gradients add up, and then one of `optim_step`. Log-probabilities of
-    rows are those at temperature 1. At most one save is being written; training continues meanwhile, because a save begins with a copy.
+    def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
+        """Adds the gradient of a loss on rows to that of the next optimizer step. Returns metrics for `means`."""
+        ...
+
+    def means(self, metrics: "Sequence[Metrics]") -> Mapping[str, float]:
+        """The metrics over all ranks' parts of the rows. Waits for the device and for other ranks."""
+        ...
+
+    def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
+        """Changes the model's weights by the gradient. Returns metrics: `grad_norm`, `lr`, and those of routers."""
+        ...
+
+
+class Engine(StepEngine, Protocol):
+    """Models on this rank, and the operations that every program uses.
+
+    At most one save is being written; training continues meanwhile, because a save begins with a copy.
     """
 
     @property
@@ -148,20 +164,8 @@ class Engine(Protocol):
         """The model's number for each token that follows another one, 0 where it is not trained on: float32 [t], sequence by sequence."""
         ...
 
-    def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
-        """Adds the gradient of a loss on rows to that of the next optimizer step. Returns metrics for `means`."""
-        ...
-
     def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
         """The metrics of a loss on rows, without a gradient. For `means`."""
-        ...
-
-    def means(self, metrics: "Sequence[Metrics]") -> Mapping[str, float]:
-        """The metrics over all ranks' parts of the rows. Waits for the device and for other ranks."""
-        ...
-
-    def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
-        """Changes the model's weights by the gradient. Returns metrics: `grad_norm`, `lr`, and those of routers."""
         ...
 
     def finish_save(self, wait: bool) -> Saved | None:

@@ -145,13 +145,25 @@ class Recorder:
         if records:
             self.cursor = records[-1][0]
 
-    def add(self, record: MetricRecord) -> None:
-        """Writes a record of a stage, which has no stream. In place of repeated steps it writes a `resumed` record every few seconds."""
+    @property
+    def progress(self) -> Progress:
+        """What the records show."""
+        return self._progress
+
+    def add(self, record: MetricRecord, stream_id: str | None = None) -> None:
+        """Writes a record of a stage or a served model. In place of repeated steps it writes a `resumed` record every few seconds.
+
+        Args:
+            stream_id: of a served model's record, whose stream is that of the whole service.
+        """
         if self._progress.repeats(fields_of(record)):
             if not isinstance(record, StageStep) or self._clock() - self._said < _RESUMED_SECONDS:
                 return
             record, self._said = Resumed(step=record.step), self._clock()
         line = {"run": self._run_id, "time": time.time(), **fields_of(record)}
+        if stream_id is not None:
+            line |= {"id": stream_id, "time": stream_time(stream_id)}
+            self.cursor = stream_id
         self._board.add([line])
         self._write(line)
         self._progress.add(line)

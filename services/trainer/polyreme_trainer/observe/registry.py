@@ -476,5 +476,22 @@ STAGE_METRICS = (
     Metric("time/step", "s", "Wall-clock time of the step on the learner's rank 0.", "`step` records"),
     Metric("tokens_per_second", "tokens/s", "Tokens of the step's rows / time/step.", "`step` records"),
     *CHECKPOINT,
+    *(metric for metric in RESOURCES if metric.name.startswith(("resources/trainer/", "resources/device_"))),
 )
 """The metrics of a stage's records. The names of losses, rewards and accuracies are TRL's."""
+
+SERVICE_METRICS = (
+    Metric("loss", "1", "Sum of the losses of the step's batches / `trained_tokens`."),
+    Metric("loss_sum", "1", "Sum of the losses of the step's batches, as the client's loss defines it."),
+    Metric("grad_norm", "1", "Norm of the whole gradient before it is clipped."),
+    Metric("lr", "1", "Learning rate of the step, as the client gave it."),
+    Metric("optimizer_steps", "1", "Steps of the optimizer, which starts again when weights are loaded without it."),
+    Metric("sequences", "1", "Sequences of the step's batches."),
+    Metric("tokens", "tokens", "Tokens of the step's batches."),
+    Metric("trained_tokens", "tokens", "Of these, tokens whose weight or advantage is not 0."),
+    Metric("tokens_per_second", "tokens/s", "`tokens` / `time/step`."),
+    Metric("time/step", "s", "Wall-clock time since the step before, the sum of the next three."),
+    Metric("time/execute", "s", "The learner executed a request of the model."),
+    Metric("time/queue", "s", "A request of the model waited, since those of other models were executed."),
+    Metric("time/client", "s", "The model had no request."),
+)

@@ -1,4 +1,4 @@
-"""A process of a training service: `python -m polyreme_trainer.service api` or `learner`.
+"""A process of a training service: `python -m polyreme_trainer.service api`, `learner` or `observer`.
 
 POLYREME_REDIS names its Redis, POLYREME_RUN_DIR its directory with config.yaml.
 """
@@ -19,8 +19,12 @@ from polyreme.net.http_server import serve_http
 from polyreme.net.ports import loopback
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
+from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.api import ServiceApi
-from polyreme_trainer.service.folders import MODELS, REDIS, Folders
+from polyreme_trainer.service.folders import MODELS, Folders
+from polyreme_trainer.service.http_answers import error_body, is_open
+from polyreme_trainer.service.observer.observer import Observer
+from polyreme_trainer.service.observer.port import observer_port
 
 logger = logging.getLogger("polyreme.service")
 SIGNING_KEY = "signing-key"
@@ -45,10 +49,11 @@ def run_api(config: ServeConfig) -> None:
     async def serve(log: RequestLog, stop: asyncio.Event) -> None:
         architecture = json.loads((config.model.path / "config.json").read_text())["model_type"]
         folders, longest = Folders(config.run_dir / MODELS), config.sampler.max_model_len
-        key = kept_secret(config.run_dir / REDIS, SIGNING_KEY)
-        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest, key)
-        async with serve_http(loopback(), config.port, api.app(), drain_timeout=1.0) as port:
-            logger.info("ready: http://%s:%d", loopback(), port)
+        key, accounts = kept_secret(config.redis_dir, SIGNING_KEY), Accounts.read(config)
+        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest, key, accounts)
+        host = config.host or loopback()
+        async with serve_http(host, config.port, api.app(), 1.0, config.security, is_open, error_body) as port:
+            logger.info("ready: %s:%d", host, port)
             await stop.wait()
 
     asyncio.run(with_log(config, serve))
@@ -72,12 +77,24 @@ def run_learner(config: ServeConfig) -> None:
         asyncio.run(with_log(config, execute))
 
 
+def run_observer(config: ServeConfig) -> None:
+    """Writes the models' run directories, and serves the page and the metrics, until a signal."""
+
+    async def observe(log: RequestLog, stop: asyncio.Event) -> None:
+        observer = Observer(log, config.run_dir, config.model.path, config.served_name, Accounts.read(config).names)
+        async with observer_port(observer, config.run_dir, config.page_port) as port:
+            logger.info("ready: http://%s:%d", loopback(), port)
+            await observer.run(stop)
+
+    asyncio.run(with_log(config, observe))
+
+
 def main() -> None:
     part = sys.argv[1]
     logging_setup.setup(part)
     with exit_on_error(part):
         config = read_serve(Path(os.environ["POLYREME_RUN_DIR"]) / "config.yaml")
-        {"api": run_api, "learner": run_learner}[part](config)
+        {"api": run_api, "learner": run_learner, "observer": run_observer}[part](config)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,23 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from polyreme.errors import StoreError
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 from polyreme_trainer.service import messages as m
+from polyreme_trainer.service.accounts import Accounts, RequireAccount
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Folders
-from polyreme_trainer.service.http_answers import ApiCall, Handler, endpoint, refused, refused_tenant, tenant_of
+from polyreme_trainer.service.http_answers import HEALTH, PREFIX, ApiCall, Handler, endpoint, refused, refused_tenant, tenant_of
 from polyreme_trainer.service.rest import RestRoutes
 from polyreme_trainer.service.submission import submit, unload
 from polyreme_trainer.service.tenants import Tenants
 from polyreme_trainer.service.wire import Request, parse_batch, read_batch
 
-PREFIX = "/api/v1"
 HOLD_SECONDS = 30.0
 """How long an answer of retrieve_future is held for a result. The SDK asks again at once, and waits 45 seconds itself."""
 
@@ -38,6 +40,7 @@ class ServiceApi:
         architecture: its model type.
         longest: the largest number of tokens of prompt and answer.
         signing_key: of the addresses of files.
+        accounts: who may use it, and how much; None: everybody, within the default bounds.
     """
 
     def __init__(
@@ -49,7 +52,9 @@ class ServiceApi:
         architecture: str,
         longest: int,
         signing_key: str,
+        accounts: Accounts | None = None,
     ) -> None:
+        self._accounts = accounts or Accounts()
         self._log, self._folders, self._base_model = log, folders, base_model
         self._tenants, self._rest = Tenants(log), RestRoutes(log, folders, base_model, signing_key)
         self._tokenizer, self._architecture, self._longest = tokenizer, architecture, longest
@@ -79,14 +84,25 @@ class ServiceApi:
         routes = [Route(f"{PREFIX}/{name}", endpoint(handler), methods=["POST"]) for name, handler in posts.items()]
         routes += [
             Route("/health", self._health),
-            Route(f"{PREFIX}/healthz", self._health),
+            Route("/ready", self._ready),
+            Route(HEALTH, self._health),
             Route(f"{PREFIX}/get_server_capabilities", self._capabilities),
             Route(f"{PREFIX}/samplers/{{name:path}}", self._sampler),
             *self._rest.routes(PREFIX),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: refused, TenantError: refused_tenant})
+        handlers = {HTTPException: refused, TenantError: refused_tenant}
+        guard = Middleware(RequireAccount, accounts=self._accounts)
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=[guard])
 
     async def _health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: HttpRequest) -> Response:
+        """Whether the request log answers."""
+        try:
+            await self._log.record("session", "")
+        except StoreError as error:
+            return JSONResponse({"status": str(error)}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     async def _capabilities(self, request: HttpRequest) -> Response:
@@ -105,7 +121,8 @@ class ServiceApi:
         return JSONResponse({"status": "accepted"})
 
     async def _create_session(self, call: ApiCall) -> Response:
-        given, name = m.read(m.CreateSession, call.body), secrets.token_hex(16)
+        given, name = m.read(m.CreateSession, call.body), f"{call.tenant}{secrets.token_hex(8)}"
+        await self._tenants.check_room(call.tenant, "session", self._accounts.quota_of(call.tenant).sessions)
         await self._tenants.add_session(call.tenant, name, given)
         return JSONResponse({"type": "create_session", "session_id": name})
 
@@ -120,8 +137,12 @@ class ServiceApi:
         await self._tenants.open_session(call.tenant, given.session_id)
         self._check_base(given.base_model)
         lora = None if given.lora_config is None else given.lora_config.model_dump()
-        model = await self._tenants.add_model(call.tenant, given.session_id, given.model_seq_id, lora, given.user_metadata)
+        model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
         return await self._into_lane(call, model, 0, Request("create_model", {"lora": lora}))
+
+    async def _add_model(self, call: ApiCall, session: str, number: int, lora: dict[str, Any] | None, metadata: Any) -> str:
+        most = self._accounts.quota_of(call.tenant).models
+        return await self._tenants.add_model(call.tenant, session, number, lora, metadata, most)
 
     async def _get_info(self, call: ApiCall) -> Response:
         given = m.read(m.OfModel, call.body)
@@ -180,7 +201,7 @@ class ServiceApi:
         await self._tenants.open_session(call.tenant, given.session_id)
         facts = self._folders.facts(m.read_path(given.path), call.tenant)
         lora = None if facts.lora is None else facts.lora.model_dump()
-        model = await self._tenants.add_model(call.tenant, given.session_id, given.model_seq_id, lora, given.user_metadata)
+        model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
         return await self._into_lane(call, model, 0, Request("create_from", fields))
 
     async def _unload(self, call: ApiCall) -> Response:
@@ -230,7 +251,7 @@ class ServiceApi:
             path = await self._tenants.sampling(call.tenant, given.sampling_session_id)
             name = f"{given.sampling_session_id}:{given.seq_id}"
         else:
-            path, name = self._sampled(call, given.model_path, given.base_model), f"sample:{secrets.token_hex(16)}"
+            path, name = self._sampled(call, given.model_path, given.base_model), f"{call.tenant}-{secrets.token_hex(16)}"
         options, stop = given.sampling_params, given.sampling_params.stop
         stops = [stop] if isinstance(stop, str) else stop
         fields = {
@@ -245,19 +266,22 @@ class ServiceApi:
             "stop_strings": [each for each in stops or () if isinstance(each, str)],
         }
         ids = [f"{name}:{number}" for number in range(given.num_samples)]
-        return await submit(self._log, LogPlace(name, "sampler"), Request("sample", fields), {"sample_sequence_ids": ids})
+        most, place = self._accounts.quota_of(call.tenant).requests, LogPlace(name, "sampler")
+        return await submit(self._log, place, Request("sample", fields), {"sample_sequence_ids": ids}, most)
 
     async def _into_lane(self, call: ApiCall, model: str, seq: int, request: Request) -> Response:
         """Adds a request for a model to the log."""
         await self._tenants.model(call.tenant, model)
-        return await submit(self._log, in_lane(model, seq), request, {"model_id": model})
+        most = self._accounts.quota_of(call.tenant).requests
+        return await submit(self._log, in_lane(model, seq), request, {"model_id": model}, most)
 
     async def _retrieve(self, call: ApiCall) -> Response:
         given = m.read(m.Retrieve, call.body)
         await self._tenants.check_request(call.tenant, given.request_id)
         result = await self._log.result(given.request_id, HOLD_SECONDS)
         if result is None and await self._log.is_open(given.request_id):
-            again = {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
+            state = await self._log.queue_state(given.request_id)
+            again = {"type": "try_again", "request_id": given.request_id, "queue_state": state}
             return JSONResponse(again, status_code=408)
         result = result or await self._log.result(given.request_id)  # it may just have ended
         if result is None and await self._log.is_past(given.request_id):

@@ -4,16 +4,23 @@ Invariant: every error is JSON with `error` and `category`, as the SDK expects i
 """
 
 import hashlib
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import zstandard
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
+from polyreme.experience.requests import TENANT_DIGITS
 from polyreme.net.http_server import BODY_LIMIT
 from polyreme_trainer.service.errors import TenantError
+
+PREFIX = "/api/v1"
+HEALTH = f"{PREFIX}/healthz"
 
 
 @dataclass(frozen=True)
@@ -25,12 +32,28 @@ class ApiCall:
 
 
 Handler = Callable[[ApiCall], Awaitable[Response]]
+"""Answers a request."""
 
 
 def tenant_of(request: HttpRequest) -> str:
-    """Who sends a request: a digest of its key. Programs with the same key are one tenant."""
-    key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    return hashlib.sha256(key.encode()).hexdigest()[:16]
+    """Who sends a request. Programs with the same key are one tenant."""
+    return tenant_of_headers(request.scope)
+
+
+def tenant_of_headers(scope: Scope) -> str:
+    """Who sends a request, from its ASGI scope."""
+    headers = Headers(scope=scope)
+    return tenant_with(headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer "))
+
+
+def refusal(status: int, message: str) -> Response:
+    """An answer with an error."""
+    return JSONResponse(_body(message), status_code=status)
+
+
+def tenant_with(key: str) -> str:
+    """The tenant that has a key: a digest of it."""
+    return hashlib.sha256(key.encode()).hexdigest()[:TENANT_DIGITS]
 
 
 def endpoint(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
@@ -57,6 +80,16 @@ def _decompressed(body: bytes) -> bytes:
     if len(whole) > BODY_LIMIT:
         raise HTTPException(413, f"expected a body of at most {BODY_LIMIT} bytes; found more")
     return whole
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key, as /health and /ready: the SDK's probe, and addresses of files, which are signed."""
+    return path == HEALTH or path.startswith(f"{PREFIX}/files/")
+
+
+def error_body(status: int, message: str) -> bytes:
+    """The JSON of an error that the server answers before the application."""
+    return json.dumps(_body(message)).encode()
 
 
 def _body(message: str) -> dict[str, str]:

@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Facts
-from polyreme_trainer.service.messages import AdamSettings, Kind, LoraOptions, SavedModel, read_path
+from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, read_path
+from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.states import States
-from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState
+from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState, lora_of
 from polyreme_trainer.service.turns import LaneTurn, next_request
 from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 CHANGES = frozenset({"create_model", "create_from", "forward_backward", "optim_step", "load_weights"})
 """Requests that change a model, which a restart executes again."""
-LORA_ALPHA = 32.0
-"""The output of an adapter of rank r is multiplied by LORA_ALPHA / r."""
 EPHEMERAL_SECONDS = 86400.0
 """Life of sampler weights without a name."""
 SWEEP_SECONDS = 60.0
@@ -62,6 +59,7 @@ class ModelLearner:
 
     def __init__(self, log: RequestLog, engine: TenantEngine, states: States, base_model: str, max_models: int) -> None:
         self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
+        self._report = LearnerReport(log.records)
         self._waiting: dict[str, TenantState] = {}
         self._installed = ""
         self._replay: dict[str, Replay] = {}
@@ -97,8 +95,9 @@ class ModelLearner:
 
     async def _finish(self, place: LogPlace, payload: bytes) -> None:
         """Executes a request and stores its result."""
-        lane, began, request = place.lane, time.monotonic(), Request.unpack(payload)
+        lane, began, at, request = place.lane, time.monotonic(), time.time(), Request.unpack(payload)
         if request.op == "unload_model":
+            await self._report.unloaded(lane, place.seq)
             await self._log.finish(place, json_result(type="unload_model", model_id=lane))
             await self._unload(lane)
             return
@@ -107,6 +106,7 @@ class ModelLearner:
         begun = await self._log.begin(place)
         lost = f"the learner ended {begun - 1} times while it executed this request; see its log"
         result = failure(lost, "server") if begun > MAX_BEGUN else self._execute(place, request)
+        await self._report.executed(place, request, at)
         keep = request.op in CHANGES and begun <= MAX_BEGUN
         if keep and request.op in ("create_from", "load_weights"):
             self._save_state(
@@ -148,6 +148,7 @@ class ModelLearner:
             began, payload = time.monotonic(), await self._log.payload(place)
             self._execute(place, Request.unpack(payload))
             replay = replay.and_then(time.monotonic() - began, len(payload))
+        self._report.meters.replayed(lane)
         self._replay[lane] = replay
 
     def _save_state(self, place: LogPlace) -> None:
@@ -243,11 +244,14 @@ class ModelLearner:
 
     def _forward_backward(self, lane: str, seq: int, request: Request) -> bytes:
         call = read_batch(parse_batch(request.body))
-        return batch_result(*self._engine.forward_backward(call.batch, call.loss, call.options))
+        logprobs, loss = self._engine.forward_backward(call.batch, call.loss, call.options)
+        self._report.meters.add_batch(lane, call.batch, loss)
+        return batch_result(logprobs, loss)
 
     def _optim_step(self, lane: str, seq: int, request: Request) -> bytes:
         given = AdamSettings.model_validate(request.fields["adam"])
         norm, steps = self._engine.optim_step(given)
+        self._report.meters.add_step(lane, norm, given.learning_rate, steps)
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
     def _save(self, lane: str, seq: int, request: Request) -> bytes:
@@ -282,18 +286,3 @@ class ModelLearner:
 
     def _refuse(self, lane: str, seq: int, request: Request) -> bytes:
         return failure(request.fields["message"], "user")
-
-
-def lora_of(fields: Mapping[str, Any] | None, lane: str) -> tuple[LoraConfig | None, int]:
-    """The adapters that a client asks for, and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no layers."""
-    if fields is None or fields["rank"] == 0:
-        return None, 0
-    given = LoraOptions.model_validate(fields)
-    if not (given.train_attn or given.train_mlp):
-        raise TenantError(
-            "not supported: lora_config with train_attn = false and train_mlp = false; the output layer has no adapters"
-        )
-    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-    targets = None if given.train_attn and given.train_mlp else attention if given.train_attn else mlp
-    seed = xxhash.xxh3_64_intdigest(lane.encode()) >> 1 if given.seed is None else given.seed
-    return LoraConfig(rank=given.rank, alpha=LORA_ALPHA, targets=targets), seed

@@ -3,26 +3,36 @@
 Invariant: a request that the log does not take has an answer that says whether to send it again.
 """
 
+import time
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
-from polyreme_trainer.service.wire import Request
+from polyreme_trainer.service.wire import ARRIVED, Request
 
+ENDED = "finished"
+"""Field of a session that is finished, or a model that is unloaded."""
 _AGAIN, _GONE, _FULL = 409, 410, 429
 _UNLOAD = "unload_model"
 _TRIES = 100
 
 
-async def submit(log: RequestLog, place: LogPlace, request: Request, about: dict[str, Any]) -> Response:
-    """Adds a request to the log. The answer names it, with the fields `about`. Raises HTTPException when the log does not take it."""
-    became = await log.submit(place, request.pack())
+async def submit(log: RequestLog, place: LogPlace, request: Request, about: dict[str, Any], most: int) -> Response:
+    """Adds a request to the log. The answer names it, with the fields `about`. Raises HTTPException when the log does not take it.
+
+    Args:
+        most: open requests of its tenant.
+    """
+    stamped = Request(request.op, {**request.fields, ARRIVED: time.time()}, request.body)
+    became = await log.submit(place, stamped.pack(), most)
     if became == "early":
         raise HTTPException(_AGAIN, f"expected request {place.seq} after those before it; found none of them yet. Send it again.")
     if became == "full":
         raise HTTPException(_FULL, "expected room in the request log; found none. Send the request again later.")
+    if became == "quota":
+        raise HTTPException(_FULL, f"expected at most {most} waiting requests of a tenant; found {most}. Send it again later.")
     if became == "gone":
         raise HTTPException(_GONE, f"expected a new request; found {place.id}, which was executed and whose result has expired")
     return JSONResponse({"request_id": place.id, **about})
@@ -34,6 +44,7 @@ async def unload(log: RequestLog, model: str) -> LogPlace:
         place = in_lane(model, await log.submitted(model) + 1)
         became = await log.submit(place, Request(_UNLOAD, {}).pack())
         if became == "new":
+            await log.set_record("model", model, {ENDED: "unloaded"})
             return place
         if became == "full":
             break

@@ -6,15 +6,20 @@ Invariant: imports no torch, so that the learner runs on the simulated engine wi
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import xxhash
 
 from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.service.batch import Batch, FloatArray
-from polyreme_trainer.service.messages import AdamSettings
+from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.messages import AdamSettings, LoraOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+LORA_ALPHA = 32.0
+"""The output of an adapter of rank r is multiplied by LORA_ALPHA / r."""
 GRADIENT = "gradient"
 """Kind of state: the gradient since the last optimizer step."""
 
@@ -90,3 +95,18 @@ class TenantEngine(Protocol):
     def write_sampler_weights(self, folder: Path) -> None:
         """Fills an empty directory with the installed model: its adapters in PEFT's format, or all weights."""
         ...
+
+
+def lora_of(fields: Mapping[str, Any] | None, lane: str) -> tuple[LoraConfig | None, int]:
+    """The adapters that a client asks for, and their seed. Rank 0, or no adapters: all parameters. Raises TenantError for no layers."""
+    if fields is None or fields["rank"] == 0:
+        return None, 0
+    given = LoraOptions.model_validate(fields)
+    if not (given.train_attn or given.train_mlp):
+        raise TenantError(
+            "not supported: lora_config with train_attn = false and train_mlp = false; the output layer has no adapters"
+        )
+    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+    targets = None if given.train_attn and given.train_mlp else attention if given.train_attn else mlp
+    seed = xxhash.xxh3_64_intdigest(lane.encode()) >> 1 if given.seed is None else given.seed
+    return LoraConfig(rank=given.rank, alpha=LORA_ALPHA, targets=targets), seed

@@ -8,13 +8,14 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from starlette.exceptions import HTTPException
 
 from polyreme.experience.requests import RequestLog
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.messages import CreateSession
+from polyreme_trainer.service.submission import ENDED
 
 Record = Mapping[str, str]
 
@@ -45,6 +46,16 @@ class Tenants:
     def __init__(self, log: RequestLog) -> None:
         self._log = log
 
+    async def check_room(self, tenant: str, kind: Literal["session", "model"], most: int) -> None:
+        """Raises TenantError when a tenant has as many sessions or models as it may."""
+        names = await self._log.names(kind, tenant)
+        if len(names) < most:
+            return
+        records = [await self._log.record(kind, name) for name in names]
+        if (count := sum(record is not None and ENDED not in record for record in records)) >= most:
+            do = "Finish one, or ask for a larger quota." if kind == "session" else "Unload one, or ask for a larger quota."
+            raise TenantError(f"expected at most {most} {kind}s of a tenant; found {count}. {do}")
+
     async def add_session(self, tenant: str, name: str, given: CreateSession) -> None:
         fields = {
             "tenant": tenant,
@@ -57,7 +68,7 @@ class Tenants:
     async def session(self, tenant: str, name: str) -> TenantSession:
         """Raises HTTPException for an unknown session."""
         record = await self._record(tenant, "session", name)
-        return TenantSession(name, json.loads(record["metadata"]), record["display_name"], "finished" in record)
+        return TenantSession(name, json.loads(record["metadata"]), record["display_name"], ENDED in record)
 
     async def open_session(self, tenant: str, name: str) -> None:
         """Raises HTTPException for an unknown session, and TenantError for a finished one."""
@@ -67,11 +78,15 @@ class Tenants:
     async def finish_session(self, tenant: str, name: str, how: str) -> None:
         """The first end of a session stands. Raises HTTPException for an unknown session."""
         if not (await self.session(tenant, name)).is_finished:
-            await self._log.set_record("session", name, {"finished": how})
+            await self._log.set_record("session", name, {ENDED: how})
 
-    async def add_model(self, tenant: str, session: str, number: int, lora: Mapping[str, Any] | None, metadata: Any) -> str:
-        """Returns the new model's name."""
+    async def add_model(
+        self, tenant: str, session: str, number: int, lora: Mapping[str, Any] | None, metadata: Any, most: int
+    ) -> str:
+        """Returns the new model's name. Raises TenantError when the tenant has `most` models."""
         name = f"{session}:train:{number}"
+        if await self._log.record("model", name) is None:  # a repetition needs no room
+            await self.check_room(tenant, "model", most)
         rank = 0 if lora is None else int(lora["rank"])
         fields = {"tenant": tenant, "rank": str(rank), "metadata": json.dumps(metadata)}
         await self._log.set_record("model", name, fields, (tenant, session))

@@ -1,12 +1,13 @@
-"""Whose request is next: models take turns.
+"""Whose request is next: tenants take turns, and among them their models.
 
-Invariant: pure. A model's requests are executed in their order, and between two turns of a model every other model that waits has one.
+Invariant: pure. A model's requests are executed in their order. Between two turns of a tenant every other tenant that waits has one, and
+between two turns of a model every other model of its tenant that waits.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyreme.experience.requests import LogPlace
+from polyreme.experience.requests import LogPlace, tenant_in
 
 TURN = 16
 """Most requests of a turn, which saves moving models in and out. A turn ends earlier when the model has no further request."""
@@ -39,5 +40,6 @@ def next_request(waiting: Sequence[LogPlace], turn: LaneTurn) -> tuple[LogPlace,
         return first[turn.lane], LaneTurn(turn.lane, turn.used + 1, turn.order)
     had = {lane: number for number, lane in enumerate(turn.order)}
     others = [lane for lane in first if lane != turn.lane]
-    lane = min(others, key=lambda name: had.get(name, -1))
+    tenants = {tenant_in(name): number for name, number in had.items()}  # the newest turn of each
+    lane = min(others, key=lambda name: (tenants.get(tenant_in(name), -1), had.get(name, -1)))
     return first[lane], LaneTurn(lane, 1, (*(each for each in turn.order if each != lane), lane)[-1024:])

@@ -19,6 +19,8 @@ from polyreme_trainer.service.batch import Batch
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.losses import SPECS
 
+ARRIVED = "arrived"
+"""Field of every request: the Unix time at which the API took it."""
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
 

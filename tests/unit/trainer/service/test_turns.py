@@ -1,9 +1,9 @@
-"""Models take turns, and the requests of each stay in order."""
+"""Tenants take turns, among them their models, and the requests of each model stay in order."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.experience.requests import LogPlace, in_lane
+from polyreme.experience.requests import TENANT_DIGITS, LogPlace, in_lane, in_turns, queue_state, tenant_in
 from polyreme_trainer.service.turns import TURN, LaneTurn, next_request
 
 
@@ -39,3 +39,34 @@ def test_every_waiting_model_has_a_turn_between_two_of_another(lanes: list[str])
         left = len(mine)
         runs = "".join(place.lane for place in done)
         assert runs.find(lane) <= TURN * (len(set(lanes)) - 1), (left, runs)
+
+
+ALICE, BOB = "a" * TENANT_DIGITS, "b" * TENANT_DIGITS
+
+
+def test_a_tenant_with_many_models_does_not_hold_up_another() -> None:
+    waiting = [in_lane(f"{ALICE}{number}", seq) for number in range(9) for seq in range(TURN)]
+    waiting += [in_lane(f"{BOB}0", seq) for seq in range(3 * TURN)]
+    turns = "".join(tenant_in(place.lane)[0] for place in play(waiting, len(waiting))[::TURN])
+    assert turns == "abababaaaaaa"
+
+
+@given(st.lists(st.tuples(st.sampled_from([ALICE, BOB, "c" * TENANT_DIGITS]), st.sampled_from("xyz")), min_size=1, max_size=120))
+def test_every_waiting_tenant_has_a_turn_between_two_of_another(lanes: list[tuple[str, str]]) -> None:
+    names = [tenant + model for tenant, model in lanes]
+    waiting = [in_lane(name, names[:number].count(name)) for number, name in enumerate(names)]
+    done = play(list(waiting), len(waiting))
+    for tenant in {tenant for tenant, _ in lanes}:
+        first = next(number for number, place in enumerate(done) if tenant_in(place.lane) == tenant)
+        assert first <= 2 * TURN, "all three wait from the beginning"
+
+
+def test_sampling_is_fair_to_tenants() -> None:
+    waiting = [LogPlace(f"{ALICE}:{number}", "sampler") for number in range(3)] + [LogPlace(f"{BOB}:0", "sampler")]
+    assert [place.id for place in in_turns(waiting)] == [f"{ALICE}:0", f"{BOB}:0", f"{ALICE}:1", f"{ALICE}:2"]
+
+
+def test_a_request_is_active_while_its_tenant_has_its_turn() -> None:
+    assert queue_state(f"{ALICE}:1", []) == "active"
+    assert queue_state(f"{ALICE}:1", [f"{BOB}:0", f"{ALICE}:0"]) == "active"
+    assert queue_state(f"{ALICE}:1", [f"{BOB}:0"]) == "paused_capacity"

@@ -1,0 +1,116 @@
+"""What the processes of a training service tell its observer: records about models in a stream, and counters.
+
+Invariant: a record of a request is added once, also when the request is executed again. The observer deletes a record once its run directory
+has it; the stream is bounded, so that a missing observer costs the newest records only.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from polyreme.experience.metric_records import MetricRecord, fields_of
+from polyreme.experience.scripts import Scripts, key
+
+MAX_RECORDS = 10_000
+"""Most records that wait for the observer."""
+MAX_ANSWER_BYTES = 1 << 16
+"""Most bytes of a request's answers in its record. Further answers are left out."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled answer. `logprobs`: of each token, in nats."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """The answers to one request.
+
+    Attributes:
+        weights: the saved model that sampled them, KIND/NAME.
+        prompt: its text, special tokens included.
+        began, seconds: Unix time at which sampling began, and how long it took.
+    """
+
+    weights: str
+    prompt: str
+    prompt_tokens: int
+    began: float
+    seconds: float
+    answers: Sequence[Answer]
+
+    def line(self) -> str:
+        """As JSON, with as many answers as fit into MAX_ANSWER_BYTES, but at least one."""
+        kept, size = list[dict[str, Any]](), 0
+        for answer in self.answers:
+            size += len(answer.text.encode()) + 16 * len(answer.token_ids)
+            if kept and size > MAX_ANSWER_BYTES:
+                break
+            kept.append(asdict(answer))
+        return json.dumps({"kind": "sampled", **vars(self), "answers": kept})
+
+
+@dataclass(frozen=True)
+class ModelLine:
+    """A record about a model. `id`: of its place in the stream; `fields`: its JSON object."""
+
+    id: str
+    model: str
+    fields: dict[str, Any]
+
+
+class ServiceRecords:
+    """The records and counters of the service `name`."""
+
+    def __init__(self, redis: Redis, name: str) -> None:
+        self._scripts, self._records = Scripts(redis, f"service:{name}"), key(f"service:{name}", "records")
+        self._usage, self._name = key(f"service:{name}", "usage"), f"service:{name}"
+        self._redis: Any = redis  # its answers are typed as bytes or str, and are bytes here
+
+    async def add_step(self, model: str, seq: int, record: MetricRecord) -> None:
+        """Adds the record of the optimizer step that request `seq` took."""
+        await self._add(model, json.dumps(fields_of(record)), seq)
+
+    async def add_sampled(self, model: str, group: SampledGroup) -> None:
+        """Adds the answers to a request."""
+        await self._add(model, group.line(), -1)
+
+    async def _add(self, model: str, line: str, seq: int) -> None:
+        keys = [self._records, key(self._name, f"lane:{model}")]
+        await self._scripts.call("record", model, line, seq, MAX_RECORDS, keys=keys)
+
+    async def read(self, after: str, count: int, wait_ms: int) -> list[ModelLine]:
+        """The records after the stream id `after`, in order, at most `count`; empty after `wait_ms` without one."""
+        streams = await self._redis.xread({self._records: after}, count=count, block=wait_ms)
+        if not streams:
+            return []
+        [(_, entries)] = streams.items() if isinstance(streams, dict) else streams
+        return [ModelLine(id.decode(), line[b"model"].decode(), json.loads(line[b"line"])) for id, line in entries]
+
+    async def drop(self, until: str) -> None:
+        """Deletes the records up to the stream id `until`."""
+        await self._redis.xdel(self._records, until)
+        await self._redis.xtrim(self._records, minid=until, approximate=False)
+
+    async def count(self, name: str, amounts: Mapping[str, float]) -> None:
+        """Adds to the counters of a tenant or a worker."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for field, amount in amounts.items():
+                pipeline.hincrbyfloat(self._usage, f"{name} {field}", amount)
+            await pipeline.execute()
+
+    async def counts(self) -> dict[str, dict[str, float]]:
+        """Every counter: name -> field -> value."""
+        found: dict[str, dict[str, float]] = {}
+        for field, value in (await self._redis.hgetall(self._usage)).items():
+            name, _, what = field.decode().partition(" ")
+            found.setdefault(name, {})[what] = float(value)
+        return found

@@ -1,0 +1,91 @@
+"""What each model's requests cost and gave, from one optimizer step to the next.
+
+Invariant: pure. The times of a step add up to the time since the step before: executing, in the queue, and without a request.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from polyreme.experience.metric_records import StageStep
+from polyreme_trainer.service.batch import Batch
+
+_TRAINED = ("weights", "advantages")
+"""Inputs of losses that are 0 for a token that is not trained on."""
+
+
+@dataclass
+class _Meter:
+    loss: float = 0.0
+    tokens: int = 0
+    trained: int = 0
+    sequences: int = 0
+    execute: float = 0.0
+    queue: float = 0.0
+    client: float = 0.0
+
+
+class StepMeters:
+    """The meters of all models."""
+
+    def __init__(self) -> None:
+        self._meters: dict[str, _Meter] = {}
+        self._ended: dict[str, float] = {}
+        self._moved: dict[str, tuple[_Meter, Mapping[str, float]]] = {}
+        self._tokens: dict[str, int] = {}
+
+    def add_batch(self, model: str, batch: Batch, loss: float) -> None:
+        """Counts a batch whose gradient is in the next optimizer step."""
+        meter, tokens = self._meters.setdefault(model, _Meter()), sum(map(len, batch.inputs))
+        self._tokens[model] = self._tokens.get(model, 0) + tokens
+        meter.loss += loss
+        meter.tokens += tokens
+        meter.sequences += len(batch.inputs)
+        meter.trained += sum(int(np.count_nonzero(batch.columns[name])) for name in _TRAINED if name in batch.columns)
+
+    def add_step(self, model: str, norm: float, lr: float, steps: int) -> None:
+        """Counts an optimizer step, which ends what the meter measures. `steps`: of the optimizer."""
+        self._moved[model] = self._meters.pop(model, _Meter()), {"grad_norm": norm, "lr": lr, "optimizer_steps": float(steps)}
+
+    def replayed(self, model: str) -> None:
+        """Forgets what a restart has executed again, except for the next optimizer step."""
+        self._moved.pop(model, None)
+        self._tokens.pop(model, None)
+
+    def take_tokens(self, model: str) -> int:
+        """The tokens of the batches since the last call."""
+        return self._tokens.pop(model, 0)
+
+    def executed(self, model: str, arrived: float, began: float, ended: float) -> StageStep | None:
+        """Counts the times of a request, in Unix seconds. Returns the record of the optimizer step that it was."""
+        moved = self._moved.pop(model, None)
+        meter = moved[0] if moved else self._meters.setdefault(model, _Meter())
+        free = self._ended.get(model, arrived)
+        waited_from = min(max(arrived, free), began)
+        meter.client += max(0.0, waited_from - free)
+        meter.queue += began - waited_from
+        meter.execute += ended - began
+        self._ended[model] = ended
+        return None if moved is None else StageStep(step=0, time=ended, metrics={**_metrics(meter), **moved[1]})
+
+    def forget(self, model: str) -> None:
+        """Forgets an unloaded model."""
+        for kept in (self._meters, self._ended, self._moved, self._tokens):
+            kept.pop(model, None)
+
+
+def _metrics(meter: _Meter) -> dict[str, float]:
+    seconds = meter.execute + meter.queue + meter.client
+    return {
+        "loss": meter.loss / max(1, meter.trained),
+        "loss_sum": meter.loss,
+        "sequences": meter.sequences,
+        "tokens": meter.tokens,
+        "trained_tokens": meter.trained,
+        "tokens_per_second": meter.tokens / seconds if seconds else 0.0,
+        "time/step": seconds,
+        "time/execute": meter.execute,
+        "time/queue": meter.queue,
+        "time/client": meter.client,
+    }
