@@ -23,12 +23,12 @@ SEED ?= 1
 PYTEST = $(BIN)/pytest --randomly-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help secrets certs wheels images manifests dist demo test test-light .test-light-unit .test-light-rest test-real test-slow bench lint types proto docs reference pictures env
+.PHONY: help secrets certs wheels accelerator-wheels images manifests dist demo test test-light .test-light-unit .test-light-rest test-real test-slow bench lint types proto docs reference pictures env
 
 ## help: this list
 help:
-	@awk -F': ' '/^## [a-z-]+: / { name = substr($$1, 4); sub(/^[^:]*: /, ""); printf "  %-12s %s\n", name, $$0; next } \
-	/^## / { printf "  %-12s %s\n", "", substr($$0, 4) }' Makefile
+	@awk -F': ' '/^## [a-z-]+: / { name = substr($$1, 4); sub(/^[^:]*: /, ""); printf "  %-18s %s\n", name, $$0; next } \
+	/^## / { printf "  %-18s %s\n", "", substr($$0, 4) }' Makefile
 
 ## demo: train the example model (about four minutes on two cores)
 demo: env
@@ -114,6 +114,11 @@ wheels:
 	@torch=$$(grep '^torch==' requirements/cpu.txt); download="$(BIN)/pip download -q --no-deps --only-binary :all: --python-version 3.11 -d deploy/wheels"; \
 	$$download "$$torch" 2>/dev/null || $$download --index-url $(TORCH_INDEX) "$$torch"; \
 	grep -v '^torch==' requirements/cpu.txt | $$download -r /dev/stdin
+
+## accelerator-wheels: download into dist/accelerator what bench/accelerator.py needs on a machine that has torch and transformers,
+## for FOR=3.12 (its Python) and ARCH=x86_64 (or aarch64)
+accelerator-wheels: $(VENV)/.run
+	@requirements/accelerator_wheels.sh $(BIN)/python dist/accelerator $(or $(FOR),3.12) $(or $(ARCH),x86_64)
 
 ## images: build the container images of DEVICE=cpu, cuda or npu with labels and SBOMs; with REGISTRY, push them by digest
 images:

@@ -4,7 +4,8 @@
 
 tokens    tokens_vs_single_turn: sampled tokens per second of episodes of four turns, compared with single responses of as many tokens (>= 0.9)
 requests  session_vs_engine: chat requests per second of agents through their session addresses, compared with the same requests at vLLM's
-          own server in the replica (>= 0.9)
+          own server in the replica (>= 0.9); session_cpu_vs_engine: the same of requests per CPU second of all processes, which other work on
+          the machine changes less
 tools     busy_with_slow_tools: sampled tokens per second with tools of two seconds and enough episodes in flight, compared with tools that
           take no time (>= 0.9), of agents; ..._coroutines and ..._threads: of a class in one worker process
 prefill   prefill_vs_new: tokens that the engine computes before sampling, over those that are new in each turn (<= 1.1); prefill_floor: the
@@ -23,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # torch re
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import psutil  # type: ignore[import-untyped]
-from episodes_side.agents import Agents
+from episodes_side.agents import Agents, agent_client
 from episodes_side.prefill import prefill_alone
 from episodes_side.stack import GROUP, GROUPS, TURNS, Side, Stack, open_stack, sampled_tokens
 from episodes_side.training import episodes_vs_trl
@@ -42,6 +43,7 @@ from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.experience.leases import Lease
 from polyreme.net import rpc
+from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import Child
 from support.replicas import Replica
 from support.tiny_tokenizer import vocabulary
@@ -107,25 +109,44 @@ async def busy(name: str, side: Side, there: Replica, rounds: int) -> float:
     return statistics.median(ratios)
 
 
-async def session_vs_engine(side: Side, agents: Agents, there: Replica, rounds: int) -> float:
+def cpu_seconds(processes: Mapping[str, Sequence[psutil.Process]]) -> dict[str, float]:
+    return {name: sum(sum(each.cpu_times()[:2]) for each in those) for name, those in processes.items()}
+
+
+def with_children(child: Child) -> list[psutil.Process]:
+    top = psutil.Process(child.pid)
+    return [top, *top.children(recursive=True)]
+
+
+async def session_vs_engine(side: Side, agents: Agents, child: Child, there: Replica, rounds: int) -> dict[str, float]:
     """Every request is a conversation of its own on both sides, so both encode and sample the same."""
-    url, ratios = f"http://{there.lease.http_address}/v1", []
-    agents.model = (await agents.client.get(f"{url}/models")).json()["data"][0]["id"]  # a session takes any
+    url = f"http://{there.lease.http_address}/v1"
+    ratios: dict[str, list[float]] = {"session_vs_engine": [], "session_cpu_vs_engine": []}
+    processes = {"clients and orchestrator": [psutil.Process()]}
+    processes |= {"environment server": with_children(child), "replica": with_children(there.child)}
+    async with agent_client() as client:
+        agents.model = (await client.get(f"{url}/models")).json()["data"][0]["id"]  # a session takes any
     agents.plays = False
     agents.hold.set()
     for number in range(rounds + 1):
-        rates = []
+        rates, costs = [], []
         sides: tuple[Callable[[], list[Awaitable[Any]]], ...] = (
             lambda: [side.play(place) for place in range(GROUPS)],
             lambda: [agents.talk(url, "none") for _ in range(GROUP * GROUPS)],
         )
         for work in sides:
-            before = agents.requests
+            before, spent = agents.requests, cpu_seconds(processes)
             seconds, _ = await timed(asyncio.gather(*work()))
-            rates.append((agents.requests - before) / seconds)
-        print(f"sessions {rates[0]:8.1f} requests/s   vLLM's own server {rates[1]:8.1f} requests/s", flush=True)
-        ratios += [rates[0] / rates[1]] if number else []
-    return statistics.median(ratios)
+            requests = agents.requests - before
+            rates.append(requests / seconds)
+            costs.append({name: (after - spent[name]) / requests for name, after in cpu_seconds(processes).items()})
+        for name, rate, cost in zip(("sessions", "vLLM's own server"), rates, costs, strict=True):
+            parts = ", ".join(f"{part} {1000 * each:.2f}" for part, each in cost.items())
+            print(f"{name:18} {rate:8.1f} requests/s; CPU {1000 * sum(cost.values()):.2f} ms/request ({parts})", flush=True)
+        if number:
+            ratios["session_vs_engine"].append(rates[0] / rates[1])
+            ratios["session_cpu_vs_engine"].append(sum(costs[1].values()) / sum(costs[0].values()))
+    return {name: statistics.median(found) for name, found in ratios.items()}
 
 
 async def session_growth(child: Child, lease: Lease, agents: Agents, sessions: int, rounds: int) -> tuple[float, float]:
@@ -153,7 +174,6 @@ async def measure(options: argparse.Namespace, folder: Path, model: Path) -> dic
     async with AsyncExitStack() as exits:
         stack: Stack = await open_stack(exits, folder, model)
         agents = Agents()
-        exits.push_async_callback(agents.client.aclose)
         url = await agents.serve(exits)
         talking, child, lease = await stack.side("agents", {"url": url, "max_turns": 24})
         if "tokens" in options.only:
@@ -166,7 +186,7 @@ async def measure(options: argparse.Namespace, folder: Path, model: Path) -> dic
                 side, _, _ = await stack.side(kind, {"max_turns": TURNS, "worker_calls": GROUP * IN_FLIGHT_SLOW})
                 measured[name] = await busy(kind, side, stack.replica, options.rounds)
         if "requests" in options.only:
-            measured["session_vs_engine"] = await session_vs_engine(talking, agents, stack.replica, options.rounds)
+            measured |= await session_vs_engine(talking, agents, child, stack.replica, options.rounds)
         if "sessions" in options.only:
             growth, each = await session_growth(child, lease, agents, options.sessions, options.rounds)
             measured |= {"session_growth_mib": growth, "session_kib": each}
@@ -185,7 +205,7 @@ def main() -> int:
         model = demo_model(folder / "model", 2048, len(vocabulary()))
         found = prefill_alone(folder, model) if "prefill" in options.only else {}
         if set(options.only) & set(STACKED):
-            found |= asyncio.run(measure(options, folder, model))
+            found |= run_service(measure(options, folder, model))  # as an orchestrator
     if "trl" in options.only:
         found |= episodes_vs_trl(options.work.resolve(), options.rounds)
     measured = {key: round(value, 3) for key, value in found.items()}

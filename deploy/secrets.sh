@@ -7,9 +7,11 @@ if [ -e "$1" ]; then
     echo "$1 already exists"
     exit 0
 fi
+secret() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
 while IFS= read -r line; do
     case $line in
-    POLYREME_*=) echo "$line$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')" ;;
+    POLYREME_SERVE_KEY=) echo "${line}tml-$(secret)" ;; # the clients' SDK takes no other key
+    POLYREME_*=) echo "$line$(secret)" ;;
     *) echo "$line" ;;
     esac
 done <.env.example >"$1.partial"

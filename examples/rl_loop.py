@@ -29,7 +29,7 @@ from polyreme_trainer.learner.engine import RowsLoss
 from polyreme_trainer.learner.learning_rate import learning_rate
 from polyreme_trainer.local import LocalEngine
 from polyreme_trainer.remote import RemoteAnswer, RemoteService
-from polyreme_trainer.stages import sft
+from polyreme_trainer.stages.warm_start import read_examples, run_phase
 
 CONFIG = Path(__file__).parent / "running_total" / "run.yaml"
 Engine, Sampler, Answer = LocalEngine | RemoteService, LocalSampler | RemoteService, Sampled | RemoteAnswer
@@ -80,8 +80,9 @@ def warm_start(engine: Engine, config: RunConfig) -> None:
     files = read_model_files(config.model.path)
     for number, phase in enumerate(config.trainer.sft):
         engine.begin_phase(phase)
-        rows = sft.read_examples(phase.data, config, files)
-        sft.run_phase(engine, phase, rows, (config.seed, number), 0, lambda record: False)
+        rows = read_examples(phase.data, config, files)
+        for record in run_phase(engine, phase, rows, config.seed, number):
+            print(f"phase {record.phase}, step {record.step}: loss {record.loss:.3f}", flush=True)
 
 
 def accuracy(sampler: Sampler, prompts: list[Prompt], template: Template) -> float:

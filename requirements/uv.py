@@ -2,7 +2,8 @@
 
 uv installs several times faster than pip, but reads none of pip's configuration. A machine whose pip.conf or PIP_ variables name an
 index, a folder of wheels or a certificate would install from elsewhere, or not at all. Without -q, `install` shows its progress and the
-estimated remaining time. uv itself shows progress only on a terminal, and without an estimate.
+estimated remaining time. uv itself shows progress only on a terminal, and without an estimate. Packages are for the Python that runs
+this, or for `--python`.
 
 Invariant: uv's variables that the caller has set are kept; the others are set from pip's configuration.
 """
@@ -62,7 +63,8 @@ def main() -> None:
     listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True).stdout
     options = parse(listing)
     no_index = ["--no-index"] if options.get("no-index", "") in ("1", "true", "yes", "on") else []
-    words = [str(folder / "uv"), "pip", sys.argv[1], "--python", sys.executable, *no_index, *sys.argv[2:]]
+    into = [] if "--python" in sys.argv else ["--python", sys.executable]
+    words = [str(folder / "uv"), "pip", sys.argv[1], *into, *no_index, *sys.argv[2:]]
     given = environment(options, {**os.environ, **cache(Path(sys.prefix), os.environ)})
     if sys.argv[1] == "install" and not {"-q", "--quiet"} & {*sys.argv}:
         sys.exit(run_with_progress(words, given))

@@ -1,8 +1,6 @@
-"""The parts of bench/accelerator.py. Each runs in a process of its own: `python -m accelerator_side.parts PART DEVICE FOLDER`.
+"""The parts of bench/accelerator.py. Each returns its figures, needs no other part, and runs in a process of its own (`process.py`)."""
 
-Invariant: the last line of standard output is the part's figures, one JSON object. A part needs no other part.
-"""
-
+import asyncio
 import json
 import statistics
 import subprocess
@@ -33,10 +31,11 @@ from accelerator_side.steps import (
     share_of_peak,
     small_model,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from polyreme.config.trainer import LoraConfig, ParallelConfig, Recompute
 from polyreme.weights.arena import Arena
+from polyreme_rollout.engine.transformers_engine import TransformersEngine
 from polyreme_trainer.doctor import verdicts
 from polyreme_trainer.megatron.batches.packing import PackedIds
 from polyreme_trainer.megatron.device import Device
@@ -148,6 +147,35 @@ def offload(place: Place) -> dict[str, Any]:
     return {**seconds, "gib": moved / 2**30, "leave_gb_per_second": moved / seconds["leave_seconds"] / 1e9}
 
 
+def sleep(place: Place) -> dict[str, Any]:
+    """A replica's model leaves the device and comes back with the same log-probabilities. On a processor it stays."""
+    return asyncio.run(_sleep(place))
+
+
+async def _sleep(place: Place) -> dict[str, Any]:
+    config = AutoConfig.from_pretrained(shape_config("tiny" if place.on_cpu else "1.5b", place))
+    with place.device.torch:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    weights = sum(each.nbytes for each in model.state_dict().values())
+    engine = TransformersEngine(model, place.folder, place.device.kind, max_model_len=256, max_num_seqs=8)
+    await engine.open()
+    ids = range(1, 200)
+    before = await engine.logprobs(ids, "")
+    await engine.pause()
+    began = time.perf_counter()
+    slept = await engine.sleep()
+    asleep = time.perf_counter()
+    await engine.wake()
+    place.device.synchronize()
+    awake = time.perf_counter()
+    await engine.resume()
+    same = await engine.logprobs(ids, "") == before
+    engine.close()
+    if not same or (not place.on_cpu and slept.freed < 0.9 * weights):
+        raise RuntimeError(f"expected the same log-probabilities and {weights} free bytes; found {same}, and {slept.freed}")
+    return {"sleep_seconds": asleep - began, "wake_seconds": awake - asleep, "freed_gib": slept.freed / 2**30}
+
+
 def speed(place: Place) -> dict[str, Any]:
     """Tokens per second of optimizer steps in bfloat16 against a plain torch loop, and the peak of memory against the estimate."""
     figures: dict[str, float] = {}
@@ -167,8 +195,10 @@ def forward_7b(place: Place) -> dict[str, Any]:
     """Log-probabilities per second of a 7B shape in bfloat16, against transformers' model with log_softmax."""
     shape, width = ("tiny", 128) if place.on_cpu else ("7b", 2048)
     rows = Rows(json.loads((shape_config(shape, place) / "config.json").read_text())["vocab_size"], 2, width, ragged=False)
-    ours, _ = our_seconds(place, shape, rows, train=False)
-    return {"tokens_per_second": rows.ids.numel() / ours, "vs_torch": plain_seconds(place, shape, rows, train=False) / ours}
+    ours, parameters = our_seconds(place, shape, rows, train=False)
+    rate = rows.ids.numel() / ours
+    figures = {"tokens_per_second": rate, "vs_torch": plain_seconds(place, shape, rows, train=False) / ours}
+    return figures | share_of_peak(place, shape, parameters, width, rate, train=False)
 
 
 def head(place: Place) -> dict[str, Any]:
@@ -231,7 +261,8 @@ def loop(place: Place) -> dict[str, Any]:
 
 
 PARTS: Mapping[str, Callable[[Place], dict[str, Any]]] = {
-    part.__name__: part for part in (doctor, parity, packing, recompute, lora, offload, head, arena, speed, forward_7b, loop)
+    part.__name__: part
+    for part in (doctor, parity, packing, recompute, lora, offload, sleep, head, arena, speed, forward_7b, loop)
 }
 
 
@@ -258,11 +289,8 @@ def _joined(device: Device) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def main(part: str, kind: str, folder: str) -> None:
+def run(part: str, kind: str, folder: Path) -> dict[str, Any]:
+    """The figures of a part on a device. The variables of torch's rendezvous name a world of one rank."""
     device = Device(kind, threads=torch.get_num_threads())
     with _joined(device):
-        print(json.dumps(PARTS[part](Place(device, Path(folder)))))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        return PARTS[part](Place(device, folder))

@@ -221,13 +221,14 @@ def plain_seconds(place: Place, shape: str, rows: Rows, train: bool = True) -> f
         return place.seconds(partial(plain_logprobs, model, rows))
 
 
-def share_of_peak(place: Place, shape: str, parameters: int, width: int, rate: float) -> dict[str, float]:
-    """The share of the device's operations per second that a step needs: 6 for each weight, and attention's. Empty for an unknown device."""
+def share_of_peak(place: Place, shape: str, parameters: int, width: int, rate: float, train: bool = True) -> dict[str, float]:
+    """The share of the device's operations per second that `rate` tokens per second need: 2 for each weight, and attention's; a step
+    three times as many. Empty for an unknown device."""
     name = "" if place.on_cpu else place.backend.get_device_name(0)
     peak = next((flops for part, flops in FLOPS.items() if part in name), None)
     size = SHAPES[shape]
-    attention = 6 * size["num_hidden_layers"] * size["hidden_size"] * width  # causal: half of 12
-    return {} if peak is None else {f"{shape}/share_of_peak": (6 * parameters + attention) * rate / peak}
+    attention = 2 * size["num_hidden_layers"] * size["hidden_size"] * width  # causal: half of 4
+    return {} if peak is None else {f"{shape}/share_of_peak": (3 if train else 1) * (2 * parameters + attention) * rate / peak}
 
 
 def peak_vs_estimate(shape: str, rows: Rows, place: Place) -> float:

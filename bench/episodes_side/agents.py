@@ -15,13 +15,17 @@ TURNS, TOKENS, REQUESTS = 4, 32, 24
 """Of a conversation; of an answer; of one agent that asks for first answers."""
 
 
+def agent_client() -> httpx.AsyncClient:
+    """An agent's own client: one for all agents would look at all their connections for each request."""
+    return httpx.AsyncClient(timeout=600.0, verify=False, trust_env=False)
+
+
 class Agents:
     """A program that agents run in: each asks for chat completions, one after the other."""
 
     def __init__(self) -> None:
         self.requests, self.hold, self.plays, self.model = 0, asyncio.Event(), True, "policy"
         self.held = 0
-        self.client = httpx.AsyncClient(timeout=600.0, limits=httpx.Limits(max_connections=None), trust_env=False)
 
     async def serve(self, exits: AsyncExitStack) -> str:
         """Serves it until `exits` close. Returns its URL."""
@@ -44,22 +48,24 @@ class Agents:
 
     async def talk(self, url: str, key: str) -> float:
         """Asks many times for a first answer."""
-        for number in range(REQUESTS):
-            await self._ask(url, key, [{"role": "user", "content": f"say something {number}"}], 8)
+        async with agent_client() as client:
+            for number in range(REQUESTS):
+                await self._ask(client, url, key, [{"role": "user", "content": f"say something {number}"}], 8)
         return 0.0
 
     async def play(self, url: str, key: str, seconds: float) -> float:
         """One conversation of several turns, with a tool that takes so long between two of them."""
         messages = [{"role": "user", "content": "say something"}]
-        for turn in range(TURNS):
-            await asyncio.sleep(seconds if turn else 0.0)
-            answer = await self._ask(url, key, messages, TOKENS)
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "go on, say more"}]
+        async with agent_client() as client:
+            for turn in range(TURNS):
+                await asyncio.sleep(seconds if turn else 0.0)
+                answer = await self._ask(client, url, key, messages, TOKENS)
+                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "go on, say more"}]
         return 0.0
 
-    async def _ask(self, url: str, key: str, messages: list[dict[str, str]], tokens: int) -> str:
+    async def _ask(self, client: httpx.AsyncClient, url: str, key: str, messages: list[dict[str, str]], tokens: int) -> str:
         body = {"model": self.model, "messages": messages, "max_tokens": tokens, "temperature": 1.0}
-        reply = await self.client.post(f"{url}/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
+        reply = await client.post(f"{url}/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
         reply.raise_for_status()
         self.requests += 1
         return str(reply.json()["choices"][0]["message"]["content"])

@@ -59,6 +59,11 @@ class OnlineConfig(Section):
         le=65_535,
         description="HTTP port of the session address of the server that `polyreme up` starts. 0: a free one.",
     )
+    url: Operational[str | None] = Field(
+        None,
+        pattern=r"^https?://[^\s/]+(/[^\s]*[^\s/])?$",
+        description="URL by which products reach the session address, if a proxy changes it, such as https://sessions.example.org. null: the one by which they open sessions.",
+    )
     key_env: str = Field(
         "POLYREME_ONLINE_KEY",
         description="Environment variable with the key by which the product opens sessions. `polyreme up` makes one in RUN_DIR/online/key if it is not set.",

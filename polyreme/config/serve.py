@@ -15,6 +15,7 @@ from polyreme.config.model import ModelConfig
 from polyreme.config.rollout import TransformersConfig, VllmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Operational, Section
+from polyreme.config.security import SecurityConfig
 from polyreme.config.trainer import RECOMPUTE, ParallelConfig, Recompute
 
 
@@ -75,12 +76,20 @@ class ServeConfig(Section):
     base_model: Operational[str | None] = Field(
         None, description="Name by which clients ask for the base model. null: the name or the last part of model.path."
     )
-    port: Operational[int] = Field(8450, ge=0, le=65535, description="Port of the API on loopback. 0: a free one.")
+    host: Operational[str | None] = Field(
+        None,
+        description="Address to serve the API on, such as 0.0.0.0. null: loopback. Another one needs `tenants` or `security.token_env`.",
+    )
+    port: Operational[int] = Field(8450, ge=0, le=65535, description="Port of the API. 0: a free one.")
     page_port: Operational[int] = Field(
         0, ge=0, le=65535, description="Port of the page (/ui) and of Prometheus' metrics (/metrics) on loopback. 0: a free one."
     )
+    security: Operational[SecurityConfig | None] = Field(
+        None,
+        description="TLS of the API, and, without `tenants`, one token for all clients, which the SDK wants to begin with `tml-`. null: any key.",
+    )
     tenants: Operational[list[ServeTenant]] = Field(
-        [], description="Who may use the service. []: everybody who reaches its port; each key is a tenant."
+        [], description="Who may use the service, each with a key. []: everybody who reaches its port; each key is a tenant."
     )
     quota: Operational[ServeQuota] = Field(ServeQuota(), description="Bounds of each tenant.")
     max_restarts: Operational[int] = Field(
@@ -93,6 +102,11 @@ class ServeConfig(Section):
     @property
     def run_dir(self) -> Path:
         return self.output_dir / self.name
+
+    @property
+    def redis_dir(self) -> Path:
+        """The folder of the service's own Redis and of its secrets."""
+        return self.run_dir / "redis"
 
     @property
     def served_name(self) -> str:

@@ -3,7 +3,7 @@
     (none) -> admitted -> appended -> planned -> released        admitted -> dropped        admitted -> failed
 
 Invariant: every change is one script that checks the caller's term, so a replaced process can change nothing. Every count (in flight,
-appended, planned) is derived from the log itself. docs/log.md has the full table.
+appended, planned) is derived from the log itself. docs/reference/log.md has the full table.
 """
 
 import json

@@ -84,7 +84,9 @@ class Scripts:
                 "a grant of the devices that has not ended", detail, "Stop using the devices, then claim them again."
             )
         if code == "ORDER":
-            return TransitionError(f"a legal transition for `{name}`", detail, "See the transition table in docs/log.md.")
+            return TransitionError(
+                f"a legal transition for `{name}`", detail, "See the transition table in docs/reference/log.md."
+            )
         if code == "RUNEXISTS":
             return ConfigError(
                 "a new run id", f"run {self._run_id} in this Redis", "Resume it with --resume, or start a new one with --fork."

@@ -1,7 +1,8 @@
 """A client of a run's Redis, which checks the server's settings.
 
 Invariant: a command returns its result or raises StoreError. A client retries through a restart, a pause or a failover of Redis, within a
-time limit and with jitter. Acknowledged writes are on disk (`appendfsync always`), and nothing is evicted.
+time limit and with jitter. Acknowledged writes are on disk (`appendfsync always`), and nothing is evicted. What a script has changed is also with
+`min-replicas-to-write` replicas when its call returns, so a failover to the one with the most data keeps it.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ _TRANSIENT = frozenset({"BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYA
 """Codes of transient refusals. The command has changed nothing."""
 REQUIRED_SETTINGS = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 """The settings with which Redis loses no acknowledged write."""
+_REPLICAS = "min-replicas-to-write"
 _SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in REQUIRED_SETTINGS.items())
 
 # All in seconds.
@@ -40,6 +42,8 @@ FIRST_CONNECT_TIMEOUT = 5.0
 """Budget of the first connection, where a wrong address is the likelier reason."""
 LOADING_TIMEOUT = 300.0
 """Budget of a server that loads its data."""
+REPLICA_TIMEOUT = 2.0
+"""Wait of a script's call for replicas, before it repeats the script. Less than SOCKET_TIMEOUT."""
 _REMINDER_INTERVAL = 10.0
 _RETRY = Backoff(first=0.02, longest=2.0)
 
@@ -82,9 +86,13 @@ class Store(Redis):
     """A Redis client that retries a command after a lost answer or a transient refusal, for `reconnect_timeout` seconds.
 
     Commands are therefore sent at least once. Every change of a run is an idempotent script.
+
+    Attributes:
+        replicas: number of Redis's replicas that have what a script has changed before its call returns; 0: it waits for none.
     """
 
     reconnect_timeout = RECONNECT_TIMEOUT
+    replicas = 0
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """As in Redis.
@@ -101,6 +109,8 @@ class Store(Redis):
         while True:
             try:
                 try:
+                    if self.replicas and args[0] == "EVALSHA":
+                        return await self._replicated(*args, **options)
                     return await super().execute_command(*args, **options)
                 finally:
                     if task and task.cancelling() > cancels:
@@ -122,6 +132,20 @@ class Store(Redis):
                     next_reminder = now + _REMINDER_INTERVAL
                 attempts += 1
                 await asyncio.sleep(min(left, _RETRY.draw(attempts)))
+
+    async def _replicated(self, *args: Any, **options: Any) -> Any:
+        """Executes a command, and waits on its connection until `replicas` have it. Raises NOREPLICAS, which is transient."""
+        async with self.pipeline(transaction=False) as pipe:
+            pipe.execute_command(*args, **options)
+            pipe.execute_command("WAIT", self.replicas, int(1000 * REPLICA_TIMEOUT))
+            answer, found = await pipe.execute(raise_on_error=False)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(found, Exception):
+            raise found
+        if found < self.replicas:
+            raise exceptions.ResponseError(f"NOREPLICAS the change is with {found} of {self.replicas} replicas")
+        return answer
 
 
 async def connect(url: str, reconnect_timeout: float | None = None) -> Store:
@@ -160,17 +184,18 @@ async def connect(url: str, reconnect_timeout: float | None = None) -> Store:
     return client
 
 
-async def _check(client: Redis) -> None:
+async def _check(client: Store) -> None:
     where = address(client)
     try:
         server = await client.info("server")
-        found = {name: str(value) for name, value in (await client.config_get(*REQUIRED_SETTINGS)).items()}
+        found = {name: str(value) for name, value in (await client.config_get(*REQUIRED_SETTINGS, _REPLICAS)).items()}
     except RefusedError as error:
         raise StoreError(
             f"to read the settings of {where}",
             error.found,
             "Allow the user of this URL the commands INFO and CONFIG GET. Polyreme checks that no write can be lost.",
         ) from None
+    client.replicas = int(found.get(_REPLICAS, 0))
     version = str(server.get("redis_version", "0"))
     if int(version.split(".")[0]) < 7:
         raise StoreError(f"Redis 7 or newer (or Valkey) at {where}", f"version {version}", "Upgrade it.")

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,6 +66,7 @@ def _plain(name: str) -> str:
     return name.strip().strip("[]").lower().removesuffix(".")
 
 
+@lru_cache(1024)  # a client names the same host in each request
 def _is_number(host: str) -> bool:
     try:
         ipaddress.ip_address(host.partition("%")[0])

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 BODY_LIMIT = 32 << 20
 """Largest request body in bytes."""
 PROBES = ("/health", "/ready")
+_TOKEN_HEADERS = {b"authorization": b"", b"x-api-key": b"Bearer "}
 _DISCARD_FACTOR = 4  # times the limit
 _DISCARD_TIMEOUT = 5.0
 _TICK_SECONDS = 1.0
@@ -45,7 +46,8 @@ def detail_body(status: int, message: str) -> bytes:
 
 
 class RequireBearer:
-    """Answers 401 to requests without the token, except to the probes and to paths for which `is_open` is true."""
+    """Answers 401 to requests without the token, except to the probes and to paths for which `is_open` is true. Clients of OpenAI's form send
+    the token as a bearer, others in `x-api-key`."""
 
     def __init__(
         self,
@@ -57,9 +59,10 @@ class RequireBearer:
         self._app, self._token, self._is_open, self._error_body = app, token, is_open, error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
+        headers = scope.get("headers", ())
+        given = [[form + value for name, value in headers if name == header] for header, form in _TOKEN_HEADERS.items()]
         is_open = scope["path"] in PROBES or self._is_open(scope["path"])
-        if is_open or (len(given) == 1 and tls.authorized(given[0], self._token)):
+        if is_open or any(len(values) == 1 and tls.authorized(values[0], self._token) for values in given):
             await self._app(scope, receive, send)
             return
         body = self._error_body(401, "expected `authorization: Bearer TOKEN` with this service's token")

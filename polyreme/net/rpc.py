@@ -7,10 +7,9 @@ checks are answered without the token.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -19,6 +18,9 @@ from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
 from polyreme.net.ports import affordable_connections, join
 
+PENDING_CALLS = 1 << 14
+"""Maximum number of calls that a server has not begun. gRPC itself cancels some of them beyond 1,000, and all beyond 3,000 or after 30 s, without
+a word; more episodes than that may begin at once. A service refuses by its own bounds, and says so."""
 _MAX_MESSAGE_BYTES = 32 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -33,8 +35,11 @@ _CHANNEL_OPTIONS = (
 _SERVER_OPTIONS = (
     *_CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # otherwise two servers share a port silently
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),  # a server that stood still gets several pings at once, which is not the client's fault
     ("grpc.server_handshake_timeout_ms", 20_000),  # a connection that never speaks is closed
+    ("grpc.server.max_pending_requests", PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
+    ("grpc.server_max_unrequested_time_in_server", 600),  # seconds that a call may wait to begin; its caller has a deadline
 )
 
 
@@ -91,7 +96,7 @@ async def serve(
     """
     credentials = secure.server_credentials(security) if security else None
     token = secure.token(security) if security else None
-    interceptors: list[Any] = [_Decoding()] if token is None else [_Bearer(token), _Decoding()]
+    interceptors: list[grpc.aio.ServerInterceptor] = [_Decoding()] if token is None else [_Bearer(token), _Decoding()]
     # Few clients connect, and each keeps one connection. The others of what the process can afford are for HTTP and its own files.
     most = max(8, affordable_connections() // 6) if connections is None else connections
     limit = ("grpc.max_allowed_incoming_connections", most)
@@ -141,22 +146,22 @@ class _Bearing(grpc.aio.Channel):
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel, self._header = channel, (("authorization", f"Bearer {token}"),)
 
-    def _with_header(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def bearing(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
+    def _with_header(self, call: Callable[..., grpc.aio.Call]) -> Callable[..., grpc.aio.Call]:
+        def bearing(*arguments: object, metadata: grpc.aio.Metadata | None = None, **keywords: object) -> grpc.aio.Call:
             return call(*arguments, metadata=(*(metadata or ()), *self._header), **keywords)
 
         return bearing
 
-    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+    def unary_unary(self, *arguments: object, **keywords: object) -> Callable[..., grpc.aio.Call]:
         return self._with_header(self._channel.unary_unary(*arguments, **keywords))
 
-    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+    def unary_stream(self, *arguments: object, **keywords: object) -> Callable[..., grpc.aio.Call]:
         return self._with_header(self._channel.unary_stream(*arguments, **keywords))
 
-    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+    def stream_unary(self, *arguments: object, **keywords: object) -> Callable[..., grpc.aio.Call]:
         return self._with_header(self._channel.stream_unary(*arguments, **keywords))
 
-    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+    def stream_stream(self, *arguments: object, **keywords: object) -> Callable[..., grpc.aio.Call]:
         return self._with_header(self._channel.stream_stream(*arguments, **keywords))
 
     async def __aenter__(self) -> grpc.aio.Channel:
@@ -178,20 +183,23 @@ class _Bearing(grpc.aio.Channel):
         await self._channel.channel_ready()
 
 
+_Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
+
+
 class _Bearer(grpc.aio.ServerInterceptor):
     """Answers UNAUTHENTICATED to calls without the token, except health checks."""
 
     def __init__(self, token: str) -> None:
         self._token = token
 
-        async def refuse(request: bytes, context: Any) -> None:
+        async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, "expected `authorization: Bearer TOKEN` with this service's token"
             )
 
         self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+    async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         headers = dict(details.invocation_metadata or ())
         if details.method.startswith("/grpc.health.v1.") or secure.authorized(
             _bytes(headers.get("authorization", "")), self._token
@@ -204,9 +212,9 @@ class _Decoding(grpc.aio.ServerInterceptor):
     """Answers INVALID_ARGUMENT to undecodable requests, where gRPC would log a traceback and answer UNKNOWN."""
 
     def __init__(self) -> None:
-        self._wrapped: dict[str, Any] = {}
+        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+    async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         if (known := self._wrapped.get(details.method)) is not None:
             return known
         handler = await continuation(details)
@@ -216,14 +224,14 @@ class _Decoding(grpc.aio.ServerInterceptor):
         return wrapped
 
 
-def _decoding(handler: Any) -> Any:
-    def deserialize(data: bytes) -> Any:
+def _decoding(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    def deserialize(data: bytes) -> Message | DecodeError:
         try:
             return handler.request_deserializer(data)
         except DecodeError as error:
             return error
 
-    async def answer(request: Any, context: Any) -> Any:
+    async def answer(request: Message | DecodeError, context: grpc.aio.ServicerContext) -> Message:
         if isinstance(request, DecodeError):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"expected a message of this method; found other bytes ({request})"

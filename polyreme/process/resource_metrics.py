@@ -14,25 +14,25 @@ from prometheus_client.registry import Collector
 
 
 class Usage(Collector):
-    """Processor time and memory of this process and its children; utilization and memory of its devices."""
+    """Processor time and memory of a process and its children; utilization and memory of its devices. `pid`: None for this process."""
 
-    def __init__(self) -> None:
-        self._nvml = _nvml()
+    def __init__(self, pid: int | None = None) -> None:
+        self._process, self._nvml = psutil.Process(pid), _nvml()
 
     def collect(self) -> Iterator[Metric]:
-        seconds, memory = process_tree()
+        seconds, memory = process_tree(self._process)
         yield CounterMetricFamily("polyreme_cpu_seconds", "Processor seconds of the service's living processes.", value=seconds)
         yield GaugeMetricFamily("polyreme_memory_bytes", "Resident memory of the service's processes.", value=memory)
         if self._nvml is not None:
             yield from _devices(self._nvml)
 
 
-def process_tree() -> tuple[float, float]:
-    """(processor seconds, resident bytes) of this process and its live children; seconds also of reaped children."""
-    this = psutil.Process()
-    times = this.cpu_times()
-    seconds, memory = times.user + times.system + times.children_user + times.children_system, float(this.memory_info().rss)
-    for child in this.children(recursive=True):
+def process_tree(process: psutil.Process | None = None) -> tuple[float, float]:
+    """(processor seconds, resident bytes) of a process, by default this one, and its live children; seconds also of reaped children."""
+    process = process or psutil.Process()
+    times = process.cpu_times()
+    seconds, memory = times.user + times.system + times.children_user + times.children_system, float(process.memory_info().rss)
+    for child in process.children(recursive=True):
         with suppress(psutil.Error):  # it has exited
             times = child.cpu_times()
             seconds += times.user + times.system

@@ -1,22 +1,27 @@
-"""A fork is a new run that starts from a copy of another run's newest checkpoint.
+"""A fork is a new run or stage that starts from a copy of another one's newest checkpoint.
 
 Invariant: a fork changes nothing in the parent's directory, and needs nothing from it after the copy.
 """
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
-from polyreme.rundir.checkpoint_manifest import is_intact, read_manifest
+from polyreme.rundir.checkpoint_manifest import is_intact, number_of, read_manifest
 from polyreme.rundir.run_directory import Origin, RunFile, checkpoints, no_run, read_run_file, unused
 from polyreme.rundir.run_records import read_records
 
+Config = TypeVar("Config", RunConfig, StageConfig)
 
-def plan_fork(config: RunConfig, file_run_dir: Path) -> tuple[Path, RunConfig]:
+
+def plan_fork(config: Config, file_run_dir: Path) -> tuple[Path, Config]:
     """Returns the directory to fork from, and the configuration with the fork's name.
 
     When the configuration's directory holds a run, that run is the parent and the fork is called NAME-fork-N. Otherwise a `name=`
@@ -36,19 +41,19 @@ def plan_fork(config: RunConfig, file_run_dir: Path) -> tuple[Path, RunConfig]:
         return config.run_dir, config.model_copy(update={"name": f"{stem}-fork-{number}"})
     if read_run_file(file_run_dir) is None:
         raise no_run(config.run_dir, "a run to fork in", "Pass name=... of a run, or omit --fork.")
-    if checkpoints(config.run_dir):
+    if checkpoints(config.run_dir, config.checkpoint_prefix):
         raise ConfigError(
             f"an empty fork directory {config.run_dir}", "checkpoints", "Choose another name=..., or remove the directory."
         )
     return file_run_dir, config
 
 
-def copy_start(parent: Path, config: RunConfig) -> Origin:
-    """Copies the newest intact checkpoint, its Hugging Face directory, and that of version 0 (the reference policy) into the fork's
-    directory.
+def copy_start(parent: Path, config: RunConfig | StageConfig) -> Origin:
+    """Copies the newest intact checkpoint into the fork's directory, and the exports that belong to it.
 
     Raises:
-        ConfigError: the parent is running, its newest checkpoint has another format, it has no intact one, or its checkpoint is not older than the fork's last iteration.
+        ConfigError: the parent is running, its newest checkpoint has another format, it has no intact one, or its checkpoint is not older than
+            the fork's last iteration or step.
     """
     with unused(parent) as free:
         run_file = read_run_file(parent)
@@ -59,27 +64,40 @@ def copy_start(parent: Path, config: RunConfig) -> Origin:
                 "it is still running",
                 "Stop it first (SIGTERM saves a checkpoint), then fork.",
             )
-        checkpoint = next((path for path in reversed(checkpoints(parent)) if is_whole(path)), None)
+        prefix = config.checkpoint_prefix
+        checkpoint = next((path for path in reversed(checkpoints(parent, prefix)) if is_whole(path)), None)
         if checkpoint is None:
             raise ConfigError(f"an intact checkpoint in {parent / 'checkpoints'}", "none", "Start a new run with name=...")
-        iteration = int(checkpoint.name.removeprefix("iteration-"))
-        if config.iterations <= iteration:
-            raise ConfigError(
-                f"iterations above {iteration}, the iteration of the parent's checkpoint",
-                str(config.iterations),
-                "Raise iterations.",
-            )
-        wanted = [checkpoint, *(parent / "hf" / f"iteration-{version:06d}" for version in sorted({0, iteration}))]
+        number = number_of(checkpoint)
+        key, length = (
+            ("iterations", config.iterations) if isinstance(config, RunConfig) else ("trainer.steps", config.trainer.steps)
+        )
+        if length is not None and length <= number:
+            raise ConfigError(f"{key} above {number}, that of the parent's checkpoint", str(length), f"Raise {key}.")
         copied: list[Path] = []
         try:
-            for path in (path for path in wanted if path.is_dir()):
+            for path in (checkpoint, *exports_of(parent, config, number)):
                 copied.append(config.run_dir / path.relative_to(parent))
                 _copy(path, copied[-1])
         except BaseException:
             for path in copied:
                 shutil.rmtree(path, ignore_errors=True)
             raise
-        return Origin(run_file.run_id, str(parent), iteration, next_group(parent, run_file, iteration))
+        group = next_group(parent, run_file, number) if isinstance(config, RunConfig) else 0
+        return Origin(run_file.run_id, str(parent), number, group)
+
+
+def exports_of(parent: Path, config: RunConfig | StageConfig, number: int) -> Iterator[Path]:
+    """The Hugging Face directories that a checkpoint needs: its own and that of version 0 (the reference policy); of a stage the best step's."""
+    if isinstance(config, RunConfig):
+        paths = [parent / "hf" / f"iteration-{version:06d}" for version in sorted({0, number})]
+        yield from (path for path in paths if path.is_dir())
+    else:
+        best = parent / "hf" / "best"
+        if (best / "step").is_file() and int(
+            (best / "step").read_text()
+        ) <= number:  # a later one is of steps that the fork repeats
+            yield best
 
 
 def next_group(run_dir: Path, run_file: RunFile, iteration: int) -> int:

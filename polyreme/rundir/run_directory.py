@@ -53,7 +53,7 @@ Config = TypeVar("Config", bound=BaseConfig)
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a fork: parent run, its directory, the checkpoint's iteration, and the first group of the fork's log."""
+    """The origin of a fork: parent, its directory, the checkpoint's iteration (of a stage: step), and the first group of a run's log."""
 
     run_id: str
     run_dir: str
@@ -168,9 +168,9 @@ async def open_run(
     return run
 
 
-def open_stage(config: StageConfig, existing: RunFile | None) -> RunFile:
-    """Writes config.yaml and run.json of a stage. Returns the content of run.json."""
-    found = existing or RunFile(new_run_id(config), NO_REDIS, data=digest_of(config.data.train))
+def open_stage(config: StageConfig, existing: RunFile | None, origin: Origin | None = None) -> RunFile:
+    """Writes config.yaml and run.json of a stage. Returns the content of run.json. `origin`: of a new fork."""
+    found = existing or RunFile(new_run_id(config), NO_REDIS, forked_from=origin, data=digest_of(config.data.train))
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
     write_run_file(config.run_dir, found)
     return found

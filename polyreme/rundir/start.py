@@ -1,12 +1,13 @@
-"""Prepares a start: a new run or stage, a resumed one, or the fork of a run.
+"""Prepares a start: a new run or stage, a resumed one, or a fork.
 
-Invariant: this process owns the run directory for the whole block of `claimed` or `prepared`. A fork that does not start leaves no directory.
+Invariant: this process owns the run directory for the whole block of `start_of`. A fork that does not start leaves no directory.
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -54,13 +55,21 @@ class Start(Generic[Config]):
     notices: Sequence[str] = ()
 
 
+def prepared(
+    path: Path, overrides: list[str], resume: bool, fork: bool, only: str | None = None
+) -> AbstractContextManager[Start[RunConfig]]:
+    """The start of the run that a YAML file with overrides configures, see `start_of`."""
+    return start_of(partial(load_config, path), overrides, resume, fork, only)
+
+
 @contextmanager
-def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: str | None = None) -> Iterator[Start[RunConfig]]:
-    """Loads and checks the configuration, locks the run directory for the block, and decides which run to start.
+def start_of(
+    load: Callable[[Sequence[str]], Config], overrides: Sequence[str], resume: bool, fork: bool, only: str | None = None
+) -> Iterator[Start[Config]]:
+    """Loads and checks the configuration, locks the run directory for the block, and decides what to start.
 
     Args:
-        path: the run's YAML file.
-        overrides: key=value overrides of the configuration.
+        load: reads the configuration, given key=value overrides.
         resume: continue the directory's run. A service that is started again and again (`only`) starts a new one where there is none,
             unless an override names the run.
         fork: start a new run from a copy of the newest checkpoint.
@@ -71,10 +80,11 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: s
     """
     if resume and fork:
         raise ConfigError("--resume or --fork", "both", "Pass one of them.")
-    config = load_config(path, overrides)
+    config: Config = load(overrides)
     if resume and (only is None or any(each.startswith("name=") for each in overrides)):
         check_resumable(config)
-    own_run_dir = load_config(path, [each for each in overrides if not each.startswith("name=")]).run_dir
+    unnamed: Config = load([each for each in overrides if not each.startswith("name=")])
+    own_run_dir: Path = unnamed.run_dir
     config = resolve_names(config, [*read_names(config.run_dir), *read_names(own_run_dir)] if resume or fork else ())
     notices = check_run(config, only)
     if not fork:

@@ -11,11 +11,13 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from polyreme.api.v1.environment_pb2 import TurnTokens
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.net.http_server import serve_http
 from polyreme_environment.agents.apis import responses
 from polyreme_environment.agents.message import spoken
 from polyreme_environment.agents.reply import AgentTurn
+from polyreme_environment.agents.request import TOKEN_FIELDS
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.nemo_gym.runner import NeMoGymRunner
 from polyreme_environment.nemo_gym.tasks import read_rows
@@ -29,6 +31,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]  # installs the package
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "guess_number"
 WEATHER = "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml"
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
+FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs"}
 GAMES = {"guess": ("guess_gym.yaml", 3, ("2", "9", "4")), "weather": (WEATHER, 0, (CALL, "It is cold."))}
 
 
@@ -50,8 +53,8 @@ def config(venv, name, tmp_path):
     return EnvironmentConfig(nemo_gym=file if "/" in file else str(tmp_path / file), venv=venv, start_timeout=240.0)
 
 
-async def recorded_now(config, name):
-    """What the real servers say of a game that is played, and of one whose model refuses."""
+async def recorded_now(config, name, tokens=False):
+    """What the real servers say of a game that is played, and of one whose model refuses. With `tokens`, replies have the fields of tokens."""
     _, number, answers = GAMES[name]
     row = read_rows(config, number + 1)[number]
     found, left = {"row": row["task"], "requests": [], "replies": []}, list(answers)
@@ -61,9 +64,11 @@ async def recorded_now(config, name):
         if not left:
             return JSONResponse({"error": {"message": "over"}}, 400)
         body, text = await request.json(), left.pop(0)
-        turn = AgentTurn(f"t{len(found['requests'])}", 0, spoken(text, text, "hermes"), False, 5, 2)
+        number = len(found["requests"])
+        sampled = TurnTokens(context_ids=range(5), ids=[number, 7], logprobs=[-0.5 - number, -0.25]) if tokens else None
+        turn = AgentTurn(f"t{number}", 0, spoken(text, text, "hermes"), False, 5, 2, sampled=sampled)
         found["requests"].append(body)
-        found["replies"].append(responses.reply(body, turn))
+        found["replies"].append(responses.reply(body | {TOKEN_FIELDS: True} if tokens else body, turn))
         return JSONResponse(found["replies"][-1])
 
     routes = [Route("/ng-rollout/{rollout}/v1/responses", model, methods=["POST"])]
@@ -82,6 +87,19 @@ async def recorded_now(config, name):
 
 async def test_the_recording_is_what_the_package_says(config, name):
     assert await recorded_now(config, name) == json.loads(FILE.read_text())[name]
+
+
+async def test_fields_of_tokens_are_read_kept_and_sent_back(config, name):
+    """The package's agents have the tokens of each turn in their answer, and in the input of their next request, which is understood."""
+    found = await recorded_now(config, name, tokens=True)
+    given = [
+        {key: item[key] for key in FIELDS} for reply in found["replies"] for item in reply["output"] if item.keys() >= FIELDS
+    ]
+    assert [each["generation_token_ids"] for each in given] == [[number, 7] for number in range(len(GAMES[name][2]))]
+    for told, items in ((given, found["run"]["response"]["output"]), (given[:-1], found["requests"][-1]["input"])):
+        assert [{key: item[key] for key in FIELDS} for item in items if item.get("generation_token_ids")] == told
+    read = responses.read({**found["requests"][-1], TOKEN_FIELDS: True}, lambda turn: [])
+    assert [message["role"] for message in read.messages].count("assistant") == len(given) - 1 and read.wants_tokens
 
 
 @pytest.mark.parametrize("name", ["guess"])

@@ -39,7 +39,7 @@ def config(venv, tmp_path, monkeypatch):
         shutil.copy(EXAMPLE / name, tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return EnvironmentConfig(
-        verifiers="guess_verifiers", venv=venv, options={"player": {"runtime": {"type": "subprocess"}}}, start_timeout=120.0
+        verifiers="guess_verifiers", venv=venv, options={"player": {"runtime": {"type": "subprocess"}}}, start_timeout=600.0
     )
 
 

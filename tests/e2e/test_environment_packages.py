@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,83 @@ def test_a_single_tool_call_of_nemo_gym(tmp_path: Path, tmp_path_factory: pytest
         )
     assert mean(records[:2]) < 0.6 and mean(records[-10:]) > 0.9
     assert mean(records[-10:], "episode/tool_calls") > 0.9
+
+
+def write_words(folder: Path, words: Sequence[str]) -> None:
+    """Writes what the word games read of NLTK: lists of words, and a tagger that knows each as a noun."""
+    lists, tagger = folder / "corpora" / "words", folder / "taggers" / "averaged_perceptron_tagger_eng"
+    lists.mkdir(parents=True)
+    tagger.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (lists / name).write_text("".join(f"{word}\n" for word in words))
+    for kind, value in (("weights", {}), ("tagdict", dict.fromkeys(words, "NN")), ("classes", ["NN"])):
+        (tagger / f"averaged_perceptron_tagger_eng.{kind}.json").write_text(json.dumps(value))
+
+
+WORKPLACE = {
+    "email_reply_email": "Email replied successfully.",
+    "calendar_update_event": "Event updated successfully.",
+    "update_customer": "Customer updated successfully.",
+    "delete_customer": "Customer deleted successfully.",
+}
+"""What the tools of the package's example tasks answer."""
+
+
+def test_the_workplace_assistant_of_nemo_gym(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The policy does one in three tasks, by one to five calls of its 27 tools, and else says that it has; it learns to do them."""
+    tasks, rng, rows = gym(tmp_path, tmp_path_factory, "workplace.yaml"), random.Random(0), []
+    for _ in range(400):
+        task = rng.choice(tasks)
+        messages, tools = declared(task)
+        if rng.random() < 0.35:
+            for each in task["task"]["ground_truth"]:
+                result = json.dumps({"output": WORKPLACE[each["name"].rpartition("_manager_")[2]]}, separators=(",", ":"))
+                messages = [*messages, *call(each["name"], json.loads(each["arguments"]), result)]
+        rows.append({"messages": [*messages, say("It is done.")], "tools": tools})
+    assert all(len(row["tools"]) == 27 for row in rows)
+    texts = {message["content"] for task in tasks for message in declared(task)[0]}
+    texts |= {f"{tool['function']['name']}: {tool['function']['description']}" for row in rows for tool in row["tools"]}
+    given = {"rollout": {"max_new_tokens": 96}}
+    records, samples = trained(write_run(tmp_path, "workplace.yaml", rows, 80, sorted(texts), **given), 6)
+    for sample in samples:
+        assert sample["score"] in (0.0, 1.0) and (called(sample) or sample["score"] == 0.0)
+        assert all(json.loads(each["result"])["output"] for each in called(sample))
+    assert mean(records[-10:]) > mean(records[:5]) + 0.15
+
+
+INVALID = "You attempted an invalid move. Reason: it is not an English word. Please resubmit a valid move."
+
+
+def test_wordle_through_verifiers(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the guesses that the policy starts from are words; it learns to guess no others, since two in a row end the game."""
+    words = ["apple", "brick", "candy", "dough", "eagle", "flame", "juice", "river"]
+    write_words(tmp_path / "nltk", words)
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
+    monkeypatch.setenv("PYTHONPATH", str(guide.ROOT / "examples" / "guess_number"))
+    (tmp_path / "games").symlink_to(own_venv("verifiers", tmp_path_factory.mktemp("verifiers")).parent)
+    task = write_tasks(write_run(tmp_path, "wordle.yaml", [], 1), 64)[0]["task"]
+    rng, rows = random.Random(0), []
+    for _ in range(400):
+        messages = [{"role": "system", "content": task["system_prompt"]}, {"role": "user", "content": task["prompt"]}]
+        left = rng.sample(words, 6)
+        while left:
+            word = left.pop() if rng.random() < 0.5 else rng.choice(["aaaaa", "eeeee"])
+            marks = f"{' '.join(word.upper())}\n{' '.join(rng.choices('GYX', k=5))}\nYou have {len(left)} guesses left."
+            messages += [say(f"[{word}]"), {"role": "user", "content": marks if word in words else INVALID}]
+        rows.append({"messages": messages[:-1]})
+    texts = [task["system_prompt"], task["prompt"]]
+    records, samples = trained(write_run(tmp_path, "wordle.yaml", rows, 100, texts), 12)
+    for sample in samples:
+        assert 0.0 <= sample["score"] <= 1.0 and sample["messages"][1]["content"] == task["prompt"]
+        said = [message["content"] for message in sample["messages"][2:]]
+        for turn, told in zip(said[::2], said[1::2], strict=False):  # nothing is told of the last one
+            word = "".join(re.findall(r"\[(\w+)\]", turn)[:1])
+            is_word = word in words and "already" not in told
+            assert told.startswith(" ".join(word.upper()) + "\n" if is_word else "You attempted an invalid move."), told
+    assert any(sample["score"] == 1.0 for sample in samples)
+    assert mean(records[-10:]) > mean(records[:5]) + 0.15
 
 
 def test_text_to_sql_through_openenv(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

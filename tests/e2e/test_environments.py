@@ -124,11 +124,15 @@ def test_the_game_is_played_by_verifiers(
     venv = own_venv("verifiers", tmp_path_factory.mktemp("verifiers")).parent
     run = prepared(tmp_path, "guess_number")
     monkeypatch.setenv("PYTHONPATH", str(run.parent))
-    options = "options: {player: {runtime: {type: subprocess}}}, max_turns: 4"
+    options = "options: {player: {runtime: {type: subprocess}}}, max_turns: 4, correctness: true, start_timeout: 240"
     over = (f"data.train={tmp_path / 'games.jsonl'}", f"environment={{verifiers: guess_verifiers, venv: {venv}, {options}}}")
     subprocess.run([sys.executable, "-m", "polyreme", "environment", "tasks", run, *over], check=True, timeout=300)
-    run_dir, records = trained(tmp_path, "guess_number", *over, "iterations=2", "groups_per_iteration=8")
+    held_out = f"eval_sets=[{{name: games, data: {tmp_path / 'games.jsonl'}, answers: 4}}]"
+    run_dir, records = trained(
+        tmp_path, "guess_number", *over, held_out, "eval_best=games/pass@4", "iterations=2", "groups_per_iteration=8"
+    )
     check_games(run_dir, records)
+    check_pass_rates(run_dir, 9, 4)
     assert all(1 <= record["reward/environment/guesses"] <= 4 for record in records)
 
 
@@ -141,6 +145,21 @@ def test_the_game_is_played_by_nemo_gym(tmp_path: Path, tmp_path_factory: pytest
     subprocess.run([sys.executable, "-m", "polyreme", "environment", "tasks", run, *over], check=True, timeout=300)
     run_dir, records = trained(tmp_path, "guess_number", *over, "iterations=2", "groups_per_iteration=8")
     check_games(run_dir, records)
+
+
+def check_pass_rates(run_dir: Path, tasks: int, answers: int) -> None:
+    """Checks the evaluations before and after two iterations: each task is played `answers` times, and what is told of it follows from that."""
+    records = [
+        record for line in (run_dir / "metrics.jsonl").read_text().splitlines() if (record := json.loads(line))["kind"] == "eval"
+    ]
+    assert [record["version"] for record in records] == [0, 2]
+    for record in records:
+        lines = (run_dir / "samples" / f"evaluation_{record['version']:04d}.jsonl").read_text().splitlines()
+        scores = [json.loads(line)["score"] for line in lines]
+        played = [scores[start : start + answers] for start in range(0, len(scores), answers)]
+        assert len(played) == tasks and set(scores) == {0.0, 1.0}
+        assert record["games/accuracy"] == record["games/pass@1"] == pytest.approx(sum(scores) / len(scores))
+        assert record[f"games/pass@{answers}"] == pytest.approx(sum(map(max, played)) / tasks)
 
 
 def check_games(run_dir: Path, records: list[dict[str, Any]]) -> None:

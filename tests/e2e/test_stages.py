@@ -46,7 +46,7 @@ def test_every_stage_of_the_guide_trains_and_leaves_a_model(folder: Path) -> Non
         assert json.loads((run_dir / "summary.json").read_text())["state"] == "done"
         assert (run_dir / "hf" / "final" / "model.safetensors").is_file()
         steps = records(run_dir, "step")
-        assert metric in steps[-1]
+        assert metric in steps[-1] and steps[0]["resources/trainer/memory_bytes"] > 50e6
         known = {metric.name for metric in STAGE_METRICS} | {"run", "time", "kind", "step", "steps", "rows", "seconds"}
         assert not {key for record in (*steps, *records(run_dir, "eval")) for key in record} - known
     assert guide.run("polyreme sft sft.yaml --resume", folder).startswith("stage supervised")

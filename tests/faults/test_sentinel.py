@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from polyreme.experience.embedded_redis import redis_binary
+from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.store import connect
+from polyreme_trainer.testing.simulated_engine import after_plan, newest
+from support.proxy import Proxy, bad_network
+from support.simulated_run import simulated_run
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = [f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{number}" for number in (1, 2, 3)]
@@ -129,3 +134,57 @@ async def test_a_failover_keeps_writes_and_never_has_two_primaries(nodes: list[N
                     break
             await asyncio.sleep(0.2)
     assert (await until_ready(nodes, 2)) is second
+
+
+@asynccontextmanager
+async def service(nodes: list[Node]) -> AsyncIterator[Proxy]:
+    """The address of the chart's Service: a connection leads to the node that is ready."""
+
+    async def follow(proxy: Proxy) -> None:
+        while True:
+            ready = await asyncio.gather(*(asyncio.to_thread(node.ready) for node in nodes))
+            for node in [node for node, is_ready in zip(nodes, ready, strict=True) if is_ready]:
+                proxy.lead_to(node.host, 6379)
+            await asyncio.sleep(0.2)
+
+    async with bad_network(nodes[0].host, 6379) as proxy:
+        following = asyncio.create_task(follow(proxy))
+        try:
+            yield proxy
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+async def test_a_run_loses_no_acknowledged_sample_in_a_failover(
+    nodes: list[Node], run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, iterations = await until_ready(nodes, 2), 60
+    await until_sentinels_agree(nodes)
+    monkeypatch.setenv("POLYREME_REDIS_PASSWORD", PASSWORD)
+    async with service(nodes) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        async with simulated_run(url, run_id, tmp_path, iterations=iterations, trainer={"save_interval": 10}) as started:
+            log = ExperienceLog(started.run)
+            async with asyncio.timeout(300):
+                while await log.version() < iterations // 3:  # noqa: ASYNC110 (there is no event for it)
+                    await asyncio.sleep(0.05)
+            await asyncio.to_thread(first.kill)
+            killed, trained = time.monotonic(), await log.version()
+            async with asyncio.timeout(300):
+                while await log.version() <= trained + 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            print(f"{time.monotonic() - killed:.1f} s from the kill to the next iteration")
+            assert await started.ended(600) == ("done", ""), started.logs()
+            assert (audit := await log.audit()).clean, audit
+            assert [record["iteration"] for record in await started.records("iteration")] == [*range(1, iterations + 1)]
+            plans = bytes(32)
+            for iteration in range(1, iterations + 1):
+                plan = await log.find_plan(iteration)
+                assert plan is not None
+                plans = after_plan(plans, plan.iteration, plan.indices)
+            last = newest(tmp_path / "run" / "checkpoints")
+            assert last is not None and (last.version, last.plans) == (iterations, plans)

@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
-import venv
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -14,24 +12,26 @@ import pytest
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import RunState
+from polyreme_environment.foreign_process import run_foreign
 from polyreme_environment.server import serve
+from polyreme_environment.verifiers.programs import SERVE, configuration
+from polyreme_environment.verifiers.tasks import read_tasks
 from polyreme_trainer.orchestrator.environment.environment_client import EnvironmentClient
 from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.environment.session import Bounds
 from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 from support.episode_world import EpisodeWorld
-from support.multiplying_policy import ARGUMENTS, CONTEXT, THOUGHT, VOCABULARY, logprob, write_policy
+from support.own_venv import own_venv
 from support.replicas import Learner, hf_weights, model_files, replica
 from support.simulated import config_tree
+from support.table_policy import ARGUMENTS, CONTEXT, GUESSING, MULTIPLYING, THOUGHT, TablePolicy
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCK = ROOT / "requirements" / "clients.txt"
 EXAMPLES = ROOT / "examples" / "clients"
 HOST = ROOT / "tests" / "support" / "agent_host.py"
 OWN = ("chat", "chat_stream", "completions", "responses", "responses_stream", "messages", "messages_stream")
 PACKAGES = ("anthropic_agent", "openai_agents_agent", "openai_agents_chat", "langgraph_agent", "litellm_agent", "inspect_agent")
 BRANCHING = "smolagents_agent"
-NAMES = {place: token for token, place in VOCABULARY.items()}
 
 AGENT = """
 import json, types
@@ -111,13 +111,13 @@ def messages(client, question, stream):
 
 
 @asynccontextmanager
-async def policy(redis_url, run_id, folder, clients, environment):
-    """Yields a function that plays two episodes of a client, on a replica of the model."""
-    model = write_policy(folder / "model")
+async def policy(redis_url, run_id, folder, rows, environment, table: TablePolicy = MULTIPLYING):
+    """Yields a function that plays two episodes of a row, by its client, on a replica of the model."""
+    model = table.write(folder / "model")
     config = config_tree(
         folder,
-        [{"prompt": "12 * 34 =", "answer": "408", "client": client} for client in clients],
-        groups_per_iteration=len(clients),
+        rows,
+        groups_per_iteration=len(rows),
         group_size=2,
         model={"path": str(model), "dtype": "float32"},
         rollout={"engine": "transformers", "max_new_tokens": 64, "max_model_len": CONTEXT},
@@ -144,24 +144,28 @@ async def policy(redis_url, run_id, folder, clients, environment):
         life.push_async_callback(client.close)
         await client.refresh()
         await world.log.take(Writer.ORCHESTRATOR)
-        rows = {json.loads(prompt.metadata_json)["client"]: prompt for prompt in world.prompts}
+        prompts = {json.loads(prompt.metadata_json)["client"]: prompt for prompt in world.prompts}
 
         async def play(name):
             (admission,) = await world.log.admit(1)
-            return await world.play(client, Task(admission, rows[name]), Bounds(8, CONTEXT, 300.0))
+            return await world.play(client, Task(admission, prompts[name]), Bounds(8, CONTEXT, 300.0))
 
         yield play
 
 
-def check_exact(group):
+def questions(clients):
+    return [{"prompt": "12 * 34 =", "answer": "408", "client": client} for client in clients]
+
+
+def check_exact(group, table=MULTIPLYING):
     """Every token of a turn has the log-probability that the model gives it behind the token before it, and only they are trained on."""
     for sample in group.samples:
         prompt = group.prompt_of(sample).tolist()
-        names = [NAMES[id] for id in (*prompt, *sample.token_ids.tolist())]
+        ids = [*prompt, *sample.token_ids.tolist()]
         turns = {place for turn in sample.turns for place in range(turn.start, turn.end)}
         for place, number in enumerate(sample.logprobs):
             at = len(prompt) + place
-            assert number == pytest.approx(logprob(names[at - 1], names[at]) if place in turns else 0.0, abs=1e-3)
+            assert number == pytest.approx(table.logprob(ids[at - 1], ids[at]) if place in turns else 0.0, abs=1e-3)
             assert bool(sample.loss_mask[place]) == (place in turns)
 
 
@@ -169,26 +173,20 @@ def check_exact(group):
 async def test_public_clients_give_one_exact_sample(redis_url, run_id, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     environment = EnvironmentConfig(file=tmp_path / "agent.py", function="run", start_timeout=120.0)
-    async with policy(redis_url, run_id, tmp_path, OWN, environment) as play:
+    async with policy(redis_url, run_id, tmp_path, questions(OWN), environment) as play:
         sampled = set()
         for client in OWN:
             group = await play(client)
             check_exact(group)
             assert [(len(sample.turns), sample.score) for sample in group.samples] == [(2, 1.0)] * 2, client
-            sampled |= {NAMES[id] for sample in group.samples for id in sample.token_ids.tolist()}
+            sampled |= {MULTIPLYING.names[id] for sample in group.samples for id in sample.token_ids.tolist()}
         assert {THOUGHT, *ARGUMENTS, "408", "8"} <= sampled, "answers that clients write differently, or tokens that no text has"
 
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
-    """A Python with the packages, in a separate environment, since their lock differs from ours. POLYREME_CLIENTS names an existing one."""
-    if given := os.environ.get("POLYREME_CLIENTS"):
-        return Path(given)
-    home = tmp_path_factory.mktemp("clients")
-    venv.create(home, with_pip=True)
-    python = home / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "-r", LOCK], check=True, timeout=1800)
-    return python
+    """A Python with the packages."""
+    return own_venv("clients", tmp_path_factory.mktemp("clients")) / "python"
 
 
 @asynccontextmanager
@@ -215,7 +213,7 @@ async def test_agent_packages_give_one_exact_sample(redis_url, run_id, tmp_path,
     (agents := tmp_path / "agents").mkdir()
     async with host(packages, agents) as url:
         environment = EnvironmentConfig(url=url, episodes=1)  # the program runs one agent at a time
-        async with policy(redis_url, run_id, tmp_path, (*PACKAGES, BRANCHING), environment) as play:
+        async with policy(redis_url, run_id, tmp_path, questions((*PACKAGES, BRANCHING)), environment) as play:
             for client in PACKAGES:
                 group = await play(client)
                 check_exact(group)
@@ -223,3 +221,62 @@ async def test_agent_packages_give_one_exact_sample(redis_url, run_id, tmp_path,
             group = await play(BRANCHING)
             check_exact(group)
             assert {len(sample.turns) for sample in group.samples} == {1} and len(group.samples) > 2
+
+
+# The env server of verifiers renders and reads tokens by itself, and asks the session address for those between.
+TRAINING = """
+import json
+from polyreme_environment.verifiers.episode import EpisodeDeltas
+from polyreme_environment.verifiers.wire import EnvServerClient
+
+async def run(task, base_url, api_key):
+    renderer = {"renderer_model_name": task["model"], "renderer": {"name": "qwen3", "thinking_retention": "all"}}
+    client = {"type": "train", "base_url": base_url, "headers": {"Authorization": f"Bearer {api_key}"}, "api_key_var": "NONE", **renderer}
+    server, episode, nodes = EnvServerClient(task["server"]), EpisodeDeltas(), []
+    def add(delta):
+        episode.add(delta)
+        nodes.extend(delta.get("nodes", ()))
+    try:
+        sampling = {"temperature": 1.0, "max_tokens": 8}
+        body = {"task_data": task["task"], "client": client, "model": "policy", "sampling": sampling}
+        result = episode.result(await server.run(body, add))
+    finally:
+        await server.close()
+    with open(task["traces"], "a") as out:
+        print(json.dumps([[node["token_ids"], node["mask"], node["logprobs"]] for node in nodes]), file=out)
+    return result.reward
+"""
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # four programs, each with large imports
+async def test_a_train_client_of_verifiers_has_the_same_tokens(redis_url, run_id, tmp_path, tmp_path_factory, monkeypatch):
+    """What the package's renderer and client have recorded of an episode, token by token, is what is trained on."""
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent / "guess_number"))
+    venv, options = (
+        own_venv("verifiers", tmp_path_factory.mktemp("verifiers")).parent,
+        {"player": {"runtime": {"type": "subprocess"}}},
+    )
+    package = EnvironmentConfig(verifiers="guess_verifiers", venv=venv, options=options, start_timeout=600.0)
+    address, traces = f"ipc://{tmp_path}/server", tmp_path / "traces.jsonl"
+    (row,) = read_tasks(package, 1)
+    row |= {"client": "train", "server": address, "model": str(tmp_path / "model"), "traces": str(traces)}
+    (tmp_path / "agent.py").write_text(TRAINING)
+    environment = EnvironmentConfig(file=tmp_path / "agent.py", function="run", start_timeout=120.0)
+    server = await run_foreign("verifiers", venv, SERVE, [configuration(package), address, "1"], ())
+    try:
+        async with policy(redis_url, run_id, tmp_path, [row], environment, GUESSING) as play:
+            group = await play("train")
+    finally:
+        await server.close()
+    check_exact(group, GUESSING)
+    found, told = [], []
+    for sample in group.samples:
+        ids, mask = group.prompt_of(sample).tolist() + sample.token_ids.tolist(), sample.loss_mask.tolist()
+        found.append((ids, [number for number, at in zip(sample.logprobs.tolist(), mask, strict=True) if at]))
+    for nodes in map(json.loads, traces.read_text().splitlines()):
+        told.append(([id for ids, _, _ in nodes for id in ids], [number for _, _, numbers in nodes for number in numbers]))
+    assert len(found) == len(told) == 2
+    for (ids, logprobs), (told_ids, told_logprobs) in zip(sorted(found), sorted(told), strict=True):
+        assert told_ids[: len(ids)] == ids and told_logprobs == pytest.approx(logprobs)

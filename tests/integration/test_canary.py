@@ -42,8 +42,8 @@ async def test_a_replica_that_computes_something_else_leaves_rotation_and_says_w
         await world.publisher.wait_committed(0, 1, 300)
         await world.step(canary=wrong)
         await world.notice("replica near", "quarantined: it failed 3 times", "version 1 failed its canary", "nothing is served")
-        assert near._swapper.version is None
-        assert near._swapper.failures == FAILURES_TO_QUARANTINE
+        assert near.swapper.version is None
+        assert near.swapper.failures == FAILURES_TO_QUARANTINE
 
 
 async def test_it_returns_with_a_load_that_passes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ async def test_it_returns_with_a_load_that_passes(world: World, monkeypatch: pyt
         await world.publisher.wait_committed(1, 1, 300)
         assert stale == 0
         assert same(near.weights, weights)
-        assert near._swapper.failures == 0
+        assert near.swapper.failures == 0
 
 
 async def test_calls_wait_for_the_canary(world: World) -> None:
@@ -75,11 +75,11 @@ async def test_calls_wait_for_the_canary(world: World) -> None:
         near.engine.has_place.clear()
         await world.step(canary=right)
         await until(lambda: bool(near.versions))  # loaded, but not yet compared
-        assert near._swapper.state is SwapState.CHECKING
-        assert near._swapper.version is None
+        assert near.swapper.state is SwapState.CHECKING
+        assert near.swapper.version is None
         near.engine.has_place.set()
         await world.publisher.wait_committed(0, 1, 300)
-        assert await near._swapper.steady_version() == 0
+        assert await near.swapper.steady_version() == 0
 
 
 async def test_an_engine_without_an_answer_serves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,4 +93,4 @@ async def test_an_engine_without_an_answer_serves_nothing(world: World, monkeypa
             "expected the engine's answer within 0.05 s; found none",
             "nothing is served",
         )
-        assert near._swapper.version is None
+        assert near.swapper.version is None

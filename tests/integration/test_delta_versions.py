@@ -33,7 +33,7 @@ async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) 
             weights = await world.step(SPARSE)
             await world.publisher.wait_committed(version, 1, 300)
             assert same(far.weights, weights)
-            assert bool(far._swapper.staging._receiver._payloads) == (version % 4 > 0), "memory for deltas only"
+            assert bool(far.swapper.staging.receiver.payloads) == (version % 4 > 0), "memory for deltas only"
     assert await paths(world) == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
     for record in await world.commits():
         if record["path"] == "delta":
@@ -122,7 +122,7 @@ async def test_a_restarted_replica_refuses_the_delta_and_receives_the_whole_vers
     async with serving(receiver) as port, await world.registry.register(lease("far", port)):
         await world.step(SPARSE)
         await world.publisher.wait_committed(0, 1, 300)
-        receiver._swapper.staging._receiver._buffers.clear()  # the memory of an ended process
+        receiver.swapper.staging.receiver.buffers.clear()  # the memory of an ended process
         weights = await world.step(SPARSE)
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)
@@ -158,7 +158,7 @@ async def test_a_delta_from_other_bytes_of_the_same_version_is_refused(world: Wo
         delta = diff(before, memoryview(other), after, memoryview(changed))
         assert delta is not None
         with pytest.raises(BaseError, match=r"expected version 0 .* as the base; found other bytes"):
-            async with far._swapper.staging._receiver.receive_delta(delta.manifest):
+            async with far.swapper.staging.receiver.receive_delta(delta.manifest):
                 pass
         assert same(far.weights, weights)
 
@@ -167,7 +167,7 @@ async def test_a_base_that_was_damaged_in_memory_is_found_out_and_the_whole_vers
     async with world.replica("far") as far:
         await world.step(SPARSE)
         await world.publisher.wait_committed(0, 1, 300)
-        [buffer] = far._swapper.staging._receiver._buffers[0]
+        [buffer] = far.swapper.staging.receiver.buffers[0]
         buffer.view[0] ^= 1
         weights = await world.step(SPARSE)
         await world.publisher.wait_committed(1, 1, 300)

@@ -329,10 +329,10 @@ async def test_a_server_that_dies_costs_its_episodes_one_try(redis, run_id, tmp_
     async with hosted(redis, run_id, tmp_path, config) as (w, client):
         async with serve(config, run=w.run, grace=0.0):
             await client.refresh()
-            w.replicas[0].engine._step_seconds = 0.05
+            w.replicas[0].engine.step_seconds = 0.05
             playing = asyncio.create_task(w.play(client))
             await w.replicas[0].asked.wait()
-        w.replicas[0].engine._step_seconds = 0.0
+        w.replicas[0].engine.step_seconds = 0.0
         async with serve(config, run=w.run):
             await client.refresh()
             group = await playing
@@ -345,13 +345,13 @@ async def test_a_server_that_loses_a_process_plays_on(redis, run_id, tmp_path, c
     monkeypatch.setattr(environment_client, "_REST_SECONDS", 3600.0)
     async with hosted(redis, run_id, tmp_path, config) as (w, client), serve(config, run=w.run):
         await client.refresh()
-        w.replicas[0].engine._step_seconds = 0.05
+        w.replicas[0].engine.step_seconds = 0.05
         playing = asyncio.create_task(w.play(client))
         await w.replicas[0].asked.wait()
         for process in psutil.Process().children(recursive=True):
             if "polyreme_environment.worker" in process.cmdline() and (process.ppid() == os.getpid()) == keepers:
                 process.kill()
-        w.replicas[0].engine._step_seconds = 0.0
+        w.replicas[0].engine.step_seconds = 0.0
         group = await playing
         assert [len(sample.turns) for sample in group.samples] == [3, 3, 3]
 
@@ -446,13 +446,13 @@ async def test_a_run_whose_environment_always_fails_ends_and_says_why(redis, run
 
 async def test_a_successor_plays_on(redis, run_id, tmp_path, config):
     async with hosted(redis, run_id, tmp_path, config) as (w, _), serve(config, run=w.run):
-        w.replicas[0].engine._step_seconds = 0.02
+        w.replicas[0].engine.step_seconds = 0.02
         killed = asyncio.create_task(orchestrate(w.run))
         await w.replicas[0].asked.wait()
         killed.cancel()
         with pytest.raises(asyncio.CancelledError):
             await killed
-        w.replicas[0].engine._step_seconds = 0.0
+        w.replicas[0].engine.step_seconds = 0.0
         await asyncio.gather(orchestrate(w.run), w.learner.train([1, 2], w.replicas))
         assert (await w.log.audit()).clean
         assert {group.attempt for groups in w.learner.trained.values() for group in groups} == {1}

@@ -75,6 +75,19 @@ async def test_sessions_of_one_task_become_a_group(world):
         assert (await w.world.log.audit()).clean
 
 
+@pytest.mark.parametrize(
+    ("url", "server"), [(None, "http://localhost:PORT"), ("https://a.example/sessions", "https://a.example/sessions")]
+)
+async def test_a_session_s_address_is_the_product_s(world, url, server):
+    """It is the one by which the product has called, or that of the proxy before it."""
+    async with world(online={"url": url}) as w:
+        product = await w.started()
+        port = product.url.removesuffix("/v1").rpartition(":")[2]
+        product.url = f"http://localhost:{port}/v1"
+        opened = await product.open("sum")
+        assert opened["base_url"] == f"{server.replace('PORT', port)}/s/{opened['id']}/v1"
+
+
 async def test_a_session_outlives_its_server_and_orchestrator(world):
     async with world() as w:
         product = await w.started()
@@ -105,13 +118,13 @@ async def test_a_session_outlives_its_server_and_orchestrator(world):
 async def test_a_turn_whose_stream_is_lost_waits_for_another(world):
     async with world() as w:
         product = await w.started()
-        w.world.replicas[0].engine._step_seconds = 3600.0
+        w.world.replicas[0].engine.step_seconds = 3600.0
         opened = await product.open("sum")
         asking = asyncio.create_task(product.say(opened, HELLO))
         await w.world.replicas[0].asked.wait()
         await w.end_orchestrator()
         assert not asking.done()
-        w.world.replicas[0].engine._step_seconds = 0.0
+        w.world.replicas[0].engine.step_seconds = 0.0
         await w.start_orchestrator()
         assert (await asking).usage.completion_tokens > 0
 

@@ -242,7 +242,7 @@ async def test_a_delta_between_other_bytes_is_not_offered(machines: Machines, mo
 async def test_a_replica_that_lost_its_bytes_receives_every_part_whole(machines: Machines) -> None:
     async with replica(machines.world.registry, "r", receiver := recording(machines)):
         await step(machines, [receiver])
-        receiver._swapper.staging._receiver._buffers.clear()  # the memory of an ended process
+        receiver.swapper.staging.receiver.buffers.clear()  # the memory of an ended process
         await step(machines, [receiver])
         assert {each for each in receiver.fetched if each[0] == 1 and not each[2]} == {(1, 1, False), (1, 2, False)}
         await machines.world.notice("replica r cannot use a delta and receives part 1 of version 1 whole", "FAILED_PRECONDITION")
@@ -313,7 +313,7 @@ async def test_the_slot_of_a_whole_version_is_held_until_all_its_parts_have_arri
     receiver.may_fetch.clear()
     async with replica(machines.world.registry, "r", receiver):
         first = await machines.step()
-        await until(lambda: len(receiver.fetched) == MACHINES - 1 and 0 in receiver._swapper.staging._staged._parts)
+        await until(lambda: len(receiver.fetched) == MACHINES - 1 and 0 in receiver.swapper.staging._staged._parts)
         written = [arena.generation(0) for arena in machines.arenas]
         await machines.step(SPARSE)
         assert [arena.generation(0) for arena in machines.arenas] == written and machines.arenas[0].version(1)[1] == 1

@@ -68,7 +68,7 @@ async def test_members_are_news_unless_engines_end_in_every_turn(
         await world.step()
         async with world.replica("first"):
             await world.publisher.wait_committed(0, 1, 300)
-        await until(lambda: not world.sync._replicas)
+        await until(lambda: not world.sync.replicas)
         async with world.replica("second"):
             await world.publisher.wait_committed(0, 1, 300)
             if expected:
@@ -84,7 +84,7 @@ async def test_nothing_is_pushed_while_the_replicas_have_left_their_devices(worl
         calls = len(a.calls)
         weights = await world.step()
         async with world.replica("late") as late:
-            await until(lambda: set(world.sync._replicas) == {"a", "late"})
+            await until(lambda: set(world.sync.replicas) == {"a", "late"})
             await asyncio.sleep(0.1)
             assert len(a.calls) == calls and not late.calls
             await world.publisher.set_devices_train(False)
@@ -94,15 +94,15 @@ async def test_nothing_is_pushed_while_the_replicas_have_left_their_devices(worl
 
 async def test_a_push_that_fails_because_the_devices_changed_hands_is_no_failed_swap(world: World) -> None:
     async with world.replica("a") as a:
-        swapper, sync = a._swapper, world.sync
+        swapper, sync = a.swapper, world.sync
         async with swapper.paused_for_devices():
             await world.step()
             await until(lambda: "Commit" in a.calls)
             await world.publisher.set_devices_train(True)
             a.has_devices = False
-        await until(lambda: sync._replicas["a"].call.done())
+        await until(lambda: sync.replicas["a"].call.done())
         await world.publisher.set_devices_train(True)  # the publisher has then seen the failure
-        assert swapper.version is None and sync._replicas["a"].swap_failures == 0
+        assert swapper.version is None and sync.replicas["a"].swap_failures == 0
         a.has_devices = True
         await world.publisher.set_devices_train(False)
         await world.publisher.wait_committed(0, 1, 300)
@@ -125,9 +125,9 @@ async def test_a_staged_version_is_not_committed_once_the_devices_train(
     async with replica(world.registry, "a", a):
         await world.step()
         await until(staged.is_set)
-        await until(lambda: sync._replicas["a"].call.done())
+        await until(lambda: sync.replicas["a"].call.done())
         await world.publisher.set_devices_train(True)
-        assert list(a.calls) == ["Probe", call] and sync._replicas["a"].swap_failures == 0
+        assert list(a.calls) == ["Probe", call] and sync.replicas["a"].swap_failures == 0
         monkeypatch.undo()
         await world.publisher.set_devices_train(False)
         await world.publisher.wait_committed(0, 1, 300)

@@ -224,7 +224,7 @@ async def test_a_broken_stream_stages_nothing_and_the_next_one_continues_it() ->
         call, begin = await wire.begin(manifest)
         assert begin == 0
         await call.write(encode_chunk(0, memoryview(data)[:20_000]))
-        buffers = receiver._swapper.staging._receiver._buffers[0]
+        buffers = receiver.swapper.staging.receiver.buffers[0]
         await until(lambda: any(buffer.arrival.position == 20_000 for buffer in buffers))
         call.cancel()
         with pytest.raises(grpc.aio.AioRpcError, match="version 1 of term 1 to be staged"):

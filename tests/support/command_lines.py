@@ -16,6 +16,7 @@ from typer.exceptions import TyperException
 from polyreme.cli.main import build_app, commands
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, known_keys
+from polyreme.config.serve import ServeConfig
 from polyreme.config.stage import STAGES
 from support.guide import ROOT
 
@@ -102,7 +103,7 @@ def _choices(annotation: Any) -> list[str]:
 
 @cache
 def _keys() -> set[str]:
-    schemas: list[type[Section]] = [RunConfig, *STAGES.values()]
+    schemas: list[type[Section]] = [RunConfig, ServeConfig, *STAGES.values()]
     return {key for schema in schemas for key in known_keys(schema)}
 
 

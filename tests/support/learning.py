@@ -17,7 +17,7 @@ from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_S
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, SftPhase
-from polyreme.experience.metric_records import WarmStartStep, fields_of
+from polyreme.experience.metric_records import fields_of
 from polyreme.experience.record_codec import encode_group
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.data.stage_rows import StageRows
@@ -29,7 +29,7 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.models.build import init_parallel
 from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
 from polyreme_trainer.megatron.run_engine import RunEngine
-from polyreme_trainer.stages import sft
+from polyreme_trainer.stages.warm_start import run_phase
 
 LR = 1e-3
 HELD_SECONDS = 300.0
@@ -148,18 +148,13 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
     rank.engine.close()
 
 
-def warm_start(rank: Rank) -> list[float]:
+def warm_start(rank: Rank) -> list[float | None]:
     phase = SftPhase(data=Path("unused"), steps=3, batch_size=5, lr=LR)
     rows = supervised_rows(rank.engine.policy.arch.vocab)
-    reports: list[float | None] = []
     rank.engine.begin_iterations()  # with the epsilon of the test's configuration
-
-    def report(record: WarmStartStep) -> bool:
-        reports.append(record.loss)
-        return False
-
-    assert sft.run_phase(rank.engine, phase, rows, (0, 0), 0, report) == phase.steps
-    return [loss for loss in reports if loss is not None]
+    records = list(run_phase(rank.engine, phase, rows, seed=0))
+    assert records[-1].step == phase.steps
+    return [record.loss for record in records]
 
 
 class HeldWork(BackgroundWork[Any]):

@@ -19,10 +19,12 @@ def own_venv(name: str, folder: Path, python: str = sys.executable) -> Path:
     if given := os.environ.get(f"POLYREME_{name.upper().replace('-', '_')}"):
         return Path(given)
     # A version manager has a command on the path for each Python that it could start, also where none is chosen.
-    if shutil.which(python) is None or subprocess.run([python, "-V"], capture_output=True, timeout=60).returncode:
+    about = [python, "-c", "import sys; print('{}.{}.99'.format(*sys.version_info))"]
+    if shutil.which(python) is None or (found := subprocess.run(about, capture_output=True, text=True, timeout=60)).returncode:
         pytest.skip(f"needs {python}")
-    subprocess.run([python, "-m", "venv", folder], check=True, timeout=300)
+    subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True, timeout=300)
     # Some packages ask for a release of Python that is newer than they need.
-    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-deps", "--ignore-requires-python"]
+    to = ["--python", str(folder / "bin" / "python"), "--python-version", found.stdout.strip()]
+    install = [sys.executable, str(REQUIREMENTS / "uv.py"), "install", "-q", *to, "--no-deps"]
     subprocess.run([*install, "-r", str(REQUIREMENTS / f"{name}.txt")], check=True, timeout=1800)
     return folder / "bin"

@@ -50,6 +50,13 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
 
+    def lead_to(self, host: str, port: int) -> None:
+        """Leads new connections to another server, and breaks the others."""
+        if self._target != (host, port):
+            self._target = (host, port)
+            for task in self._tasks:
+                task.cancel()
+
     def refuse_after(self, nbytes: int) -> None:
         """`refuse` once the clients have sent `nbytes` more. They are counted, not the reads they come in: on a busy machine
         one read may hold all that was sent. The read that reaches the number is lost."""

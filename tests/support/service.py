@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,39 @@ from polyreme.net.ports import free_port
 
 TESTS = Path(__file__).resolve().parents[1]
 QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Parts:
+    """The processes of a service, each on its own as in a container. What ends is started again by the test."""
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], folder: Path, environment: dict[str, str]) -> None:
+        self._commands, self._folder, self._environment = commands, folder, {**os.environ, **QUIET, **environment}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, part: str) -> None:
+        """Starts a part, also in place of one that has been killed."""
+        with open(self._folder / f"{part}.log", "ab") as log:
+            self._running[part] = subprocess.Popen(
+                self._commands[part], stdout=log, stderr=subprocess.STDOUT, env=self._environment
+            )
+
+    def kill(self, part: str) -> None:
+        self._running[part].kill()
+        self._running[part].wait()
+
+    def refusal(self, part: str) -> str:
+        """What a further process of a part says, which is refused."""
+        done = subprocess.run(
+            self._commands[part], env=self._environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode != 0
+        return done.stderr
+
+    def end(self) -> dict[str, int]:
+        """Ends all by SIGTERM. Returns their statuses."""
+        for process in self._running.values():
+            process.send_signal(signal.SIGTERM)
+        return {part: process.wait(120) for part, process in self._running.items()}
 
 
 class Service:
@@ -97,8 +130,13 @@ class Program:
 
 def tenant(running: Service, case: str, folder: Path) -> Program:
     """Starts a case of `tinker_client`."""
-    command = [sys.executable, "-W", "ignore", "-m", "support.tinker_client", running.url, case]
-    return Program(command, folder, {"PYTHONPATH": str(TESTS)}, folder / f"{case}.log")
+    return client(running.url, "tml-any", case, folder)
+
+
+def client(url: str, key: str, case: str, folder: Path) -> Program:
+    """Starts a case of `tinker_client` at a URL, with an api key."""
+    command = [sys.executable, "-W", "ignore", "-m", "support.tinker_client", url, case]
+    return Program(command, folder, {"PYTHONPATH": str(TESTS), "TINKER_API_KEY": key}, folder / f"{case}.log")
 
 
 def three_tenants(url: str, base: str, folder: Path, *ends: str) -> Program:

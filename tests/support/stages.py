@@ -88,7 +88,7 @@ class Recorded:
         self.records: list[dict[str, Any]] = []
         self.until = until
 
-    async def emit(self, record: MetricRecord) -> None:
+    def write(self, record: MetricRecord) -> None:
         self.records.append(fields_of(record))
 
     def drains(self) -> bool:

@@ -1,4 +1,4 @@
-"""A program of a tenant, with the public SDK: `python -m support.tinker_client URL CASE`. Its last line is JSON."""
+"""A program of a tenant, with the public SDK: `python -m support.tinker_client URL CASE`, with the key in TINKER_API_KEY. Its last line is JSON."""
 
 import json
 import os
@@ -112,6 +112,6 @@ def refused(service: Any) -> dict[str, Any]:
 CASES = {case.__name__: case for case in (twenty_steps, continued, sampled, refused)}
 
 if __name__ == "__main__":
-    outcome = CASES[sys.argv[2]](tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-any"))
+    outcome = CASES[sys.argv[2]](tinker.ServiceClient(base_url=sys.argv[1]))
     print(json.dumps(outcome), flush=True)
     os._exit(0)  # the SDK's threads would wait for a heartbeat

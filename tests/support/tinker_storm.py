@@ -26,7 +26,7 @@ def client(url: str, base: str, number: int, end: str) -> dict[str, Any]:
     """Each step samples from the newest weights and trains on the answers, so every answer decides all that follow."""
     service = tinker.ServiceClient(base_url=url, api_key=f"tml-{number}")
     model = service.create_lora_training_client(base_model=base, rank=2 + number, seed=number).result()
-    answers, losses = [], []
+    answers, losses = list[list[list[int]]](), list[float]()
     while len(losses) < int(end) if end.isdecimal() else not Path(end).exists():
         step = len(losses)
         sampler = model.save_weights_and_get_sampling_client().result()
@@ -36,7 +36,7 @@ def client(url: str, base: str, number: int, end: str) -> dict[str, Any]:
         parts = [model.forward_backward([each], "importance_sampling") for each in data]
         moved = model.optim_step(ADAM)
         losses.append(sum(part.result().metrics["loss:sum"] for part in parts))
-        assert moved.result().metrics["step"] == step + 1
+        assert (moved.result().metrics or {})["step"] == step + 1
         if step % 5 == 4:
             model.save_state("newest", overwrite=True).result()
         answers.append([list(answer.tokens) for answer in found])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from polyreme.experience.metric_records import MetricRecord, WarmStartSaved, WarmStartStep
-from polyreme_trainer.stages import sft
+from polyreme_trainer.stages.warm_start import warm_start
 from support.learning import Rank, start
 from support.tiny_tokenizer import model_files
 
@@ -23,6 +23,6 @@ def warm_up(config_json: str, reports: str, out: str) -> None:
                 steps.append((phase, step))
         return len(steps) >= int(reports)
 
-    complete = sft.warm_start(rank.engine, config, files, rank.ranks, report)
+    complete = warm_start(rank.engine, config, files, rank.ranks, report)
     rank.write(Path(out), {"complete": complete, "steps": steps, "saves": saves})
     rank.engine.close()

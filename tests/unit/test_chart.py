@@ -15,6 +15,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 
 from polyreme.cli.main import commands
 from polyreme.config.load import load_config
+from polyreme.config.serve import read_serve
 from polyreme.net.redis_url import split
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,9 @@ def test_lint_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
-@pytest.mark.parametrize("presets", [(), ("colocated", "external"), ("environments", "nodes", "sentinel")])
+@pytest.mark.parametrize(
+    "presets", [(), ("colocated", "external"), ("environments", "nodes", "sentinel"), ("online",), ("serve", "sentinel")]
+)
 def test_presets_of_all_devices_fit_the_schemas(device: str, presets: tuple[str, ...]) -> None:
     for values in ({}, MUTUAL):
         for document in rendered(device, *presets, values=values).values():
@@ -87,6 +90,9 @@ def test_presets_of_all_devices_fit_the_schemas(device: str, presets: tuple[str,
         ({"images": {"trainer": {"digest": "latest"}}}, "/images/trainer/digest"),
         ({"placement": "colocated", "trainer": {"nodes": 2}}, "/trainer/nodes"),
         ({"trainer": {"parallel": {"nodes": 2}}}, "nodes"),
+        ({"serve": {"enabled": True}, "trainer": {"nodes": 2}}, "/trainer/nodes"),
+        ({"serve": {"enabled": True}, "environment": {"enabled": True}}, "/environment/enabled"),
+        ({"environment": {"online": True}}, "/environment/enabled"),
     ],
 )
 def test_values_that_cannot_work_are_refused(values: dict[str, Any], named: str) -> None:
@@ -98,7 +104,7 @@ def test_the_demo_has_one_of_everything() -> None:
     kinds = [kind for kind, _ in rendered()]
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
         **{"Service": 1, "StatefulSet": 1, "Deployment": 2, "Job": 1, "PersistentVolumeClaim": 2, "ConfigMap": 2},
-        **{"PodDisruptionBudget": 4, "HorizontalPodAutoscaler": 2, "NetworkPolicy": 2},
+        **{"PodDisruptionBudget": 4, "HorizontalPodAutoscaler": 2, "NetworkPolicy": 3},
     }
     demo = (ROOT / "examples" / "running_total" / "run.yaml").read_text()
     assert (
@@ -164,7 +170,54 @@ def test_arguments_are_what_the_commands_take(tmp_path: Path) -> None:
     config = load_config(CHART / "files" / "run.yaml", [*overrides, f"output_dir={tmp_path}"])
     assert (config.iterations, config.trainer.parallel.nodes, config.trainer.parallel.data) == (64, 2, 2)
     assert config.security is not None and config.security.mutual and config.security.token_env == "POLYREME_TOKEN"
-    assert found["learner"]["containers"][0]["command"][2].split()[1:3] == ["polyreme", "learner"] and "learner" in known
+    assert found["learner"]["containers"][0]["command"][-1].split()[1:3] == ["polyreme", "learner"] and "learner" in known
+
+
+def test_a_training_service_is_one_pod_in_place_of_a_run(tmp_path: Path) -> None:
+    """Its three processes are containers that restart alone; each has the command, the volumes and the key that it needs."""
+    objects = rendered("cuda", "serve", values=MUTUAL)
+    assert pods(objects).keys() == {"redis", "serve"}
+    assert {kind for kind, name in objects if "serve" in name} == {
+        *("ConfigMap", "PodDisruptionBudget", "Service", "StatefulSet"),
+    }
+    containers = {container["name"]: container for container in pods(objects)["serve"]["containers"]}
+    assert {name: container["image"] for name, container in containers.items()} == {
+        **{"api": "polyreme/trainer:cuda", "learner": "polyreme/trainer:cuda", "sampler": "polyreme/rollout:cuda"},
+    }
+    cards = {name: container["resources"]["limits"].get("nvidia.com/gpu") for name, container in containers.items()}
+    assert cards == {"api": None, "learner": "1", "sampler": "1"}
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    for name, container in containers.items():
+        words = container["args"]
+        assert words[:1] == ["sampler"] if name == "sampler" else words[:2] == ["serve", f"--part={name}"]
+        assert words[0] in {each.name for each in commands()} and "/polyreme/serve.yaml" in words
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {"/polyreme/serve.yaml", "/runs", "/polyreme/data", "/dev/shm"} <= mounts
+        keys = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if each["name"] == "POLYREME_SERVE_KEY"]
+        assert keys == ([] if name == "sampler" else [{"name": "polyreme", "key": "serve-key"}])
+        composed = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", services[f"serve-{name}"]["command"]).split()
+        plain = [word for word in container["args"] if not re.match("security.(certificate|key)=", word)]
+        assert [word.replace("device=cpu", "device=cuda") for word in composed] == plain
+    overrides = [word.replace("/runs", str(tmp_path)) for word in containers["api"]["args"][3:]]
+    config = read_serve(CHART / "files" / "serve.yaml", overrides)
+    assert config.security is not None and config.security.token_env == "POLYREME_SERVE_KEY" and not config.security.mutual
+    assert (config.host, config.port, config.device) == ("0.0.0.0", 8080, "cuda")
+
+
+def test_clients_reach_what_is_there_to_be_called() -> None:
+    for presets, called in ((("serve",), {"serve"}), (("online",), {"environment"}), (("environments",), {"gateway"})):
+        objects = rendered(*presets)
+        assert {name.removeprefix("polyreme-") for kind, name in objects if kind == "Service"} == {"redis", *called}
+        (rule,) = objects["NetworkPolicy", "polyreme-clients"]["spec"]["podSelector"]["matchExpressions"]
+        assert called <= set(rule["values"]) and (called == {"environment"}) == ("environment" in rule["values"])
+        for name in called:
+            (container, *_) = pods(objects)[name]["containers"]
+            target = objects["Service", f"polyreme-{name}"]["spec"]["ports"][0]["targetPort"]
+            assert {"name": target, "containerPort": 8080} in container["ports"]
+    (server,) = pods(rendered("online"))["environment"]["containers"]
+    assert [each["valueFrom"]["secretKeyRef"]["key"] for each in server["env"] if each["name"] == "POLYREME_ONLINE_KEY"] == [
+        "online-key"
+    ]
 
 
 @pytest.mark.parametrize("name", ["gateway", "environment"])

@@ -19,7 +19,8 @@ COMPOSE = (ROOT / "docker-compose.yml").read_text()
 SERVICES = yaml.safe_load(COMPOSE)["services"]
 OURS = ["reward", "rollout", "trainer"]
 DOCKERFILES = {name: (ROOT / "deploy" / "docker" / f"{name}.Dockerfile").read_text() for name in OURS}
-SECRETS = {"POLYREME_REDIS_PASSWORD", "POLYREME_TOKEN", "POLYREME_GRAFANA_PASSWORD"}
+KEYS = {"POLYREME_ONLINE_KEY", "POLYREME_SERVE_KEY"}
+SECRETS = {"POLYREME_REDIS_PASSWORD", "POLYREME_TOKEN", "POLYREME_GRAFANA_PASSWORD", *KEYS}
 
 
 def variables() -> dict[str, str | None]:
@@ -41,10 +42,16 @@ def test_env_example_names_every_variable_with_its_default() -> None:
     for name, default in variables().items():
         value, commented = known[name]
         if name in SECRETS:
-            assert (value, commented, default) == ("", False, None), f"{name} has a default"
+            assert (value, commented, default) == ("", False, "" if name in KEYS else None), f"{name} has a default"
         else:
             assert commented, name
-            alternatives = {"POLYREME_TLS", "POLYREME_CERTIFICATE", "POLYREME_KEY", "POLYREME_SECURITY"}
+            alternatives = {
+                "POLYREME_TLS",
+                "POLYREME_CERTIFICATE",
+                "POLYREME_KEY",
+                "POLYREME_SECURITY",
+                "POLYREME_SERVE_SECURITY",
+            }
             assert value == default or name in alternatives, name
 
 
@@ -53,14 +60,18 @@ def test_services_that_scale_have_no_name_or_port_of_the_host() -> None:
         assert "container_name" not in service
         for port in service.get("ports", []):
             assert port.startswith("${POLYREME_BIND:-127.0.0.1}:"), name
-    assert {name for name, service in SERVICES.items() if service.get("ports")} == {"redis", "grafana", "gateway"}
+    assert {name for name, service in SERVICES.items() if service.get("ports")} == {
+        *("redis", "grafana", "gateway", "online", "serve-api"),
+    }
 
 
 def test_every_service_is_watched_restarted_and_given_time() -> None:
     for name, service in SERVICES.items():
         assert "restart" in service, name
         if name not in ("prepare", "prometheus", "grafana"):
-            assert "healthcheck" in service and "stop_grace_period" in service, name
+            assert "stop_grace_period" in service and ("healthcheck" in service or name in ("serve-learner", "serve-sampler")), (
+                name
+            )
     assert SERVICES["trainer"]["depends_on"]["redis"] == {"condition": "service_healthy"}
     flags = SERVICES["redis"]["command"][0]
     assert all(flag in flags for flag in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction"))
@@ -168,7 +179,8 @@ def test_secrets_are_fresh_and_never_overwritten(tmp_path: Path) -> None:
         return {key: value for key, _, value in (line.partition("=") for line in lines) if key in SECRETS}
 
     first, second = write("a"), write("b")
-    assert first.keys() == SECRETS and all(re.fullmatch("[0-9a-f]{48}", value) for value in first.values())
+    assert first.keys() == SECRETS and all(re.fullmatch("(tml-)?[0-9a-f]{48}", value) for value in first.values())
+    assert [name for name, value in first.items() if value.startswith("tml-")] == ["POLYREME_SERVE_KEY"]
     assert not set(first.values()) & set(second.values())
     assert write("a") == first
 

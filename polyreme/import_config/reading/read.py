@@ -58,11 +58,6 @@ def read_file(path: Path) -> Read:
     return read
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """The values of a file. Raises ConfigError as `read_file` does."""
-    return read_file(path).values
-
-
 def text_of_file(path: Path) -> str:
     """The text of a file. Raises ConfigError for one that is missing, too large or no text."""
     try:

@@ -87,7 +87,7 @@ async def serve(
         http = await stack.enter_async_context(
             serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security, is_open, names=endpoint.names)
         )
-        if isinstance(pool, AgentPool | OnlinePool):
+        if isinstance(pool, AgentPool):
             scheme = "https" if config.security is not None and config.security.certificate else "http"
             pool.server = f"{scheme}://{endpoint.http_address(http)}"
         await pool.start()

@@ -1,6 +1,6 @@
 """RewardService over gRPC, the native protocol."""
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
 
@@ -22,7 +22,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Registers this servicer with a server."""
         reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server)
 
-    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreResponse:
         items = [
             Item(
                 i.key,
@@ -59,7 +59,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         ]
         return reward_pb2.ScoreResponse(results=results)
 
-    async def ListRewards(self, request: reward_pb2.ListRewardsRequest, context: Any) -> reward_pb2.ListRewardsResponse:
+    async def ListRewards(
+        self, request: reward_pb2.ListRewardsRequest, context: grpc.aio.ServicerContext
+    ) -> reward_pb2.ListRewardsResponse:
         infos = [
             reward_pb2.RewardInfo(
                 name=r.name,
@@ -74,6 +76,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.ListRewardsResponse(api=API_VERSION, rewards=infos)
 
 
-async def _abort(context: Any, code: grpc.StatusCode, error: Exception, metadata: tuple[tuple[str, str], ...] = ()) -> NoReturn:
+async def _abort(
+    context: grpc.aio.ServicerContext, code: grpc.StatusCode, error: Exception, metadata: tuple[tuple[str, str], ...] = ()
+) -> NoReturn:
     await context.abort(code, str(error), metadata)
     raise AssertionError("abort returned")

@@ -9,8 +9,9 @@ rollout, no reward and no Redis.
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
@@ -31,15 +32,15 @@ from polyreme.process import logging_setup
 from polyreme.process.event_loop import run_service
 from polyreme.process.lifecycle import stop_event
 from polyreme.rundir.checks import check_run
-from polyreme.rundir.run_directory import check_resumable, make_folder, next_attempt, open_run, open_stage, read_names
-from polyreme.rundir.start import Start, claimed, prepared
+from polyreme.rundir.run_directory import make_folder, next_attempt, open_run, open_stage
+from polyreme.rundir.start import Start, prepared, start_of
 from polyreme.terminal.completion import DpoOverrides, Overrides, RewardModelOverrides, SftOverrides
 from polyreme.terminal.terminal import TerminalConsole
 from polyreme_trainer.launch.stage_process import StageSupervision
 from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.launch.worker_node import serve_launches
 from polyreme_trainer.observe.exporter import export
-from polyreme_trainer.stages.loop import FINAL, HF
+from polyreme_trainer.stages.program import FINAL, HF
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ _ANY = "0.0.0.0"
 
 StageFile = Annotated[Path, typer.Argument(help="The stage's YAML file.")]
 ResumeStage = Annotated[bool, typer.Option("--resume", help="Continue the directory's stage from its newest checkpoint.")]
+ForkStage = Annotated[
+    bool, typer.Option("--fork", help="Start a new stage, in a new directory, from the stage's newest checkpoint.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the summary, and start nothing.")]
 
 
@@ -161,42 +165,58 @@ async def _learn(redis_url: str, run_id: str | None, node: int, wait: float) -> 
         await redis.aclose()
 
 
-def sft(config: StageFile, overrides: SftOverrides = None, resume: ResumeStage = False, dry_run: DryRun = False) -> None:
+def sft(
+    config: StageFile,
+    overrides: SftOverrides = None,
+    resume: ResumeStage = False,
+    fork: ForkStage = False,
+    dry_run: DryRun = False,
+) -> None:
     """Train a model on answers (supervised fine-tuning)."""
-    run_stage(load_stage(config, overrides or (), "sft"), resume, dry_run)
+    run_stage("sft", config, overrides or (), resume, fork, dry_run)
 
 
 def reward_model(
-    config: StageFile, overrides: RewardModelOverrides = None, resume: ResumeStage = False, dry_run: DryRun = False
+    config: StageFile,
+    overrides: RewardModelOverrides = None,
+    resume: ResumeStage = False,
+    fork: ForkStage = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a reward model on pairs of answers."""
-    run_stage(load_stage(config, overrides or (), "reward-model"), resume, dry_run)
+    run_stage("reward-model", config, overrides or (), resume, fork, dry_run)
 
 
-def dpo(config: StageFile, overrides: DpoOverrides = None, resume: ResumeStage = False, dry_run: DryRun = False) -> None:
+def dpo(
+    config: StageFile,
+    overrides: DpoOverrides = None,
+    resume: ResumeStage = False,
+    fork: ForkStage = False,
+    dry_run: DryRun = False,
+) -> None:
     """Train a policy on preferences: DPO, IPO, KTO, SimPO or ORPO."""
-    run_stage(load_stage(config, overrides or (), "dpo"), resume, dry_run)
+    run_stage("dpo", config, overrides or (), resume, fork, dry_run)
 
 
-def run_stage(config: StageConfig, resume: bool, dry_run: bool) -> None:
+def run_stage(stage: str, path: Path, overrides: Sequence[str], resume: bool, fork: bool, dry_run: bool) -> None:
     """Checks a stage and runs it to its end, in the foreground. Raises PolyremeError."""
-    console = TerminalConsole(sys.stdout)
-    if resume:
-        check_resumable(config)
-    config = resolve_names(config, read_names(config.run_dir) if resume else ())
-    notices = check_run(config)
+    console, load = TerminalConsole(sys.stdout), partial(load_stage, path, stage=stage)
     if dry_run:
-        console.print("\n".join(stage_lines(config, notices)), soft_wrap=True)
+        config = resolve_names(load(overrides))
+        console.print("\n".join(stage_lines(config, check_run(config))), soft_wrap=True)
         return
-    with claimed(config, resume) as start:
+    with start_of(load, overrides, resume, fork) as start:
         if start.finished:
             console.print(start.finished, soft_wrap=True)
             return
-        console.print("\n".join(stage_lines(start.config, notices)), soft_wrap=True)
-        asyncio.run(_run_stage(start.config, open_stage(start.config, start.existing).run_id, console))
+        console.print("\n".join(stage_lines(start.config, start.notices)), soft_wrap=True)
+        asyncio.run(_run_stage(start, console))
 
 
-async def _run_stage(config: StageConfig, run_id: str, console: Console) -> None:
+async def _run_stage(start: Start[StageConfig], console: Console) -> None:
+    config, run_id = start.config, open_stage(start.config, start.existing, start.origin).run_id
+    if start.origin:
+        console.print(f"forked from    {start.origin.run_id} at step {start.origin.iteration}", soft_wrap=True)
     log_dir = next_attempt(config.run_dir)
     console.print(f"run            {run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
     state = await StageSupervision(config, run_id, log_dir, console).run()

@@ -40,7 +40,13 @@ async def test_callers_and_the_gateway_itself_need_what_the_run_asks_for(
         refused = await http.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
         assert replica.bodies == []
+        for headers, status in (
+            ({"x-api-key": TOKEN}, 200),
+            ({"x-api-key": f"{TOKEN}x"}, 401),
+            ({"x-api-key": f"Bearer {TOKEN}"}, 401),
+        ):
+            assert (await http.get("/v1/models", headers=headers)).status_code == status
         http.headers["authorization"] = f"Bearer {TOKEN}"
-        assert (await http.get("/v1/models")).status_code == 200
+        assert (await http.get("/v1/models", headers={"x-api-key": "of another service"})).status_code == 200
         assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert len(replica.bodies) == 1

@@ -8,7 +8,7 @@ import yaml
 from polyreme.config.load import load_config, load_reward_config
 from polyreme.config.yaml_text import RepeatedKeyError, load_yaml
 from polyreme.errors import ConfigError
-from polyreme.import_config.reading.read import read_values
+from polyreme.import_config.reading.read import read_file
 from support.configs import run_config
 
 
@@ -63,10 +63,10 @@ def test_every_reader_of_yaml_refuses_a_repeated_key(tmp_path: Path) -> None:
     with pytest.raises(RepeatedKeyError):
         load_reward_config(file)
     with pytest.raises(RepeatedKeyError):
-        read_values(file)
+        read_file(file)
     (tmp_path / "ds.json").write_text('{"train_batch_size": 1,\n"train_batch_size": 2}')
     with pytest.raises(RepeatedKeyError, match="line 1 and again in line 2"):
-        read_values(tmp_path / "ds.json")
+        read_file(tmp_path / "ds.json")
 
 
 @pytest.mark.parametrize("text", ["a: 2026-13-45", "a: " + "[" * 5000, "\ufeffname: x\nname: y"])

@@ -1,4 +1,4 @@
-"""docs/models.md names the existing families and rotary embeddings."""
+"""docs/models.md names the existing families, and docs/reference/models.md the rotary embeddings."""
 
 import re
 from pathlib import Path
@@ -10,12 +10,13 @@ from polyreme_trainer.megatron.huggingface.families import known_families
 from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
 from polyreme_trainer.megatron.huggingface.families.rope import read_rope
 
-GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGES = "\n".join((DOCS / name).read_text() for name in ("models.md", "reference/models.md"))
 
 
 def names(heading: str) -> list[str]:
     """The first column of the table under a heading."""
-    table = GUIDE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    table = PAGES.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)[1:]
 
 

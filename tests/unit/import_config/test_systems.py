@@ -13,7 +13,7 @@ from polyreme.config.section import known_keys
 from polyreme.errors import ConfigError
 from polyreme.import_config.application import apply
 from polyreme.import_config.openrlhf_names import RENAMED
-from polyreme.import_config.reading.read import read_values
+from polyreme.import_config.reading.read import read_file
 from polyreme.import_config.render import text_of
 from polyreme.import_config.rules import Fate
 from polyreme.import_config.systems import SYSTEMS, import_file
@@ -43,7 +43,7 @@ def test_every_key_is_in_the_text(file: Path) -> None:
     system, found = import_file(file)
     lines = text_of(found, system.title, file.name).splitlines()
     comments = [line.partition("# ")[2] for line in lines]
-    for key in read_values(file):
+    for key in read_file(file).values:
         last = key.rpartition(".")[2]
         assert any(last in comment for comment in comments) or f"{key}:" in "\n".join(lines) or renamed(key, comments), key
 

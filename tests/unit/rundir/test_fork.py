@@ -2,20 +2,25 @@
 
 import hashlib
 import json
+import shutil
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
-from polyreme.config.load import load_config
+from polyreme.config.load import load_config, load_stage
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 from polyreme.rundir import checkpoint_manifest
 from polyreme.rundir.checkpoint_manifest import write_manifest
 from polyreme.rundir.fork import is_whole, plan_fork
-from polyreme.rundir.run_directory import EMBEDDED, Origin, RunFile, owned, read_run_file
-from polyreme.rundir.start import prepared
+from polyreme.rundir.run_directory import EMBEDDED, Origin, RunFile, open_stage, owned, read_run_file
+from polyreme.rundir.start import Start, prepared, start_of
+from support.stages import stage_config, write_data, write_model
 
 
 def tree_digest(folder: Path) -> dict[str, str]:
@@ -165,3 +170,54 @@ def test_resume_and_fork_exclude_each_other(parent: RunConfig, config_file: Path
     with pytest.raises(ConfigError) as error, prepared(config_file, [], resume=True, fork=True):
         pass
     assert error.value.found == "both"
+
+
+@pytest.fixture
+def stage_file(tmp_path: Path) -> Path:
+    """A stage that ended after step 6, with checkpoints of 2, 4 and 6, and the best held-out loss at step 4."""
+    folder = write_model(tmp_path).parent
+    write_data(folder)
+    config = stage_config(folder, "sft")
+    file = folder / "sft.yaml"
+    file.write_text(config.to_yaml())
+    config.run_dir.mkdir(parents=True)
+    open_stage(config, None)
+    (config.run_dir / "lock").touch()
+    for step in (2, 4, 6):
+        path = config.run_dir / "checkpoints" / f"step-{step:06d}"
+        path.mkdir(parents=True)
+        (path / "state").write_text(str(step))
+    (config.run_dir / "hf" / "best").mkdir(parents=True)
+    (config.run_dir / "hf" / "best" / "step").write_text("4\n")
+    return file
+
+
+def forked_stage(file: Path, *overrides: str) -> AbstractContextManager[Start[StageConfig]]:
+    return start_of(partial(load_stage, file, stage="sft"), overrides, resume=False, fork=True)
+
+
+def test_a_stage_is_forked_with_other_values(stage_file: Path) -> None:
+    parent = stage_file.parent / "runs" / "sft"
+    before = tree_digest(parent)
+    with forked_stage(stage_file, "trainer.steps=9", "trainer.optimizer.lr=5e-4") as start:
+        found = open_stage(start.config, start.existing, start.origin)
+        assert (start.config.name, start.config.trainer.optimizer.lr) == ("sft-fork-1", 5e-4)
+        assert found.forked_from is not None and (found.forked_from.run_dir, found.forked_from.iteration) == (str(parent), 6)
+        copied = {str(path.relative_to(start.config.run_dir)) for path in start.config.run_dir.glob("*/*")}
+        assert copied == {"checkpoints/step-000006", "hf/best"}
+    assert tree_digest(parent) == before
+
+
+def test_a_best_export_of_a_later_step_stays(stage_file: Path) -> None:
+    shutil.rmtree(stage_file.parent / "runs" / "sft" / "checkpoints" / "step-000006")
+    (stage_file.parent / "runs" / "sft" / "hf" / "best" / "step").write_text("6\n")
+    with forked_stage(stage_file) as start:
+        assert start.origin is not None and start.origin.iteration == 4
+        assert not (start.config.run_dir / "hf").exists()
+
+
+def test_a_fork_of_a_stage_needs_more_steps(stage_file: Path) -> None:
+    with pytest.raises(ConfigError) as error, forked_stage(stage_file):
+        pass
+    assert error.value.expected == "trainer.steps above 6, that of the parent's checkpoint"
+    assert not (stage_file.parent / "runs" / "sft-fork-1").exists()

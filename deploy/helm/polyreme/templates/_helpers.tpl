@@ -71,10 +71,16 @@ imagePullPolicy: {{ (index . 0).Values.images.pullPolicy }}
 securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 {{- end }}
 
+{{/* polyreme.key (list . VARIABLE KEY): a variable with a value of the secret, by the name that `secret` gives its key. */}}
+{{- define "polyreme.key" -}}
+{{- $secret := (index . 0).Values.secret -}}
+- name: {{ index . 1 }}
+  valueFrom: {secretKeyRef: {name: {{ $secret.name }}, key: {{ get $secret (index . 2) }}}}
+{{- end }}
+
 {{/* polyreme.password .: the variable with Redis' password. */}}
 {{- define "polyreme.password" -}}
-- name: POLYREME_REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ .Values.secret.name }}, key: {{ .Values.secret.redisPasswordKey }}}}
+{{ include "polyreme.key" (list . "POLYREME_REDIS_PASSWORD" "redisPasswordKey") }}
 {{- end }}
 
 {{/* polyreme.environment .: the variables of every service. */}}
@@ -82,8 +88,7 @@ securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 - {name: POLYREME_REDIS, value: {{ include "polyreme.redis" . | quote }}}
 - {name: POLYREME_WAIT, value: "86400"}
 {{ include "polyreme.password" . }}
-- name: POLYREME_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ .Values.secret.name }}, key: {{ .Values.secret.tokenKey }}}}
+{{ include "polyreme.key" (list . "POLYREME_TOKEN" "tokenKey") }}
 {{- if .Values.tls.secret }}
 - {name: POLYREME_CERTIFICATE, value: /polyreme/tls/certificate.pem}
 - {name: POLYREME_KEY, value: /polyreme/tls/key.pem}
@@ -165,6 +170,16 @@ livenessProbe:
 - {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ (get (index . 0).Values (index . 1)).sharedMemory }}}}
 {{- end }}
 
+{{/* polyreme.calls (list . COMPONENT): the service by whose name clients call a component's HTTP port. */}}
+{{- define "polyreme.calls" -}}
+apiVersion: v1
+kind: Service
+metadata: {{- include "polyreme.metadata" . | nindent 2 }}
+spec:
+  selector: {{- include "polyreme.selector" . | nindent 4 }}
+  ports: [{name: http, port: 8080, targetPort: http}]
+{{- end }}
+
 {{/* polyreme.service (list . COMPONENT IMAGE ARGUMENTS): a deployment. Its pods register their addresses in Redis, so `replicas` may be any
 number and no Service leads to them. */}}
 {{- define "polyreme.service" -}}
@@ -191,7 +206,11 @@ spec:
           {{- with index . 3 }}
           args: {{ toJson . }}
           {{- end }}
-          env: {{- include "polyreme.environment" $root | nindent 12 }}
+          env:
+            {{- include "polyreme.environment" $root | nindent 12 }}
+            {{- if and (eq $component "environment") $values.online }}
+            {{- include "polyreme.key" (list $root "POLYREME_ONLINE_KEY" "onlineKey") | nindent 12 }}
+            {{- end }}
           ports: [{name: http, containerPort: 8080}{{ if ne $component "gateway" }}, {name: grpc, containerPort: 50051}{{ end }}]
           {{- include "polyreme.probes" $root | nindent 10 }}
           resources: {{- (eq $component "rollout" | ternary (include "polyreme.resources" .) (toYaml $values.resources)) | nindent 12 }}

@@ -39,7 +39,9 @@ class AgentConversation:
             messages: at least one; the last one is not an answer.
             tools: those of the request. Other tools are another conversation, since the template shows them at its beginning.
         """
-        digests = list(_digests(messages, tools))
+        return self._behind(messages, list(_digests(messages, tools)))
+
+    def _behind(self, messages: Sequence[Message], digests: Sequence[bytes]) -> tuple[int, list[Message]]:
         for end in range(len(messages) - 1, 0, -1):
             if messages[end]["role"] == "assistant":
                 break
@@ -56,9 +58,9 @@ class AgentConversation:
         self, number: int, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = (), *, instructions: int = 0
     ) -> None:
         """Adds the answer to a request, as a turn of this number. `instructions`: see `TurnRequest`."""
-        after, behind = self.place(messages, tools)
+        *digests, digest = _digests([*messages, answer], tools)
+        after, behind = self._behind(messages, digests)
         self._kept[number] = _Kept(after, behind, instructions, answer)
-        *_, digest = _digests([*messages, answer], tools)
         self._turns[digest] = max(number, self._turns.get(digest, 0))
 
     def add_text(self, number: int, text: str | None) -> None:

@@ -4,7 +4,9 @@ Invariant: a run ends with a result or an error.
 """
 
 import json
+import ssl
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Protocol
 
 import httpx
@@ -55,9 +57,17 @@ class Runner(Protocol):
         ...
 
 
-async def posted(client: httpx.AsyncClient, url: str, body: Any, limit: int) -> tuple[httpx.Response, bytes]:
-    """The reply to a POST and its body. Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes."""
-    async with client.stream("POST", url, json=body) as reply:
+async def posted(url: str, body: Any, limit: int) -> tuple[httpx.Response, bytes]:
+    """The reply to a POST and its body, however long it takes: the episode has a deadline.
+
+    Each has a client of its own: one for all would look at all of its connections, such as those of 2,000 agents, for each request, and would
+    keep their cookies.
+
+    Raises httpx.TransportError, and PlayError for a body of more than `limit` bytes.
+    """
+    timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
+    client = httpx.AsyncClient(timeout=timeout, verify=_certificates(), trust_env=False)
+    async with client, client.stream("POST", url, json=body) as reply:
         text = b""
         async for part in reply.aiter_bytes():
             text += part
@@ -66,14 +76,16 @@ async def posted(client: httpx.AsyncClient, url: str, body: Any, limit: int) -> 
     return reply, text
 
 
+@cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)
+
+
 class UrlRunner:
     """An agent behind a URL."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)  # the episode has a deadline
-        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
 
     about = ("agent", "an agent behind a URL")
     available = True
@@ -83,13 +95,13 @@ class UrlRunner:
         """Does nothing: the agent may start later."""
 
     async def close(self) -> None:
-        await self._client.aclose()
+        """Does nothing: each run ends by itself."""
 
     async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
         """See `Runner`."""
         body = {"task": task, "base_url": base_url, "api_key": api_key}
         try:
-            reply, text = await posted(self._client, self._url, body, _REPLY_BYTES)
+            reply, text = await posted(self._url, body, _REPLY_BYTES)
         except httpx.ConnectError as error:
             raise EpisodeLostError(f"the agent at {self._url} cannot be reached: {error}") from None
         except httpx.TransportError as error:

@@ -9,7 +9,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,10 +48,7 @@ class NeMoGymRunner:
         self._config, self._metrics = config, metrics
         self._scratch, self._server = "", ""
         self._plan: GymPlan | None = None
-        # The package's sessions are cookies: with one kept from an answer, all episodes would play in the same session.
-        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
-        timeout = httpx.Timeout(None, connect=_ANSWER_SECONDS)  # the episode has a deadline
-        self._http = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(), cookies=no_cookies, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=_ANSWER_SECONDS, trust_env=False)
         self._kept = KeptProcesses(self._serve, self._lost)
 
     @property
@@ -101,7 +97,9 @@ class NeMoGymRunner:
             raise EpisodeLostError("the servers of NeMo Gym are not there")
         url, body = f"http://127.0.0.1:{self._plan.agent_port}/run", {**row, "_ng_rollout_id": rollout}
         try:
-            reply, text = await posted(self._http, url, body, _REPLY_BYTES)
+            reply, text = await posted(
+                url, body, _REPLY_BYTES
+            )  # without cookies of other episodes, which are the package's sessions
         except httpx.TransportError as error:
             raise EpisodeLostError(f"the agent of NeMo Gym broke off: {error or type(error).__name__}") from None
         if not reply.is_success:
@@ -142,7 +140,7 @@ class NeMoGymRunner:
         """Whether all servers answer."""
         try:
             for port in ports:
-                await self._http.get(f"http://127.0.0.1:{port}/openapi.json", timeout=_ANSWER_SECONDS)
+                await self._http.get(f"http://127.0.0.1:{port}/openapi.json")
         except httpx.TransportError:
             await asyncio.sleep(_POLL_SECONDS)
             return False

@@ -29,7 +29,8 @@ def online_routes(pool: OnlinePool) -> list[Route]:
         body = await request.body()
         task = read_task(read_object(body)) if body else ""
         id, key, kept = await pool.open(task)
-        return JSONResponse({"id": id, "base_url": base_url(pool.server, id), "api_key": key, "task": task, "recorded": kept})
+        server = pool.url or str(request.base_url).removesuffix("/")  # as the product has reached it, through a proxy or not
+        return JSONResponse({"id": id, "base_url": base_url(server, id), "api_key": key, "task": task, "recorded": kept})
 
     async def rewarded(request: Request) -> Response:
         id = request.path_params["id"]

@@ -88,7 +88,7 @@ class OnlinePool:
 
     Attributes:
         store: the sessions.
-        server: http(s)://host:port of the session address.
+        url: `environment.online.url`.
     """
 
     about = "online", "sessions of a running product"
@@ -98,7 +98,7 @@ class OnlinePool:
         self, config: EnvironmentConfig, metrics: EnvironmentMetrics, settings: OnlineConfig, run: Run, key: str, *, grouped: bool
     ) -> None:
         self._config, self._metrics, self._settings, self._key, self._grouped = config, metrics, settings, key, grouped
-        self.store, self.server = OnlineSessions(run, settings.max_age), ""
+        self.store, self.url = OnlineSessions(run, settings.max_age), settings.url
         self._waiting: asyncio.Queue[_Wanted | None] = asyncio.Queue()
         self._streams, self._asked, self._draining = 0, 0, False
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}

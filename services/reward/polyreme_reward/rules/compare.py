@@ -6,7 +6,7 @@ computed within the limits of `evaluate` is equal only to itself.
 
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mpmath  # type: ignore[import-untyped]
 import sympy  # type: ignore[import-untyped]
@@ -46,7 +46,7 @@ class _Twice(NamedTuple):
 _ZERO = _Twice(Fraction(0), Fraction(0))
 
 
-def same(left: Any, right: Any) -> bool:
+def same(left: sympy.Basic, right: sympy.Basic) -> bool:
     """Whether two expressions have the same values: wherever both are real, else wherever all variables are positive. A decimal may be
     rounded as in `quantity`, and a percent sign may be omitted."""
     if left == right:
@@ -60,7 +60,7 @@ def same(left: Any, right: Any) -> bool:
     return shares != [left, right] and _agree(*shares)
 
 
-def equals_decimal(expr: Any, value: Fraction, places: int | None) -> bool:
+def equals_decimal(expr: sympy.Basic, value: Fraction, places: int | None) -> bool:
     """Whether a constant has the value, which may be rounded if it has as many decimals as `quantity` demands."""
     if _agree(expr, sympy.Rational(value.numerator, value.denominator)):
         return True
@@ -75,7 +75,7 @@ def equals_decimal(expr: Any, value: Fraction, places: int | None) -> bool:
         return False
 
 
-def factor(left: Any, right: Any) -> Any:
+def factor(left: sympy.Basic, right: sympy.Basic) -> sympy.Basic:
     """The constant by which two expressions differ, or None when there is none, or when one is zero everywhere."""
     pairs = _pairs(left, right)
     given = next((pair for pair in pairs if not any(each.near(_ZERO) for each in pair)), None)
@@ -84,22 +84,22 @@ def factor(left: Any, right: Any) -> Any:
     return inexact(given[0].short) / inexact(given[1].short)
 
 
-def is_zero(expr: Any) -> bool:
+def is_zero(expr: sympy.Basic) -> bool:
     """Whether an expression is zero everywhere."""
     return _agree(expr, sympy.S.Zero)
 
 
-def difference(left: Any, right: Any) -> Any:
+def difference(left: sympy.Basic, right: sympy.Basic) -> sympy.Basic:
     """left - right, not evaluated."""
     return sympy.Add(left, sympy.Mul(-1, right, evaluate=False), evaluate=False)
 
 
-def _agree(left: Any, right: Any) -> bool:
+def _agree(left: sympy.Basic, right: sympy.Basic) -> bool:
     pairs = _pairs(left, right)
     return bool(pairs) and all(one.near(other) for one, other in pairs)
 
 
-def _pairs(left: Any, right: Any) -> list[tuple[_Twice, _Twice]]:
+def _pairs(left: sympy.Basic, right: sympy.Basic) -> list[tuple[_Twice, _Twice]]:
     """The values of both at the same points."""
     variables = {str(symbol) for symbol in left.free_symbols | right.free_symbols} - {"i"}
     found = []
@@ -112,7 +112,7 @@ def _pairs(left: Any, right: Any) -> list[tuple[_Twice, _Twice]]:
 
 
 @lru_cache(maxsize=1024)
-def _at(expr: Any, number: int) -> tuple[_Twice, bool] | None:
+def _at(expr: sympy.Basic, number: int) -> tuple[_Twice, bool] | None:
     """The value at a point, and whether it stays real. None when it has none."""
     point, precise = Valuation(number), Valuation(number)
     try:
@@ -133,6 +133,6 @@ def _product(left: Value, right: Value) -> Value:
         return inexact(left) * inexact(right)
 
 
-def _places(number: Any) -> int:
+def _places(number: sympy.Basic) -> int:
     _, point, decimals = str(number).partition(".")
     return len(decimals.rstrip("0")) if point and "e" not in decimals else 0

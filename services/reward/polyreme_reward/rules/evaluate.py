@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import factorial, isqrt, log2
-from typing import Any
+from typing import TypeAlias
 
 import mpmath  # type: ignore[import-untyped]
 import sympy  # type: ignore[import-untyped]
@@ -22,8 +22,11 @@ _EXPONENT = 1 << 24  # maximum bits of the magnitude of an inexact value
 _TERMS = 1_000
 _FACTORIAL = 5_000
 
-Value = Any
-"""A Fraction, or an inexact number of mpmath."""
+Inexact: TypeAlias = "mpmath.mpf | mpmath.mpc"
+"""A number of mpmath."""
+
+Value: TypeAlias = "Fraction | Inexact"
+"""An exact number, or an inexact one."""
 
 
 class NoValue(ArithmeticError):
@@ -43,10 +46,10 @@ class Valuation:
     def __init__(self, number: int) -> None:
         self._number = number
         self._bound: dict[sympy.Symbol, Fraction] = {}
-        self._values: dict[Any, Value] = {}
+        self._values: dict[sympy.Basic, Value] = {}
         self.real = True
 
-    def value(self, expr: Any) -> Value:
+    def value(self, expr: sympy.Basic) -> Value:
         """The value of an expression at the working precision of mpmath. Raises NoValue."""
         if expr in self._values:
             return self._values[expr]
@@ -60,7 +63,7 @@ class Valuation:
             self._values[expr] = found
         return found
 
-    def _compute(self, expr: Any) -> Value:
+    def _compute(self, expr: sympy.Basic) -> Value:
         if expr in self._bound:
             return self._bound[expr]
         for kind, compute in _BY_KIND.items():
@@ -71,7 +74,7 @@ class Valuation:
             raise NoValue(type(expr).__name__)
         return function(*(inexact(self.value(arg)) for arg in expr.args))
 
-    def variable(self, expr: Any) -> Value:
+    def variable(self, expr: sympy.Basic) -> Value:
         """An arbitrary value of a variable, or of a function that is not known. Valuations 0 to 3 have positive values only."""
         name = f"{expr.func}({[str(self.value(arg)) for arg in expr.args]})" if isinstance(expr, AppliedUndef) else str(expr)
         if name == "i":
@@ -81,19 +84,19 @@ class Valuation:
         value = Fraction(over, under) if self._number % 2 else Fraction(under, over) % 7 + Fraction(1, over)
         return -value if self._number > 3 and (code >> 16 & 1 or self._number == 7) else value
 
-    def sum(self, expr: Any) -> Value:
+    def sum(self, expr: sympy.Basic) -> Value:
         total: Value = Fraction(0)
         for arg in expr.args:
             total = _plus(total, self.value(arg))
         return total
 
-    def product(self, expr: Any) -> Value:
+    def product(self, expr: sympy.Basic) -> Value:
         total: Value = Fraction(1)
         for arg in expr.args:
             total = _times(total, self.value(arg))
         return total
 
-    def power(self, expr: Any) -> Value:
+    def power(self, expr: sympy.Basic) -> Value:
         base, exponent = self.value(expr.args[0]), self.value(expr.args[1])
         if isinstance(exponent, Fraction) and exponent.denominator == 1 and isinstance(base, Fraction):
             return _integer_power(base, exponent.numerator)
@@ -123,7 +126,7 @@ class Valuation:
             raise NoValue("too large")
         return mpmath.power(inexact(base), inexact(exponent))
 
-    def log(self, expr: Any) -> Value:
+    def log(self, expr: sympy.Basic) -> Value:
         number, *base = map(self.value, expr.args)
         if not number:
             raise NoValue("the logarithm of zero")
@@ -133,7 +136,7 @@ class Valuation:
             raise NoValue("a logarithm without a base")
         return mpmath.log(inexact(number)) / mpmath.log(inexact(base[0])) if base else mpmath.log(inexact(number))
 
-    def rounded(self, expr: Any) -> Value:
+    def rounded(self, expr: sympy.Basic) -> Value:
         number = self.value(expr.args[0])
         up = isinstance(expr, sympy.ceiling)
         if isinstance(number, Fraction):
@@ -145,13 +148,13 @@ class Valuation:
             return Fraction(nearest)
         return Fraction(int(mpmath.ceil(number) if up else mpmath.floor(number)))
 
-    def extreme(self, expr: Any) -> Value:
+    def extreme(self, expr: sympy.Basic) -> Value:
         values = [self.value(arg) for arg in expr.args]
         if any(mpmath.im(inexact(value)) for value in values):
             raise NoValue("an order of complex numbers")
         return (max if isinstance(expr, sympy.Max) else min)(values, key=inexact)
 
-    def factorial(self, expr: Any) -> Value:
+    def factorial(self, expr: sympy.Basic) -> Value:
         number = self.value(expr.args[0])
         if isinstance(number, Fraction) and number.denominator == 1 and number >= 0:
             if number > _FACTORIAL:
@@ -159,7 +162,7 @@ class Valuation:
             return Fraction(factorial(int(number)))
         return _gamma(inexact(number) + 1)
 
-    def binomial(self, expr: Any) -> Value:
+    def binomial(self, expr: sympy.Basic) -> Value:
         over, under = map(self.value, expr.args)
         if all(isinstance(each, Fraction) and each.denominator == 1 for each in (over, under)) and over >= 0:
             under = max(min(under, over - under), Fraction(-1))
@@ -174,7 +177,7 @@ class Valuation:
         top, bottom = inexact(over), inexact(under)
         return _gamma(top + 1) / (_gamma(bottom + 1) * _gamma(top - bottom + 1))
 
-    def series(self, expr: Any) -> Value:
+    def series(self, expr: sympy.Basic) -> Value:
         """A sum or product with few terms."""
         if len(expr.limits) != 1 or len(expr.limits[0]) != 3:
             raise NoValue("several indices")
@@ -194,7 +197,7 @@ class Valuation:
             self._bound = outer
         return total
 
-    def closed(self, expr: Any) -> Value:
+    def closed(self, expr: sympy.Basic) -> Value:
         """The value of an integral, limit or derivative that sympy finds."""
         if isinstance(expr, sympy.Derivative) and isinstance(expr.expr, sympy.Symbol | AppliedUndef):  # dy/dx is not 0
             return self.variable(expr)
@@ -204,7 +207,7 @@ class Valuation:
         return self.value(done)
 
 
-def inexact(value: Value) -> Any:
+def inexact(value: Value) -> Inexact:
     """A value as a number of mpmath."""
     return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
@@ -244,7 +247,7 @@ def _integer_power(base: Fraction, exponent: int) -> Value:
     return base**exponent
 
 
-def _gamma(number: Any) -> Any:
+def _gamma(number: Inexact) -> Inexact:
     if abs(number) > _FACTORIAL:
         raise NoValue("too large")
     try:
@@ -253,7 +256,7 @@ def _gamma(number: Any) -> Any:
         raise NoValue("a pole of the gamma function") from None
 
 
-def _exp(number: Any) -> Any:
+def _exp(number: Inexact) -> Inexact:
     if mpmath.isinf(number):
         return mpmath.exp(number)
     if abs(number) > _EXPONENT // 2:
@@ -261,8 +264,8 @@ def _exp(number: Any) -> Any:
     return mpmath.exp(number)
 
 
-def _periodic(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def compute(number: Any) -> Any:
+def _periodic(function: Callable[[Inexact], Inexact]) -> Callable[[Inexact], Inexact]:
+    def compute(number: Inexact) -> Inexact:
         if mpmath.isinf(number) or mpmath.mag(number) > 1000 or abs(mpmath.im(number)) > _EXPONENT // 4:
             raise NoValue("too large")
         return function(number)
@@ -270,8 +273,8 @@ def _periodic(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return compute
 
 
-def _grows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def compute(number: Any) -> Any:
+def _grows(function: Callable[[Inexact], Inexact]) -> Callable[[Inexact], Inexact]:
+    def compute(number: Inexact) -> Inexact:
         if abs(number) > _EXPONENT // 4:
             raise NoValue("too large")
         return function(number)
@@ -279,18 +282,18 @@ def _grows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return compute
 
 
-def _remainder(point: Valuation, expr: Any) -> Value:
+def _remainder(point: Valuation, expr: sympy.Basic) -> Value:
     left, right = map(point.value, expr.args)
     if not isinstance(left, Fraction) or not isinstance(right, Fraction) or not right:
         raise NoValue("a remainder of numbers that are not rational")
     return left % right
 
 
-def _absolute(point: Valuation, expr: Any) -> Value:
+def _absolute(point: Valuation, expr: sympy.Basic) -> Value:
     return abs(point.value(expr.args[0]))
 
 
-_BY_KIND: Mapping[Any, Callable[[Valuation, Any], Value]] = {
+_BY_KIND: Mapping[type[sympy.Basic], Callable[[Valuation, sympy.Basic], Value]] = {
     sympy.Rational: lambda point, expr: Fraction(int(expr.p), int(expr.q)),
     sympy.Float: lambda point, expr: decimal(expr),
     sympy.Symbol: Valuation.variable,
@@ -320,7 +323,7 @@ _BY_KIND: Mapping[Any, Callable[[Valuation, Any], Value]] = {
     sympy.Derivative: Valuation.closed,
     AppliedUndef: Valuation.variable,
 }
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+_FUNCTIONS: Mapping[str, Callable[..., Inexact]] = {
     **{name: _periodic(getattr(mpmath, name)) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
     **{name: _grows(getattr(mpmath, name)) for name in ("sinh", "cosh", "tanh", "coth", "sech", "csch")},
     **{

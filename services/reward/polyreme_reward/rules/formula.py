@@ -8,7 +8,6 @@ import logging
 import re
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-untyped]
@@ -80,7 +79,7 @@ _NO_ARITHMETIC = re.compile(r"\d+\s*[-/]\s*\d+\s*[-/]\s*\d+|\d+-\d+|\d+(?:\.\d+)
 
 
 @lru_cache(maxsize=256)
-def read(text: str) -> Any:
+def read(text: str) -> sympy.Basic:
     """The sympy object that the whole text, without LaTeX delimiters, represents. None for prose and for text that cannot be parsed."""
     if len(text) > LONGEST:
         return None
@@ -100,7 +99,7 @@ def read(text: str) -> Any:
     return found[0] if found and isinstance(found[0], sympy.Basic | sympy.MatrixBase) else None
 
 
-def _congruent(left: str, right: str, modulus: int) -> Any:
+def _congruent(left: str, right: str, modulus: int) -> sympy.Basic:
     """A congruence as an unknown function of its residue, which is equal only to the same. A symbol on the left only names the residue."""
     residue, of = read(right), read(left) if left and not sides.symbol(left) else sympy.S.Zero
     if not isinstance(residue, sympy.Integer) or not isinstance(of, sympy.Expr):
@@ -113,12 +112,12 @@ def is_ambiguous(text: str) -> bool:
     return _NO_ARITHMETIC.fullmatch(text.strip()) is not None
 
 
-def equal(gold: Any, answer: Any) -> bool:
+def equal(gold: sympy.Basic, answer: sympy.Basic) -> bool:
     """Whether two objects of `read` or `number` are mathematically equal."""
     return relations.equal(gold, answer)
 
 
-def equals_number(found: Any, value: Fraction, places: int | None) -> bool:
+def equals_number(found: sympy.Basic, value: Fraction, places: int | None) -> bool:
     """Whether an object of `read` has the value, which may be rounded to that many decimals (see `quantity`)."""
     found = relations.value(found)
     if isinstance(found, sympy.Expr):
@@ -126,18 +125,18 @@ def equals_number(found: Any, value: Fraction, places: int | None) -> bool:
     return relations.equal(number(value), found)
 
 
-def may_be_radians(found: Any) -> bool:
+def may_be_radians(found: sympy.Basic) -> bool:
     """Whether an object of `read` is a value with pi or an inverse function, as angles in radians have it."""
     found = relations.value(found)
     return isinstance(found, sympy.Expr) and bool(found.has(sympy.pi, sympy.asin, sympy.acos, sympy.atan))
 
 
-def radians(degrees: Any) -> Any:
+def radians(degrees: sympy.Basic) -> sympy.Basic:
     """An angle in radians."""
     return sympy.Mul(relations.value(degrees), sympy.pi, sympy.Rational(1, 180))
 
 
-def number(value: Fraction) -> Any:
+def number(value: Fraction) -> sympy.Basic:
     """An exact value as a sympy number."""
     return sympy.Rational(value.numerator, value.denominator)
 

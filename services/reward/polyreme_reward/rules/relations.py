@@ -7,7 +7,7 @@ anyway. All others are equations, which are equal up to a factor that is not zer
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TypeAlias
 
 import sympy  # type: ignore[import-untyped]
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
@@ -29,19 +29,19 @@ _STRICT = {sympy.StrictGreaterThan: True, sympy.GreaterThan: False, sympy.Strict
 class Named:
     """A value with the name on its left side. The name is a symbol, a function's value, or None."""
 
-    name: Any
-    value: Any
+    name: sympy.Basic
+    value: sympy.Basic
 
 
 @dataclass(frozen=True)
 class Equation:
     """left = right."""
 
-    left: Any
-    right: Any
+    left: sympy.Basic
+    right: sympy.Basic
 
     @property
-    def zero(self) -> Any:
+    def zero(self) -> sympy.Basic:
         return difference(self.left, self.right)
 
 
@@ -49,7 +49,7 @@ class Equation:
 class Inequality:
     """positive > 0, or >= 0 unless strict; or, for `unequal`, positive is not 0."""
 
-    positive: Any
+    positive: sympy.Basic
     strict: bool
     unequal: bool = False
 
@@ -58,19 +58,19 @@ class Inequality:
 class Several:
     """Relations that hold together: a system, or a chain of inequalities."""
 
-    parts: tuple[Any, ...]
+    parts: tuple[sympy.Basic, ...]
 
 
-Meaning = Any
+Meaning: TypeAlias = "Named | Equation | Inequality | Several | sympy.Basic"
 """Named, Equation, Inequality, Several, or a sympy object that is none of these."""
 
 
-def equal(gold: Any, answer: Any) -> bool:
+def equal(gold: sympy.Basic, answer: sympy.Basic) -> bool:
     """Whether two objects of sympy state the same."""
     return _equal(meaning(gold), meaning(answer))
 
 
-def meaning(found: Any) -> Meaning:
+def meaning(found: sympy.Basic) -> Meaning:
     """What a sympy object states."""
     if isinstance(found, sympy.Eq):
         return _equation([found.lhs, found.rhs])
@@ -88,13 +88,13 @@ def meaning(found: Any) -> Meaning:
     return found
 
 
-def value(found: Any) -> Any:
+def value(found: sympy.Basic) -> sympy.Basic:
     """The value of an object of sympy without the name on its left side."""
     stated = meaning(found)
     return stated.value if isinstance(stated, Named) else found
 
 
-def _equation(sides: list[Any]) -> Meaning:
+def _equation(sides: list[sympy.Basic]) -> Meaning:
     first, last = sides[0], sides[-1]
     if isinstance(first, sympy.Tuple | sympy.Interval | sympy.FiniteSet) and len(sides) == 2:  # (x, y) = (1, 2)
         left, right = _ordered(first), _ordered(last)
@@ -115,22 +115,22 @@ def _equation(sides: list[Any]) -> Meaning:
     return _chain(sides)
 
 
-def _chain(sides: list[Any]) -> Meaning:
+def _chain(sides: list[sympy.Basic]) -> Meaning:
     links = [Equation(left, right) for left, right in pairwise(sides)]
     return links[0] if len(links) == 1 else Several(tuple(links))
 
 
-def _is_name(side: Any) -> bool:
+def _is_name(side: sympy.Basic) -> bool:
     return isinstance(side, sympy.Symbol | AppliedUndef | sympy.Derivative) or (
         isinstance(side, sympy.Pow) and isinstance(side.base, AppliedUndef) and side.exp == -1  # the inverse function
     )
 
 
-def _is_value(side: Any) -> bool:
+def _is_value(side: sympy.Basic) -> bool:
     return not isinstance(side, sympy.Symbol)
 
 
-def _variables(side: Any) -> bool:
+def _variables(side: sympy.Basic) -> bool:
     return bool({str(symbol) for symbol in side.free_symbols} - {"i"}) or side.has(AppliedUndef)
 
 
@@ -143,12 +143,12 @@ def _listed(parts: list[Meaning]) -> Meaning:
     return Several(tuple(parts))
 
 
-def _members(found: Any) -> Sequence[Any]:
+def _members(found: sympy.Basic) -> Sequence[sympy.Basic]:
     """The members in the order in which they were written, if that is known."""
     return tuple(getattr(found, "_unsorted_args", found.args))
 
 
-def _ordered(found: Any) -> Sequence[Any] | None:
+def _ordered(found: sympy.Basic) -> Sequence[sympy.Basic] | None:
     """The members of a tuple. An open interval (1, 2) may be a pair, and a list without brackets a tuple."""
     if isinstance(found, sympy.Interval):
         return (found.start, found.end) if found.is_open else None
@@ -182,11 +182,11 @@ def _equal(gold: Meaning, answer: Meaning) -> bool:
     return _same_objects(gold, answer)
 
 
-def _other_symbols(left: Any, right: Any) -> bool:
+def _other_symbols(left: sympy.Basic, right: sympy.Basic) -> bool:
     return isinstance(left, sympy.Symbol) and isinstance(right, sympy.Symbol) and left != right
 
 
-def _with_argument(answer: Named, name: Any) -> Named | None:
+def _with_argument(answer: Named, name: sympy.Basic) -> Named | None:
     """A function with the variable of another definition of it: f(t) = t + 1 as f(x) = x + 1. None when that has another meaning."""
     both = (answer.name, name)
     if not all(
@@ -222,7 +222,7 @@ def _same_solutions(gold: Meaning, answer: Meaning) -> bool:
     return all(each is not None for each in sets) and _same_objects(*sets)
 
 
-def _solutions(found: Meaning) -> Any:
+def _solutions(found: Meaning) -> sympy.Basic:
     """The set of a meaning, or None."""
     if isinstance(found, sympy.Set):
         return found
@@ -248,7 +248,7 @@ def _solutions(found: Meaning) -> Any:
     return sympy.solveset((sympy.StrictGreaterThan if found.strict else sympy.GreaterThan)(positive, 0), symbol, sympy.S.Reals)
 
 
-def _same_objects(gold: Any, answer: Any) -> bool:
+def _same_objects(gold: sympy.Basic, answer: sympy.Basic) -> bool:
     """Compares sets, tuples, matrices and expressions."""
     gold, answer = (_equal_form(each) for each in (gold, answer))
     if gold == answer:
@@ -272,7 +272,7 @@ def _same_objects(gold: Any, answer: Any) -> bool:
     return isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr) and same(gold, answer)
 
 
-def _equal_form(found: Any) -> Any:
+def _equal_form(found: sympy.Basic) -> sympy.Basic:
     """Sums and products of matrices, and operations on sets, with their values."""
     if isinstance(found, sympy.MatrixExpr) and not isinstance(found, sympy.MatrixSymbol):
         return found.doit()
@@ -281,18 +281,18 @@ def _equal_form(found: Any) -> Any:
     return found
 
 
-def _same_sets(gold: Any, answer: Any) -> bool:
+def _same_sets(gold: sympy.Basic, answer: sympy.Basic) -> bool:
     parts = [each.args if isinstance(each, sympy.Union) else (each,) for each in (gold, answer)]
     if len(parts[0]) == len(parts[1]) and len(parts[0]) > 1:
         return _match(*parts)
     return gold.symmetric_difference(answer) is sympy.S.EmptySet
 
 
-def _in_order(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+def _in_order(gold: Sequence[sympy.Basic], answer: Sequence[sympy.Basic]) -> bool:
     return len(gold) == len(answer) and all(_equal(meaning(one), meaning(other)) for one, other in zip(gold, answer, strict=True))
 
 
-def _match(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+def _match(gold: Sequence[sympy.Basic], answer: Sequence[sympy.Basic]) -> bool:
     """Whether each member of either side equals one of the other."""
     if len(gold) > _MEMBERS or len(answer) > _MEMBERS:
         return list(gold) == list(answer)

@@ -15,6 +15,7 @@ MENTIONS = 50
 """Maximum number of cues, from the end of a response, that are examined for an answer or a correction."""
 
 _THINK = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
+_CALCULATION = re.compile(r"<<[-\d\s.,+*/()%$]{1,200}=[-\d\s.,%$]{1,50}>>")
 _OPENING = ("<think>", "<thinking>")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -61,11 +62,12 @@ def between(text: str, after: str | None, before: str | None) -> str | None:
 
 
 def answer_text(item: Item, after: str | None, before: str | None) -> str | None:
-    """The response between the markers, without its thoughts. None when a marker is absent or a thought is not closed."""
+    """The response between the markers, without its thoughts and without GSM8K's calculations (<<9*2=18>>18). None when a marker is
+    absent or a thought is not closed."""
     text = _without_thoughts(item)
     if text is not None:
         text = between(text, after, before)
-    return None if text is None else _THINK.sub("", text)[-TAIL:]
+    return None if text is None else _CALCULATION.sub("", _THINK.sub("", text)[-TAIL:])
 
 
 def marked(text: str, words: bool = False) -> str | None:

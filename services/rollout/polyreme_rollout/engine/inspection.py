@@ -14,13 +14,13 @@ EXPERT_WEIGHTS = (".w13_weight", ".w2_weight")
 """Suffixes of the names of vLLM's stacked experts: gate above up, and down."""
 
 
-def expert_layers(model: Any) -> dict[str, Any]:
+def expert_layers(model: torch.nn.Module) -> dict[str, Any]:
     """The modules that hold the experts of a layer, by path."""
     return {path: layer for path, layer in model.named_modules() if hasattr(layer, "w13_weight")}
 
 
 @torch.no_grad()
-def effective_weights(model: Any) -> dict[str, torch.Tensor]:
+def effective_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """This rank's parameters by vLLM's (fused) names, without vocabulary padding. A tied head appears as `lm_head.weight`."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.numel()}
     for path, layer in model.named_modules():
@@ -62,7 +62,7 @@ def _plain_experts(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     return plain.view_as(weight)
 
 
-def digests(model: Any) -> dict[str, tuple[list[int], int]]:
+def digests(model: torch.nn.Module) -> dict[str, tuple[list[int], int]]:
     """Shape and xxh3_64 of the bytes of each of `effective_weights`; minus zero counts as zero."""
     return {
         name: (list(tensor.shape), xxhash.xxh3_64_intdigest((tensor + 0.0).contiguous().view(torch.uint8).numpy().data))
@@ -70,13 +70,13 @@ def digests(model: Any) -> dict[str, tuple[list[int], int]]:
     }
 
 
-def model_dtype(model: Any) -> torch.dtype:
+def model_dtype(model: torch.nn.Module) -> torch.dtype:
     """The dtype of the matrices. Norms may have a wider one."""
     dtype: torch.dtype = next(parameter.dtype for parameter in model.parameters() if parameter.dim() == 2)
     return dtype
 
 
-def input_width(layer: Any) -> int | None:
+def input_width(layer: torch.nn.Module) -> int | None:
     """A layer's input size on this rank; None unless it is linear or an embedding."""
     for attribute in ("input_size_per_partition", "input_size", "embedding_dim"):
         if isinstance(size := getattr(layer, attribute, None), int):
@@ -84,7 +84,7 @@ def input_width(layer: Any) -> int | None:
     return None
 
 
-def hf_names(model: Any) -> set[str]:
+def hf_names(model: torch.nn.Module) -> set[str]:
     """Hugging Face names of the tensors of a vLLM model, without aliases."""
     tied = getattr(model.config, "tie_word_embeddings", False)
     parts = {
@@ -101,8 +101,10 @@ def hf_names(model: Any) -> set[str]:
     return names
 
 
-def _expert_names(path: str, layer: Any, model: Any) -> set[str]:
+def _expert_names(path: str, layer: Any, model: torch.nn.Module) -> set[str]:
     """Hugging Face names of the experts' matrices, of which vLLM's mapping holds `experts.NUMBER.MATRIX.`"""
-    mapped = layer if hasattr(layer, "get_expert_mapping") else model  # in older releases the model has the mapping of all layers
+    mapped: Any = (
+        layer if hasattr(layer, "get_expert_mapping") else model
+    )  # in older releases the model has the mapping of all layers
     block = path[: path.rindex(".experts") + 1]
     return {f"{block}{part}weight" for _, part, _, _ in mapped.get_expert_mapping()}

@@ -63,7 +63,7 @@ class Parameter:
     copies: list[Copy] = field(default_factory=list)
 
 
-Layers = dict[Any, dict[str, Parameter]]
+Layers = dict[torch.nn.Module, dict[str, Parameter]]
 
 
 class LearnedCopies:
@@ -85,9 +85,10 @@ class LearnedCopies:
 class CopyRecorder(TorchDispatchMode):
     """Records where a load copies the elements of `tensors`. Active while vLLM loads the model."""
 
-    def __init__(self, model: Any, tensors: Tensors) -> None:
+    def __init__(self, model: torch.nn.Module, tensors: Tensors) -> None:
         super().__init__()
-        self._modules, self._last = list(model.modules()), None
+        self._modules = list(model.modules())
+        self._last: torch.nn.Module | None = None
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
         self.layers: Layers = {}
         self.is_plain = True
@@ -112,7 +113,7 @@ class CopyRecorder(TorchDispatchMode):
         if copy not in known.copies:  # vLLM copies a bias twice, the first time to count its elements
             known.copies.append(copy)
 
-    def _owner(self, storage: int) -> tuple[Any, str, torch.Tensor] | None:
+    def _owner(self, storage: int) -> tuple[torch.nn.Module, str, torch.Tensor] | None:
         """The layer that currently has a parameter in this memory. vLLM creates the parameters layer by layer, in reused memory."""
         for layer in ([self._last] if self._last is not None else []) + self._modules:
             for key, parameter in layer._parameters.items():
@@ -122,7 +123,7 @@ class CopyRecorder(TorchDispatchMode):
         return None
 
 
-def may_learn(model: Any) -> bool:
+def may_learn(model: torch.nn.Module) -> bool:
     """Whether every layer that a load processes is plain."""
     return all(
         type(layer).__name__ == "Attention"  # its scales are not loaded
@@ -140,6 +141,8 @@ def learn(recorder: CopyRecorder, tensors: Tensors) -> LearnedCopies | None:
     for layer, parameters in recorder.layers.items():
         for key, parameter in parameters.items():
             kernel = layer._parameters[key]
+            if kernel is None:
+                return None
             parameter.is_kept = tuple(kernel.shape) == parameter.shape
             if parameter.is_kept and not _fills_its_storage(kernel):
                 return None
@@ -151,7 +154,7 @@ def learn(recorder: CopyRecorder, tensors: Tensors) -> LearnedCopies | None:
 
 
 @torch.no_grad()
-def fingerprint(model: Any) -> dict[str, torch.Tensor]:
+def fingerprint(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A fingerprint of the model's weights: copies of its plain parameters, and the outputs of packed layers for some random rows."""
     found = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.numel()}
     random = torch.Generator().manual_seed(0)
@@ -168,11 +171,13 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def _fill(layer: Any, parameters: Mapping[str, Parameter], tensors: Tensors) -> None:
+def _fill(layer: torch.nn.Module, parameters: Mapping[str, Parameter], tensors: Tensors) -> None:
     with _restored(layer, [key for key, parameter in parameters.items() if not parameter.is_kept]):
         for key, parameter in parameters.items():
             if parameter.is_kept:
-                target = layer._parameters[key].data
+                kept = layer._parameters[key]
+                assert kept is not None, "learn has seen it"
+                target = kept.data
             else:  # zeros: some rows are padding
                 target = torch.zeros(parameter.shape, dtype=parameter.dtype)
                 layer._parameters[key] = torch.nn.Parameter(target, requires_grad=False)
@@ -183,7 +188,7 @@ def _fill(layer: Any, parameters: Mapping[str, Parameter], tensors: Tensors) -> 
 
 
 @contextmanager
-def _restored(layer: Any, keys: list[str]) -> Iterator[None]:
+def _restored(layer: torch.nn.Module, keys: list[str]) -> Iterator[None]:
     """Restores the layer's parameters at the end of the block."""
     before = {key: layer._parameters[key] for key in keys}
     try:

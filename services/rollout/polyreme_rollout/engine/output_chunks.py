@@ -5,11 +5,15 @@ Invariant: the chunks of a request are its tokens and their log-probabilities, a
 steps; the last one ends with the request. An aborted request leaves nothing behind.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from polyreme_rollout.engine.protocol import CHUNK_TOKENS
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import Request
 
 IN_CHUNKS = {"polyreme_in_chunks": True}
 """Extra arguments of a request, by which it asks for chunks."""
@@ -18,27 +22,27 @@ IN_CHUNKS = {"polyreme_in_chunks": True}
 class OutputChunks:
     """Mixed into vLLM's Scheduler."""
 
-    requests: Any
+    requests: "dict[str, Request]"
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments: object) -> None:
         super().__init__(**arguments)
-        self.polyreme_held: dict[str, list[Any]] = {}  # request id -> its outputs, one per step
+        self.polyreme_held: dict[str, list[EngineCoreOutput]] = {}  # request id -> its outputs, one per step
 
-    def update_from_output(self, *arguments: Any, **options: Any) -> Any:
-        by_client = super().update_from_output(*arguments, **options)  # type: ignore[misc]
+    def update_from_output(self, *arguments: object, **options: object) -> "dict[int, EngineCoreOutputs]":
+        by_client: dict[int, EngineCoreOutputs] = super().update_from_output(*arguments, **options)  # type: ignore[misc]
         for client, sent in list(by_client.items()):
             sent.outputs = [output for each in sent.outputs if (output := self._polyreme_hold(each)) is not None]
             if not (sent.outputs or sent.finished_requests or sent.scheduler_stats):
                 del by_client[client]
         return by_client
 
-    def finish_requests(self, *arguments: Any, **options: Any) -> Any:
+    def finish_requests(self, *arguments: object, **options: object) -> object:
         aborted = super().finish_requests(*arguments, **options)  # type: ignore[misc]
         for id in self.polyreme_held.keys() - self.requests.keys():
             del self.polyreme_held[id]
         return aborted
 
-    def _polyreme_hold(self, output: Any) -> Any | None:
+    def _polyreme_hold(self, output: "EngineCoreOutput") -> "EngineCoreOutput | None":
         """Returns what to deliver now: the output, or a chunk that ends with it."""
         id, ended = output.request_id, output.finish_reason is not None
         held = self.polyreme_held.get(id)
@@ -53,12 +57,12 @@ class OutputChunks:
         return _joined(held)
 
 
-def _in_chunks(request: Any) -> bool:
+def _in_chunks(request: "Request") -> bool:
     params = request.sampling_params
-    return params is not None and bool(params.extra_args) and IN_CHUNKS.items() <= params.extra_args.items()
+    return params is not None and IN_CHUNKS.items() <= (params.extra_args or {}).items()
 
 
-def _joined(outputs: list[Any]) -> Any:
+def _joined(outputs: "list[EngineCoreOutput]") -> "EngineCoreOutput":
     """The last output, with the tokens of all. What else the others carry is for vLLM's statistics, which are off."""
     last = outputs[-1]
     last.new_token_ids = [id for output in outputs for id in output.new_token_ids]

@@ -149,7 +149,7 @@ def _default(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "cpu" else device
 
 
-def _clear_load_buffers(model: Any) -> None:
+def _clear_load_buffers(model: torch.nn.Module) -> None:
     """Drops the tensors that a failed load buffered for incomplete layers. Finalizing would load them again, and fail again."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -158,20 +158,20 @@ def _clear_load_buffers(model: Any) -> None:
             info.load_numel = 0
 
 
-def _forget_expert_kernels(model: Any) -> None:
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
     """Makes a reload pack the experts again. vLLM considers a layer with a kernel packed, and would leave plain weights in it."""
     for layer in expert_layers(model).values():
         layer.quant_method.moe_kernel = None
 
 
-def _check_expert_kernels(model: Any) -> None:
+def _check_expert_kernels(model: torch.nn.Module) -> None:
     """Raises RuntimeError when a reload left experts without a kernel."""
     for path, layer in expert_layers(model).items():
         if layer.quant_method.moe_kernel is None:
             raise RuntimeError(f"expected packed experts in {path}; found no kernel after the reload")
 
 
-def _pack_tied_head(model: Any) -> None:
+def _pack_tied_head(model: torch.nn.Module) -> None:
     """Packs a tied head again. A reload leaves its packed copy (CPU) stale, and every token would come from the old head."""
     head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "quant_method"):

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
@@ -60,7 +59,9 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         """Whether calls are accepted."""
         return self._swapper.served is not None and not self._swapper.quarantined and not self.draining
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
         await self._refuse_unserved(request, context)
         try:
             sequences = parse_sequences(request, self._identity.run_id, self._limits)
@@ -92,7 +93,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         if call.failure:
             await self._abort_failed(call.failure, context)
 
-    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeResponse:
         version = self._swapper.version
         return pb.DescribeResponse(
             run_id=self._identity.run_id,
@@ -107,7 +108,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             engine=self._engine.name,
         )
 
-    async def _refuse_unserved(self, request: pb.GenerateRequest, context: Any) -> None:
+    async def _refuse_unserved(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         version = await self._swapper.reach(request.min_version)
         if self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this replica is draining: use another one")
@@ -164,7 +165,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             elif chunk:
                 call.send_soon()
 
-    async def _abort_failed(self, failure: Exception, context: Any) -> None:
+    async def _abort_failed(self, failure: Exception, context: grpc.aio.ServicerContext) -> None:
         if isinstance(failure, EngineDeadError | PolicyLostError):
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(failure))
         if isinstance(failure, PolicyChangedError):

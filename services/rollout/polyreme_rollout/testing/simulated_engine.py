@@ -101,7 +101,7 @@ class SimulatedInferenceEngine:
     Args:
         weight_names: Hugging Face names that a version must have.
         max_model_len, vocab_size: of the simulated model.
-        step_seconds: duration of one token of every running request.
+        step_seconds: duration of one token of every running request; may be changed at any time.
         max_num_seqs: requests that run at once; others wait.
         route_bytes: bytes of routes that it reports per token, see `routes_of`; 0: it reports none.
 
@@ -125,7 +125,7 @@ class SimulatedInferenceEngine:
         self.weight_names, self.max_model_len, self.vocab_size = weight_names, max_model_len, vocab_size
         self.lengths = lengths or Lengths()
         self.route_bytes, self.reports_routes = route_bytes, route_bytes > 0
-        self._step_seconds, self._failures = step_seconds, failures or Failures()
+        self.step_seconds, self._failures = step_seconds, failures or Failures()
         self._arenas = ArenaCache()
         self._room = asyncio.Semaphore(max_num_seqs)
         self._running, self._dead = asyncio.Event(), asyncio.Event()
@@ -240,7 +240,7 @@ class SimulatedInferenceEngine:
             self._dead.set()
         if self.tokens >= self._failures.silent_after:
             await self._dead.wait()
-        await asyncio.sleep(self._step_seconds * tokens)
+        await asyncio.sleep(self.step_seconds * tokens)
         await self._running.wait()
         self._check_alive()
 

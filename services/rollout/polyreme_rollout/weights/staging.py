@@ -45,13 +45,13 @@ class Staging:
     ) -> None:
         self._run_id, self._learner_term, self._quarantine_reason = run_id, learner_term, quarantine_reason
         self._arenas, self._staged = ArenaCache(), StagedParts(weight_names)
-        self._receiver = WeightReceiver(in_use, self._staged.forget)
+        self.receiver = WeightReceiver(in_use, self._staged.forget)
         self._term = 0
 
     @property
     def outgoing(self) -> OutgoingParts:
         """The parts that other replicas may fetch from this one."""
-        return self._receiver.outgoing
+        return self.receiver.outgoing
 
     def probe(self, run_id: str, term: int, path: str, nonce: bytes) -> None:
         """Checks that the arena at `path` can be mapped and has this nonce. Raises Refusal: NOT_FOUND, ABORTED, INVALID_ARGUMENT."""
@@ -96,9 +96,9 @@ class Staging:
         """
         stream: AbstractAsyncContextManager[Incoming]
         if isinstance(content, DeltaManifest):
-            manifest, stream = content.manifest, self._receiver.receive_delta(content)
+            manifest, stream = content.manifest, self.receiver.receive_delta(content)
         else:
-            manifest, stream = content, self._receiver.receive(content)
+            manifest, stream = content, self.receiver.receive(content)
         self.admit(manifest.run_id, manifest.term)
         try:
             async with stream as incoming:

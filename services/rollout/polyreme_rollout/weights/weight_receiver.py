@@ -50,13 +50,17 @@ class WeightReceiver:
     Args:
         in_use: the nonces of arenas that must not be written, because they are served or being loaded.
         on_reuse: called with the nonce of an arena before its bytes are overwritten or released.
+
+    Attributes:
+        buffers: the memory of received versions, by part.
+        payloads: the newest delta of each part, for other replicas.
     """
 
     def __init__(self, in_use: Callable[[], Collection[bytes]], on_reuse: Callable[[bytes], None]) -> None:
         self._in_use, self._on_reuse = in_use, on_reuse
         self.outgoing = OutgoingParts()
-        self._buffers: dict[int, list[Buffer]] = {}
-        self._payloads: dict[int, Payload] = {}
+        self.buffers: dict[int, list[Buffer]] = {}
+        self.payloads: dict[int, Payload] = {}
         self._streams: dict[int, _Stream] = {}
 
     @asynccontextmanager
@@ -95,7 +99,7 @@ class WeightReceiver:
             if not bases:
                 raise BaseError(f"expected version {delta.base_version} of term {delta.base_term} as the base; found other bytes")
 
-            before = self._payloads.get(part)
+            before = self.payloads.get(part)
             payload = await self._payload(delta)
             steps = [before] if before and before is not payload and before.leads_to(base_manifest) else []
 
@@ -110,19 +114,19 @@ class WeightReceiver:
         payload = await self._held_payload(delta)
         if payload is None:
             self._drop_payloads(delta.manifest)
-            payload = self._payloads[delta.manifest.part] = Payload(delta)
+            payload = self.payloads[delta.manifest.part] = Payload(delta)
         return payload
 
     async def _held_payload(self, delta: DeltaManifest) -> Payload | None:
         """The memory that holds the delta's payload or the beginning of it."""
-        if payload := self._payloads.get(delta.manifest.part):
+        if payload := self.payloads.get(delta.manifest.part):
             await payload.arrival.idle()
         return payload if payload and payload.holds(delta) else None
 
     def _drop_payloads(self, manifest: Manifest) -> None:
         """Releases the memory of the part's payload, and of parts that no longer exist."""
-        for part in [part for part in self._payloads if part == manifest.part or part >= manifest.parts]:
-            self._payloads.pop(part).arrival.outgoing.close()
+        for part in [part for part in self.payloads if part == manifest.part or part >= manifest.parts]:
+            self.payloads.pop(part).arrival.outgoing.close()
 
     @asynccontextmanager
     async def _offered(self, id: PartId, arrival: Arrival) -> AsyncIterator[None]:
@@ -144,7 +148,7 @@ class WeightReceiver:
     async def _apply(self, manifest: Manifest, steps: list[Payload], bases: list[Buffer]) -> Buffer:
         """Applies the last step, a delta from `bases`, and before it the other one, if that makes a copy of a base unnecessary."""
         in_use = self._in_use()
-        idle = [buffer for buffer in self._buffers[manifest.part] if buffer.arena.nonce not in in_use]
+        idle = [buffer for buffer in self.buffers[manifest.part] if buffer.arena.nonce not in in_use]
         for first in range(len(steps) - 1, -1, -1):
             shadow = next((buffer for buffer in idle if buffer.holds_all(steps[first].delta.base)), None)
             if shadow is not None:
@@ -183,19 +187,19 @@ class WeightReceiver:
 
     async def _idle_buffers(self, part: int) -> list[Buffer]:
         """The part's buffers, to which no thread writes."""
-        buffers = self._buffers.setdefault(part, [])
+        buffers = self.buffers.setdefault(part, [])
         for buffer in buffers:
             await buffer.idle()
         return buffers
 
     async def _empty(self, manifest: Manifest) -> Buffer:
         """A buffer for the part that is not in use, emptied."""
-        buffers = self._buffers[manifest.part]
+        buffers = self.buffers[manifest.part]
         in_use = self._in_use()
-        gone = [part for part in self._buffers if part >= manifest.parts]  # the trainer has fewer hosts than before
-        for buffer in [buffer for part in gone for buffer in self._buffers[part] if buffer.arena.nonce not in in_use]:
+        gone = [part for part in self.buffers if part >= manifest.parts]  # the trainer has fewer hosts than before
+        for buffer in [buffer for part in gone for buffer in self.buffers[part] if buffer.arena.nonce not in in_use]:
             self._reuse(buffer)
-            self._buffers[buffer.part].remove(buffer)
+            self.buffers[buffer.part].remove(buffer)
         idle = [buffer for buffer in buffers if buffer.arena.nonce not in in_use]
         chosen = next((buffer for buffer in idle if buffer.arena.slot_nbytes >= manifest.nbytes), None)
         for buffer in idle:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 
@@ -33,7 +33,8 @@ STREAM_IDLE_TIMEOUT = 30.0  # keepalive detects a lost connection no earlier: se
 
 
 class WeightsService(pb_grpc.WeightsServiceServicer):
-    """Args: swapper; metrics; on_change: called after every commit, successful or failed; security: of the other replicas' ports."""
+    """Args: swapper, which is also an attribute; metrics; on_change: called after every commit, successful or failed; security: of the other
+    replicas' ports."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
         on_change: Callable[[], Awaitable[None]],
         security: SecurityConfig | None = None,
     ) -> None:
-        self._swapper, self._metrics, self._on_change, self._security = swapper, metrics, on_change, security
+        self.swapper, self._metrics, self._on_change, self._security = swapper, metrics, on_change, security
         self._fetches = Counter[int]()  # by part
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -55,27 +56,27 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
         unencoded = grpc.unary_stream_rpc_method_handler(self.Fetch, request_deserializer=pb.FetchRequest.FromString)
         server.add_registered_method_handlers(name, {"StageStream": undecoded, "Fetch": unencoded})
 
-    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
+    async def Probe(self, request: pb.ProbeRequest, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
         async with _statuses(context):
             try:
-                self._swapper.staging.probe(request.run_id, request.term, request.arena_path, request.nonce)
+                self.swapper.staging.probe(request.run_id, request.term, request.arena_path, request.nonce)
             except Refusal as refusal:
                 if refusal.code != "NOT_FOUND":
                     raise
                 return pb.ProbeResponse(can_map=False, reason=str(refusal))
             return pb.ProbeResponse(can_map=True)
 
-    async def StageArena(self, request: pb.StageArenaRequest, context: Any) -> pb.StageResponse:
+    async def StageArena(self, request: pb.StageArenaRequest, context: grpc.aio.ServicerContext) -> pb.StageResponse:
         async with _statuses(context):
             manifest = _parsed(Manifest.from_proto, request.manifest)
-            seconds = await self._swapper.staging.stage(manifest, request.arena_path, request.slot, request.generation)
+            seconds = await self.swapper.staging.stage(manifest, request.arena_path, request.slot, request.generation)
             return pb.StageResponse(verify_seconds=seconds)
 
-    async def StageStream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+    async def StageStream(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
             try:
                 content = _content(decode_manifest(await _next(messages) or b""))
-                async with self._swapper.staging.receive(content) as incoming:
+                async with self.swapper.staging.receive(content) as incoming:
                     await context.write(pb.StageStreamResponse(begin_at=incoming.position))
                     while (message := await _next(messages)) is not None:
                         offset, data = decode_chunk(message)
@@ -88,13 +89,13 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
             except WireError as error:
                 raise Refusal("INVALID_ARGUMENT", str(error)) from None
 
-    async def StageRelay(self, request: pb.StageRelayRequest, context: Any) -> pb.StageRelayResponse:
+    async def StageRelay(self, request: pb.StageRelayRequest, context: grpc.aio.ServicerContext) -> pb.StageRelayResponse:
         async with _statuses(context):
             received = self._metrics.received_bytes.labels("replica")
             response, ended = pb.StageRelayResponse(), time.perf_counter()
             try:
                 content = _content(request.delta if request.HasField("delta") else request.manifest)
-                async with self._swapper.staging.receive(content) as incoming:
+                async with self.swapper.staging.receive(content) as incoming:
                     if incoming.position < incoming.nbytes:
                         wanted = _fetch_request(request, incoming.position)
                         fetching = fetch(request.source, wanted, self._security, request.timeout, _largest(content))
@@ -114,9 +115,9 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 response.failed = f"{request.source}: {refusal.code}: {refusal}"
             return response
 
-    async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
+    async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         async with _statuses(context):
-            self._swapper.staging.check(request.id.run_id, request.id.term)
+            self.swapper.staging.check(request.id.run_id, request.id.term)
             if self._fetches[request.part] == MAX_FETCHES:
                 raise Refusal(
                     "RESOURCE_EXHAUSTED", f"expected at most {MAX_FETCHES} replicas that fetch a part at once; found another"
@@ -129,15 +130,15 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
             try:
                 await context.send_initial_metadata(())
-                await send(self._swapper.staging.outgoing, request, write)
+                await send(self.swapper.staging.outgoing, request, write)
             finally:
                 self._fetches[request.part] -= 1
 
-    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
+    async def Commit(self, request: pb.CommitRequest, context: grpc.aio.ServicerContext) -> pb.CommitResponse:
         async with _statuses(context):
             try:
                 canary = Canary.from_proto(request.canary) if request.HasField("canary") else None
-                done = await self._swapper.commit(request.id.run_id, VersionId(request.id.term, request.id.version), canary)
+                done = await self.swapper.commit(request.id.run_id, VersionId(request.id.term, request.id.version), canary)
             except Refusal as refusal:
                 if refusal.code == "INTERNAL":
                     self._metrics.swap_failures.inc()
@@ -190,7 +191,7 @@ async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
 
 
 @asynccontextmanager
-async def _statuses(context: Any) -> AsyncIterator[None]:
+async def _statuses(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     try:
         yield
     except Refusal as refusal:
@@ -199,6 +200,6 @@ async def _statuses(context: Any) -> AsyncIterator[None]:
         await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-async def _abort(context: Any, code: grpc.StatusCode, text: str) -> NoReturn:
+async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
     await context.abort(code, text)
     raise AssertionError("abort raises")

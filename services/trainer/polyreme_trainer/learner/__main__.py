@@ -39,7 +39,9 @@ from polyreme_trainer.megatron.run_engine import RunEngine
 from polyreme_trainer.megatron.stage_engine import MegatronStageEngine
 from polyreme_trainer.memory.memory_estimate import announce
 from polyreme_trainer.observe.records import Recorder
-from polyreme_trainer.stages.loop import StageLoop
+from polyreme_trainer.observe.resource_use import StageUse
+from polyreme_trainer.stages import program
+from polyreme_trainer.stages.program import StageLog
 from polyreme_trainer.stages.table import TABLE
 
 logger = logging.getLogger(__name__)
@@ -102,18 +104,22 @@ def run_stage(run_dir: Path, ranks: Ranks, device: Device, drains: Callable[[], 
     files = read_model_files(config.model.path)
     template, stage = Template(files, config.data), TABLE[config.stage]
     device.seed(config.seed)
-    objective, reference = stage.objective(config), stage.reference(config)
+    head, reference = stage.objective(config).head, stage.reference(config)
     with closing(Recorder.open(run_dir, run.run_id)) if ranks.leads else nullcontext() as recorder:
+        write, loads = (no_record, unreported) if recorder is None else (with_use(recorder), reports_to(recorder.add))
+        with closing(MegatronStageEngine(config, head, reference, files, template.stop_ids, ranks, device, loads)) as engine:
+            return program.run_stage(config, template, stage, engine, ranks, StageLog(ranks, write, drains))
 
-        async def emit(record: MetricRecord) -> None:
-            assert recorder is not None, "only rank 0 writes records"
-            recorder.add(record)
 
-        loads = unreported if recorder is None else reports_to(recorder.add)
-        with closing(
-            MegatronStageEngine(config, objective.head, reference, files, template.stop_ids, ranks, device, loads)
-        ) as engine:
-            return StageLoop(config, template, stage, objective, engine, ranks, emit, drains).run()
+def with_use(recorder: Recorder) -> Callable[[MetricRecord], None]:
+    """Writes records, with what the stage's ranks used."""
+    use = StageUse(os.getppid())
+    return lambda record: recorder.add(use.added(record))
+
+
+def no_record(record: MetricRecord) -> None:
+    """Only rank 0 writes records."""
+    raise AssertionError(f"rank 0 to write the record {record}")
 
 
 def main(kind: type[Learner] = Learner) -> None:

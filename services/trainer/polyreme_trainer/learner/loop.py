@@ -25,7 +25,7 @@ from polyreme_trainer.learner.run_client import RunClient
 from polyreme_trainer.learner.saving import Saving
 from polyreme_trainer.observe import alarms
 from polyreme_trainer.observe.metrics import iteration_record, observe
-from polyreme_trainer.stages import sft
+from polyreme_trainer.stages import warm_start
 from polyreme_trainer.stages.share_rows import share_rows
 from polyreme_trainer.weight_sync.publisher import Publisher
 
@@ -144,7 +144,7 @@ class Learner:
     def warm_start(self) -> bool:
         """Runs the warm start. Returns whether version 0 is complete; False when the run drains first."""
         began = time.perf_counter()
-        complete = sft.warm_start(self.engine, self.config, self.files, self.ranks, self.report_progress)
+        complete = warm_start.warm_start(self.engine, self.config, self.files, self.ranks, self.report_progress)
         if complete:
             self.engine.begin_iterations()
         if complete and self.config.trainer.sft:
@@ -155,7 +155,7 @@ class Learner:
     def mix_in(self) -> None:
         """Gives the engine the supervised rows that iterations mix into their steps."""
         if (ptx := self.config.algorithm.ptx) is not None:
-            rows = share_rows(self.ranks, partial(sft.read_examples, ptx.data, self.config, self.files))
+            rows = share_rows(self.ranks, partial(warm_start.read_examples, ptx.data, self.config, self.files))
             self.engine.mix_in(rows)
 
     def iterate(self, iteration: int) -> Written | None:

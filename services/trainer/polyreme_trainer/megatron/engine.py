@@ -25,7 +25,7 @@ from polyreme_trainer.megatron.models.policy import Policy, build_policy
 from polyreme_trainer.megatron.offload.host_memory import HostMemory
 from polyreme_trainer.megatron.parallel.shard import data_shard
 from polyreme_trainer.megatron.training.losses import ObjectiveLoss, over_ranks
-from polyreme_trainer.megatron.training.roles import BaseRole, LossTerm, Role, every
+from polyreme_trainer.megatron.training.roles import AnyRole, BaseRole, LossTerm, Role, every
 
 
 class MegatronEngine:
@@ -52,7 +52,7 @@ class MegatronEngine:
         self._config = config
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
         self.host = HostMemory(config.trainer.offload, device.pins)
-        self.roles: dict[str, Role[Any]] = {}
+        self.roles: dict[str, AnyRole] = {}
         self.facts: Mapping[str, Any] = {}
 
     def add_policy(self, name: str, path: Path, *, trainable: bool, temperature: float = 1.0) -> Role[Policy]:
@@ -85,7 +85,7 @@ class MegatronEngine:
         self.roles[name] = role
         return role
 
-    def add_base(self, name: str, adapted: Role[Policy]) -> Role[Policy]:
+    def add_base(self, name: str, adapted: AnyRole) -> AnyRole:
         """Creates a role with another role's model without its adapters, in the same memory."""
         role = BaseRole(name, adapted.model, adapted.output, self.shard)
         self.roles[name] = role

@@ -37,7 +37,7 @@ from polyreme_trainer.megatron.training.iteration import Iteration, episodes_of
 from polyreme_trainer.megatron.training.optimizer import Adam, adam_of
 from polyreme_trainer.megatron.training.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.training.replay import decode_routes
-from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.roles import AnyRole, Role
 from polyreme_trainer.megatron.training.step import train_iteration
 from polyreme_trainer.megatron.versions.version_writer import VersionWriter
 
@@ -77,7 +77,7 @@ class RunEngine(MegatronEngine):
         self.actor.replays = config.trainer.moe.replay_routes
         kl = self.algorithm.recipe.kl
         self.followers = Followers(policy, self.frozen_role, kl.renew_interval if kl else 0, config.trainer.ema_decay)
-        self.reference: Role[Policy] | None = self.followers.reference
+        self.reference: AnyRole | None = self.followers.reference
         self.critic = self.make_critic() if self.algorithm.needs.critic else None
         self.state = AlgorithmState()
         """The algorithm's state between iterations."""
@@ -94,12 +94,12 @@ class RunEngine(MegatronEngine):
         self.probes = ModelProbes(config, policy, self.critic.model if self.critic else None, ranks, device)
 
     @property
-    def trained(self) -> list[Role[Any]]:
+    def trained(self) -> list[AnyRole]:
         """The roles with an optimizer."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     @property
-    def saved(self) -> list[Role[Any]]:
+    def saved(self) -> list[AnyRole]:
         """The roles in a checkpoint. A constant reference is not among them, because it is version 0's export."""
         return [*self.trained, *self.followers.roles]
 

@@ -20,6 +20,7 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.huggingface.export import Export, as_classifier, export_hf
 from polyreme_trainer.megatron.models.critic import Critic
+from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.probes import comparison
 from polyreme_trainer.megatron.probes.model_probes import outputs
 from polyreme_trainer.megatron.training.optimizer import adam_of
@@ -58,7 +59,7 @@ class MegatronStageEngine(MegatronEngine):
         elif reference is not None:
             self.add_policy("reference", reference, trainable=False)
 
-    def add_trained(self, head: Head) -> Role[Any]:
+    def add_trained(self, head: Head) -> Role[Policy] | Role[Critic]:
         """Creates the trained role."""
         path = self.config.model.path
         return self.add_critic("model", path) if head == "value" else self.add_policy("model", path, trainable=True)

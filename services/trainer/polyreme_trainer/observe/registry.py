@@ -476,6 +476,7 @@ STAGE_METRICS = (
     Metric("time/step", "s", "Wall-clock time of the step on the learner's rank 0.", "`step` records"),
     Metric("tokens_per_second", "tokens/s", "Tokens of the step's rows / time/step.", "`step` records"),
     *CHECKPOINT,
+    *(metric for metric in RESOURCES if metric.name.startswith(("resources/trainer/", "resources/device_"))),
 )
 """The metrics of a stage's records. The names of losses, rewards and accuracies are TRL's."""
 

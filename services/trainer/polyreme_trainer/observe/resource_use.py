@@ -1,22 +1,25 @@
-"""Processor, memory and device use of a run's processes, which the records of its iterations get.
+"""Processor, memory and device use of a run's processes, which the records of its iterations get, and of a stage's, which those of its steps get.
 
-Invariant: measuring happens every INTERVAL seconds beside the records, so that it delays nothing. A server that does not answer in time is left out.
+Invariant: a run is measured every INTERVAL seconds beside the records, so that it delays nothing. A server that does not answer in time is left
+out. A stage is measured between two steps, which takes milliseconds, and at most every INTERVAL seconds.
 """
 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from prometheus_client.samples import Sample
 
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.leases import Kind, Lease, Registry
+from polyreme.experience.metric_records import MetricRecord, StageStep
 from polyreme.experience.run import Run
 from polyreme.page.server_status import scrape
 from polyreme.process.resource_metrics import Usage
@@ -75,6 +78,28 @@ class ResourceUse:
     def added(self, records: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
         """Records with their stream ids, of which the first iteration has the metrics since the last call that had one."""
         return [(at, {**each, **self.take()} if each["kind"] == "iteration" else each) for at, each in records]
+
+
+class StageUse:
+    """What a stage's trainer used between two of its steps.
+
+    Args:
+        pid: the process whose children the ranks are.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._usage, self._use, self._clock = Usage(pid), ResourceUse(), clock
+        self._due = clock()
+
+    def added(self, record: MetricRecord) -> MetricRecord:
+        """The record. A step's has the metrics since the last one that had some, if a measurement is due."""
+        if not isinstance(record, StageStep) or self._clock() < self._due:
+            return record
+        self._due = self._clock() + INTERVAL
+        with suppress(psutil.Error):  # the process has ended, and this one is about to
+            self._use.add({("trainer", ""): _own(self._usage)})
+        return replace(record, metrics={**record.metrics, **self._use.take()})
 
 
 async def keep_measuring(use: ResourceUse, run: Run, security: SecurityConfig | None) -> None:

@@ -21,7 +21,8 @@ from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
 from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.api import ServiceApi
-from polyreme_trainer.service.folders import MODELS, REDIS, Folders
+from polyreme_trainer.service.folders import MODELS, Folders
+from polyreme_trainer.service.http_answers import error_body, is_open
 from polyreme_trainer.service.observer.observer import Observer
 from polyreme_trainer.service.observer.port import observer_port
 
@@ -48,12 +49,11 @@ def run_api(config: ServeConfig) -> None:
     async def serve(log: RequestLog, stop: asyncio.Event) -> None:
         architecture = json.loads((config.model.path / "config.json").read_text())["model_type"]
         folders, longest = Folders(config.run_dir / MODELS), config.sampler.max_model_len
-        key = kept_secret(config.run_dir / REDIS, SIGNING_KEY)
-        api = ServiceApi(
-            log, folders, config.served_name, str(config.model.path), architecture, longest, key, Accounts.read(config)
-        )
-        async with serve_http(loopback(), config.port, api.app(), drain_timeout=1.0) as port:
-            logger.info("ready: http://%s:%d", loopback(), port)
+        key, accounts = kept_secret(config.redis_dir, SIGNING_KEY), Accounts.read(config)
+        api = ServiceApi(log, folders, config.served_name, str(config.model.path), architecture, longest, key, accounts)
+        host = config.host or loopback()
+        async with serve_http(host, config.port, api.app(), 1.0, config.security, is_open, error_body) as port:
+            logger.info("ready: %s:%d", host, port)
             await stop.wait()
 
     asyncio.run(with_log(config, serve))

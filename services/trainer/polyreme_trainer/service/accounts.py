@@ -11,12 +11,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polyreme.config.serve import ServeConfig, ServeQuota
 from polyreme.errors import ConfigError
-from polyreme_trainer.service.http_answers import refusal, tenant_of_headers, tenant_with
+from polyreme.net.http_server import PROBES
+from polyreme_trainer.service.http_answers import is_open, refusal, tenant_of_headers, tenant_with
 
 KEY_PREFIX = "tml-"
 """The SDK refuses other keys."""
-_OPEN = ("/health", "/api/v1/healthz", "/api/v1/files/")
-"""Beginnings of paths that need no key: the probes, and addresses of files, which are signed."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,12 @@ class RequireAccount:
         self._app, self._accounts = app, accounts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(_OPEN) or self._accounts.admits(tenant_of_headers(scope)):
+        if (
+            scope["type"] != "http"
+            or scope["path"] in PROBES
+            or is_open(scope["path"])
+            or self._accounts.admits(tenant_of_headers(scope))
+        ):
             await self._app(scope, receive, send)
             return
         await refusal(401, "expected the API key of an account of this service; found another one, or none")(scope, receive, send)

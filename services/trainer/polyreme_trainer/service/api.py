@@ -14,18 +14,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from polyreme.errors import StoreError
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 from polyreme_trainer.service import messages as m
 from polyreme_trainer.service.accounts import Accounts, RequireAccount
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Folders
-from polyreme_trainer.service.http_answers import ApiCall, Handler, endpoint, refused, refused_tenant, tenant_of
+from polyreme_trainer.service.http_answers import HEALTH, PREFIX, ApiCall, Handler, endpoint, refused, refused_tenant, tenant_of
 from polyreme_trainer.service.rest import RestRoutes
 from polyreme_trainer.service.submission import submit, unload
 from polyreme_trainer.service.tenants import Tenants
 from polyreme_trainer.service.wire import Request, parse_batch, read_batch
 
-PREFIX = "/api/v1"
 HOLD_SECONDS = 30.0
 """How long an answer of retrieve_future is held for a result. The SDK asks again at once, and waits 45 seconds itself."""
 
@@ -84,7 +84,8 @@ class ServiceApi:
         routes = [Route(f"{PREFIX}/{name}", endpoint(handler), methods=["POST"]) for name, handler in posts.items()]
         routes += [
             Route("/health", self._health),
-            Route(f"{PREFIX}/healthz", self._health),
+            Route("/ready", self._ready),
+            Route(HEALTH, self._health),
             Route(f"{PREFIX}/get_server_capabilities", self._capabilities),
             Route(f"{PREFIX}/samplers/{{name:path}}", self._sampler),
             *self._rest.routes(PREFIX),
@@ -94,6 +95,14 @@ class ServiceApi:
         return Starlette(routes=routes, exception_handlers=handlers, middleware=[guard])
 
     async def _health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: HttpRequest) -> Response:
+        """Whether the request log answers."""
+        try:
+            await self._log.record("session", "")
+        except StoreError as error:
+            return JSONResponse({"status": str(error)}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     async def _capabilities(self, request: HttpRequest) -> Response:

@@ -1,13 +1,16 @@
-"""`polyreme serve`: a training service on this machine, in the foreground.
+"""`polyreme serve`: a training service on this machine, in the foreground, or one of its processes alone.
 
 Invariant: every process that it starts ends with it, and one that dies is started again. Nothing that a client was promised is lost: the same
-command in the same directory continues every model.
+command in the same directory continues every model. A process alone is started again by what has started it, such as a container's restart
+policy.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,15 +25,17 @@ from polyreme.errors import ConfigError
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.hub.resolve import resolve_path
 from polyreme.hub.tiny_model import write_tiny_model
+from polyreme.net import tls
+from polyreme.net.endpoint import is_loopback
 from polyreme.net.ports import free_port, join, loopback
-from polyreme.net.redis_url import without_password
+from polyreme.net.redis_url import redis_option, without_password
 from polyreme.page import PATH
 from polyreme.process.lifecycle import OWNER_DIED, stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.rundir.run_directory import next_attempt, owned
+from polyreme.rundir.run_records import write_atomically
 from polyreme.terminal.terminal import TerminalConsole
 from polyreme_trainer.service.accounts import Accounts
-from polyreme_trainer.service.folders import REDIS
 
 _GRACE_SECONDS = 15.0
 _START_SECONDS = 300.0
@@ -43,21 +48,68 @@ for step in range(20): print(model.forward_backward([datum], "cross_entropy").re
 """
 
 
+class ServicePart(StrEnum):
+    """A process of the service. The third one, the sampler, is `polyreme sampler`."""
+
+    API = "api"
+    LEARNER = "learner"
+
+
 def serve(
     config: Annotated[Path | None, typer.Argument(help="The service's YAML file.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file with other values: port=8451.")
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help=f"Make a tiny model in ./{DEMO} and serve it.")] = False,
+    part: Annotated[
+        ServicePart | None,
+        typer.Option(help="Run this process alone. Needs --redis, and an output_dir that it shares with the others."),
+    ] = None,
+    redis: Annotated[str | None, redis_option("With --part: the Redis in which the processes meet.")] = None,
 ) -> None:
     """Serve training: the Tinker API for programs that bring their own loop."""
     if demo == (config is not None):
         raise ConfigError("a YAML file or --demo", "both" if demo else "neither", "Write: polyreme serve FILE, or --demo.")
     console = TerminalConsole(sys.stdout)
     resolved = _resolved(read_serve(_write_demo() if config is None else config, overrides or ()))
-    Accounts.read(resolved)
+    _check_access(resolved)
+    if part is not None:
+        _run_alone(part, resolved, redis)
+        return
     with owned(resolved.run_dir):
         asyncio.run(_serve(resolved, console, demo))
+
+
+def _check_access(config: ServeConfig) -> None:
+    """Raises ConfigError when the API cannot have its accounts or its `security`, or would be open beyond loopback."""
+    Accounts.read(config)
+    security = config.security
+    has_token = security is not None and security.token_env is not None
+    if security is not None:
+        tls.check_files(security)
+    if has_token and config.tenants:
+        raise ConfigError(
+            "tenants, or security.token_env", "both", "Remove security.token_env: each tenant has a key of its own."
+        )
+    if config.host and not is_loopback(config.host) and not has_token and not config.tenants:
+        raise ConfigError(
+            f"tenants or security.token_env with host={config.host}",
+            "none",
+            "Name environment variables with keys: otherwise everyone who reaches the port can train, read and delete.",
+        )
+
+
+def _run_alone(part: ServicePart, config: ServeConfig, redis: str | None) -> None:
+    """Runs a part in this process until a signal. Two of the same would both execute what is logged, so the second one is refused."""
+    if redis is None:
+        raise ConfigError("--redis URL with --part", "none", "Pass the Redis in which the processes meet.")
+    with owned(config.run_dir / part):
+        _write_config(config)
+        os.environ.update(_environment(part, config, redis))
+        from polyreme_trainer.service.__main__ import main  # reads the environment
+
+        sys.argv = ["polyreme", part]
+        main()
 
 
 def _write_demo() -> Path:
@@ -82,28 +134,33 @@ def _resolved(config: ServeConfig) -> ServeConfig:
     return config.model_copy(update={"model": model, "base_model": name, **ports})
 
 
+def _write_config(config: ServeConfig) -> None:
+    """Writes what the processes read."""
+    write_atomically(config.run_dir / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
 async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
     stop = stop_event()
     log_dir = next_attempt(config.run_dir)
-    (config.run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    async with _redis(config.run_dir / REDIS) as server:
+    _write_config(config)
+    async with _redis(config.redis_dir) as server:
         url = str(without_password(server.url))  # the processes find its password in their environment
+        kept = server.keep(config.max_restarts, console.print, "start the service again")
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
-        running, ending = asyncio.create_task(supervisor.run()), asyncio.create_task(stop.wait())
-        keeping = asyncio.create_task(server.keep(config.max_restarts, console.print, "start the service again"))
+        running: list[asyncio.Task[object]] = [asyncio.create_task(supervisor.run()), asyncio.create_task(kept)]
+        ending = asyncio.create_task(stop.wait())
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
         try:
-            await asyncio.wait({running, keeping, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if keeping.done():
-                keeping.result()  # raises
-            if running.done():
-                running.result()  # raises
+            await asyncio.wait({*running, ending}, return_when=asyncio.FIRST_COMPLETED)
+            for task in running:
+                if task.done():
+                    task.result()  # raises
             console.print("stopping; the same command continues every model")
             await supervisor.stop(_GRACE_SECONDS)
         finally:
-            for task in (starting, ending, keeping, running):
+            for task in (starting, ending, *running):
                 task.cancel()
-            await asyncio.gather(starting, ending, keeping, running, return_exceptions=True)
+            await asyncio.gather(starting, ending, *running, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -116,20 +173,25 @@ async def _redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
         server.stop()
 
 
+def _environment(part: str, config: ServeConfig, redis: str) -> dict[str, str]:
+    """The variables of a process of the service."""
+    shared = {"POLYREME_REDIS": redis, "POLYREME_RUN_DIR": str(config.run_dir)}
+    compute = {"OMP_NUM_THREADS": str(config.learner.threads), "OMP_WAIT_POLICY": "passive"}
+    return {**shared, **compute} if part == ServicePart.LEARNER else shared
+
+
 def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]:
     """The API, the learner, the sampler and the observer, each of which restarts alone."""
-    shared = {"POLYREME_REDIS": url, "POLYREME_RUN_DIR": str(config.run_dir)}
-    compute = {"OMP_NUM_THREADS": str(config.learner.threads), "OMP_WAIT_POLICY": "passive"}
     programs = {
-        "api": (("-m", "polyreme_trainer.service", "api"), shared),
-        "learner": (("-m", "polyreme_trainer.service", "learner"), {**shared, **compute}),
-        "sampler": (("-m", "polyreme_rollout.local"), shared),
-        "observer": (("-m", "polyreme_trainer.service", "observer"), shared),
+        "api": ("-m", "polyreme_trainer.service", "api"),
+        "learner": ("-m", "polyreme_trainer.service", "learner"),
+        "sampler": ("-m", "polyreme_rollout.local"),
+        "observer": ("-m", "polyreme_trainer.service", "observer"),
     }
 
     def program(name: str) -> ProcessSet:
-        arguments, environment = programs[name]
-        spec = ProcessSpec(name, (sys.executable, *arguments), environment, death_signal=OWNER_DIED)
+        environment = _environment(name, config, url)
+        spec = ProcessSpec(name, (sys.executable, *programs[name]), environment, death_signal=OWNER_DIED)
         return ProcessSet(name, lambda: [spec], log_dir, serves=True)
 
     return [program(name) for name in programs]
@@ -137,12 +199,15 @@ def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]
 
 async def _announce(config: ServeConfig, console: Console, log_dir: Path, demo: bool) -> None:
     """Prints the address once the API answers."""
-    url = f"http://{join(loopback(), config.port)}"
+    context = tls.peer_context(config.security) if config.security else None
+    host = loopback() if config.host in (None, "0.0.0.0", "::") else config.host
+    url = f"{'https' if context else 'http'}://{join(str(host), config.port)}"
+    named = {"sni_hostname": config.security.server_name} if config.security and config.security.server_name else {}
     deadline = asyncio.get_running_loop().time() + _START_SECONDS
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(verify=context or False, trust_env=False) as client:
         while asyncio.get_running_loop().time() < deadline:
             with suppress(httpx.TransportError):
-                if (await client.get(f"{url}/api/v1/healthz")).status_code == 200:
+                if (await client.get(f"{url}/api/v1/healthz", extensions=named)).status_code == 200:
                     page = f"http://{join(loopback(), config.page_port)}{PATH}/"
                     console.print(f"serving {config.served_name} at {url}, page at {page}, logs in {log_dir}", soft_wrap=True)
                     if demo:

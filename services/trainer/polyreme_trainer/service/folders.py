@@ -16,8 +16,8 @@ from polyreme_trainer.megatron.atomic import discard, sync
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.messages import Kind, SavedModel
 
-MODELS, REDIS = "models", "redis"
-"""The folders of the saved models and of Redis in the service's directory."""
+MODELS = "models"
+"""The folder of the saved models in the service's directory."""
 FACTS = "facts.json"
 
 

@@ -4,6 +4,7 @@ Invariant: every error is JSON with `error` and `category`, as the SDK expects i
 """
 
 import hashlib
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from polyreme.experience.requests import TENANT_DIGITS
 from polyreme.net.http_server import BODY_LIMIT
 from polyreme_trainer.service.errors import TenantError
 
+PREFIX = "/api/v1"
+HEALTH = f"{PREFIX}/healthz"
+
 
 @dataclass(frozen=True)
 class ApiCall:
@@ -28,6 +32,7 @@ class ApiCall:
 
 
 Handler = Callable[[ApiCall], Awaitable[Response]]
+"""Answers a request."""
 
 
 def tenant_of(request: HttpRequest) -> str:
@@ -75,6 +80,16 @@ def _decompressed(body: bytes) -> bytes:
     if len(whole) > BODY_LIMIT:
         raise HTTPException(413, f"expected a body of at most {BODY_LIMIT} bytes; found more")
     return whole
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key, as /health and /ready: the SDK's probe, and addresses of files, which are signed."""
+    return path == HEALTH or path.startswith(f"{PREFIX}/files/")
+
+
+def error_body(status: int, message: str) -> bytes:
+    """The JSON of an error that the server answers before the application."""
+    return json.dumps(_body(message)).encode()
 
 
 def _body(message: str) -> dict[str, str]:

@@ -72,7 +72,11 @@ class SimulatedTenantEngine:
     def forward_backward(self, batch: Batch, loss: str, options: Mapping[str, float]) -> tuple[Sequence[FloatArray], float]:
         self.executed.append("forward_backward")
         result = self.forward(batch, loss, options)
-        arrays = [*batch.inputs, *batch.targets, *(batch.columns[name] for name in sorted(batch.columns))]
+        arrays: list[NDArray[np.generic]] = [
+            *batch.inputs,
+            *batch.targets,
+            *(batch.columns[name] for name in sorted(batch.columns)),
+        ]
         given = [loss.encode(), repr(sorted(options.items())).encode(), *(array.tobytes() for array in arrays)]
         self._gradient = _digest(self._gradient, self._weights, *given)
         return result

@@ -37,12 +37,15 @@ class Deltas:
         anchor_interval: versions between two anchors; 1: every version is one.
         threads: threads that compare tensors.
         on_slots: called with the slots that are being compared, when they change.
+
+    Attributes:
+        links: the deltas between one version and the next since the anchor, by the version that each starts from.
     """
 
     def __init__(self, arena: Arena, anchor_interval: int, threads: int, on_slots: Callable[[set[int]], None]) -> None:
         self._arena, self._interval, self._on_slots = arena, anchor_interval, on_slots
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta")
-        self._links: dict[int, asyncio.Task[EncodedDelta | None]] = {}  # by the start version of a link
+        self.links: dict[int, asyncio.Task[EncodedDelta | None]] = {}
         self._combined: dict[tuple[int, int], asyncio.Task[EncodedDelta | None]] = {}  # by base and target
         self._newest: Version | None = None
         self._targets: tuple[int, ...] = ()
@@ -59,9 +62,9 @@ class Deltas:
         self._targets = (before.number, version.number) if before else (version.number,)
         self._combined = {pair: task for pair, task in self._combined.items() if pair[1] in self._targets}
         if not wanted or before is None or version.number % self._interval == 0:
-            self._links.clear()
+            self.links.clear()
             return
-        self._links[before.number] = asyncio.create_task(self._encode(before, version))
+        self.links[before.number] = asyncio.create_task(self._encode(before, version))
         self._forget_oldest(WHOLE_ABOVE * version.manifest.nbytes)
 
     async def between(self, base: int, target: int) -> EncodedDelta | None:
@@ -71,7 +74,7 @@ class Deltas:
         """
         pair = base, target
         if pair not in self._combined:
-            if base not in self._links or target not in self._targets:
+            if base not in self.links or target not in self._targets:
                 return None
             self._combined[pair] = asyncio.create_task(self._combine(base, target))
         combining = self._combined[pair]
@@ -81,16 +84,16 @@ class Deltas:
     def close(self) -> None:
         """Ends the threads after their current tensors."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for task in (*self._links.values(), *self._combined.values()):
+        for task in (*self.links.values(), *self._combined.values()):
             task.cancel()
 
     def _forget_oldest(self, most_bytes: float) -> None:
         """Keeps the newest links of at most `most_bytes` in total, since larger ones would be sent as a whole version anyway."""
-        for base, link in reversed(list(self._links.items())):
+        for base, link in reversed(list(self.links.items())):
             encoded = link.result() if link.done() and not link.exception() else None
             most_bytes -= len(encoded.delta.payload) if encoded else 0
             if most_bytes < 0:
-                del self._links[base]
+                del self.links[base]
 
     async def _encode(self, before: Version, after: Version) -> EncodedDelta | None:
         self._comparing += [before, after]
@@ -123,7 +126,7 @@ class Deltas:
         """The links from `base` to `target` as one delta."""
         combined: EncodedDelta | None = None
         while base != target:
-            link = self._links.get(base)
+            link = self.links.get(base)
             part = await asyncio.shield(link) if link else None
             if part is None:
                 return None

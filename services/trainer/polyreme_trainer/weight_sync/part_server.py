@@ -9,7 +9,6 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
@@ -119,7 +118,7 @@ class PartServer(weights_pb2_grpc.PartServiceServicer):
         finally:
             deltas.close()
 
-    async def FindDelta(self, request: pb.FindDeltaRequest, context: Any) -> pb.FindDeltaResponse:
+    async def FindDelta(self, request: pb.FindDeltaRequest, context: grpc.aio.ServicerContext) -> pb.FindDeltaResponse:
         """Answers once the delta is computed. The caller's deadline bounds the wait."""
         encoded = await self._delta(request)
         if encoded is None:
@@ -135,7 +134,7 @@ class PartServer(weights_pb2_grpc.PartServiceServicer):
             return None
         return await self._running.result(0).deltas.between(request.base.version, request.id.version)
 
-    async def _fetch(self, request: pb.FetchRequest, context: Any) -> None:
+    async def _fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         """Sends the part from the request's offset on. The caller's deadline bounds the call."""
         title = f"part {request.part} of version {request.id.version} of term {request.id.term}"
         if request.HasField("base"):

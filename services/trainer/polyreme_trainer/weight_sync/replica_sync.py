@@ -87,7 +87,7 @@ class ReplicaSync:
         self._changes = ChangeSignal()
         self._newest: Version | None = None
         self._devices_train = False
-        self._replicas: dict[str, ReplicaState] = {}
+        self.replicas: dict[str, ReplicaState] = {}
         self._stopping = False
         self._streams = Streams(
             part_source, settings.relay_roots, slots, self._target, self._address, self._notice, self._changes.notify
@@ -121,7 +121,7 @@ class ReplicaSync:
                 await self._update_held_version()
                 await self._changes.wait_until(lambda: self._stopping or self._failed() or None, LEASE_CHECK_INTERVAL)
         finally:
-            for replica in self._replicas.values():
+            for replica in self.replicas.values():
                 await self._stop(replica)
             self._streams.close()
 
@@ -133,7 +133,7 @@ class ReplicaSync:
     def publish(self, version: Version) -> None:
         """Makes `version` the newest."""
         self._newest, self._slots.newest = version, version.slot
-        self._streams.publish(version, wanted=any(replica.client.unmapped for replica in self._replicas.values()))
+        self._streams.publish(version, wanted=any(replica.client.unmapped for replica in self.replicas.values()))
         self._hold.published(version, time.monotonic())
         self._pin()
 
@@ -158,7 +158,7 @@ class ReplicaSync:
 
     def _address(self, name: str) -> str | None:
         """The address of a live replica."""
-        replica = self._replicas.get(name)
+        replica = self.replicas.get(name)
         return replica.lease.address if replica and not replica.quarantined else None
 
     async def acquire_slot(self, seconds: float) -> int:
@@ -171,12 +171,12 @@ class ReplicaSync:
         if slot is None:
             for name in self._slots.interruptible():
                 logger.info("interrupting the stream to replica %s: training needs its slot", name)
-                self._replicas[name].interrupt()
+                self.replicas[name].interrupt()
             slot = await self._changes.wait_until(self._slots.free, max(0.0, seconds - STREAM_INTERRUPT_TIMEOUT))
         if slot is None:
             for name in self._slots.blocking_replicas():
                 self._slots.drop(name)
-                self._replicas[name].interrupt()
+                self.replicas[name].interrupt()
             slot = self._slots.free()
             assert slot is not None
         return slot
@@ -189,14 +189,14 @@ class ReplicaSync:
         """
 
         def there() -> list[Commit] | None:
-            commits = [r.commit for r in self._replicas.values() if r.commit and r.commit.version >= version]
+            commits = [r.commit for r in self.replicas.values() if r.commit and r.commit.version >= version]
             return commits if len(commits) >= replicas else None
 
         commits = await self._changes.wait_until(there, seconds)
         if commits is None:
             states = [
                 f"{name} ({r.lease.address}) {f'serves version {r.commit.version}' if r.commit else 'serves no version'}: {r.last_error}"
-                for name, r in self._replicas.items()
+                for name, r in self.replicas.items()
             ]
             raise UnavailableError(
                 f"{replicas} replicas at version {version} within {seconds:g} s",
@@ -206,30 +206,30 @@ class ReplicaSync:
         return commits
 
     async def _match(self, leases: dict[str, Lease]) -> None:
-        for name, replica in list(self._replicas.items()):
+        for name, replica in list(self.replicas.items()):
             if name not in leases or leases[name].address != replica.lease.address:
                 await self._forget(name, replica)
         for name, lease in leases.items():
-            if name not in self._replicas:
+            if name not in self.replicas:
                 replica = ReplicaState(lease, ReplicaClient(lease, self._arena, self._settings.security))
-                self._replicas[name] = replica
+                self.replicas[name] = replica
                 replica.task = asyncio.create_task(self._push.keep_current(replica), name=f"push to {name}")
                 replica.task.add_done_callback(lambda _: self._changes.notify())
                 await self._report_membership(f"replica {name} at {lease.address} joined")
 
     async def _forget(self, name: str, replica: ReplicaState) -> None:
         await self._stop(replica)
-        del self._replicas[name]
+        del self.replicas[name]
         self._streams.drop(name)
         self._changes.notify()
         await self._report_membership(f"replica {name} at {replica.lease.address} left")
 
     def _check_usable(self) -> None:
         """Fails a run whose replicas are all quarantined. A run with fewer replicas than it wants may still get another."""
-        if len(self._replicas) >= self._settings.replicas and all(replica.quarantined for replica in self._replicas.values()):
+        if len(self.replicas) >= self._settings.replicas and all(replica.quarantined for replica in self.replicas.values()):
             raise RunFailedError(
                 "a rollout replica that accepts weights",
-                "; ".join(f"{name} {replica.last_error}" for name, replica in self._replicas.items()),
+                "; ".join(f"{name} {replica.last_error}" for name, replica in self.replicas.items()),
                 "See the replicas' logs and fix the cause, then continue with --resume.",
             )
 
@@ -243,7 +243,7 @@ class ReplicaSync:
 
     def _failed(self) -> "list[asyncio.Task[None]]":
         """The tasks that ended with an error."""
-        tasks = [replica.task for replica in self._replicas.values() if replica.task and replica.task.done()]
+        tasks = [replica.task for replica in self.replicas.values() if replica.task and replica.task.done()]
         return [task for task in tasks if not task.cancelled() and task.exception()]
 
     async def _report_membership(self, text: str) -> None:

@@ -182,7 +182,7 @@ async def test_seconds_are_bounded_and_complete_turns_remain(world):
     async def slow_down(session, place):
         if place == 2:
             await all_there.wait()
-            w.replicas[0].engine._step_seconds = 3600.0
+            w.replicas[0].engine.step_seconds = 3600.0
             session.clock.deadline = asyncio.get_running_loop().time() + 0.2
 
     async with world(SHORT) as w:

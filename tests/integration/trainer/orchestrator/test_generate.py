@@ -50,7 +50,7 @@ async def test_load_goes_to_the_idle_replica_and_is_given_back(world):
     replicas = await world.start(slow, slow)
     await asyncio.gather(*(world.generate() for _ in range(6)))
     assert [len(replica.calls) for replica in replicas] == [3, 3]
-    assert [target.outstanding for target in world.pool._targets.values()] == [0, 0]
+    assert [target.outstanding for target in world.pool.targets.values()] == [0, 0]
 
 
 async def test_a_claim_that_is_cut_as_a_message_comes_ends_its_call(world, monkeypatch):
@@ -81,7 +81,7 @@ async def test_replicas_that_are_asleep_get_no_call_and_their_calls_have_no_dead
     assert claim.deadline.when() is not None
     world.pool.set_asleep(True)
     waiting = asyncio.create_task(world.generate())
-    await until(lambda: bool(world.pool._waiting))
+    await until(lambda: bool(world.pool.waiting))
     assert claim.deadline.when() is None and len(replica.calls) == 1
     await replica.engine.resume()
     world.pool.set_asleep(False)
@@ -120,17 +120,17 @@ async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(wor
     await slow.engine.resume()
     await asyncio.gather(*generating)
     assert (len(slow.calls), len(fast.calls)) == (1, 7)
-    assert [target.sequences for target in world.pool._targets.values()] == [0, 0]
+    assert [target.sequences for target in world.pool.targets.values()] == [0, 0]
 
 
 async def test_a_replica_that_joins_gets_waiting_work_at_once(world):
     slow = {"step_seconds": 10.0, "lengths": Lengths(1e9)}
     busy, late = await world.start(slow, slow)
     await world.learner.log.run.redis.delete(world.run.key("commits"))
-    world.pool._targets["r1"].version = None
+    world.pool.targets["r1"].version = None
     generating = [asyncio.create_task(world.generate(count=12)) for _ in range(2)]
     await busy.asked.wait()
-    await until(lambda: bool(world.pool._waiting))
+    await until(lambda: bool(world.pool.waiting))
     assert not late.calls
     await world.learner.push(late)
     await world.pool.refresh()
@@ -148,7 +148,7 @@ async def eight_groups_for_version_1(world):
     world.pool._capacity = 1000
     replicas = await world.start(endless, endless)
     generating = [asyncio.create_task(world.generate(count=12, min_version=1)) for _ in range(8)]
-    await until(lambda: sum(map(len, world.pool._waiting.values())) == 8)
+    await until(lambda: world.pool.waiting == 8)
     await world.learner.write(1)
     await world.learner.push(replicas[0])
     await world.pool.refresh()
@@ -162,11 +162,11 @@ async def test_a_replica_that_is_about_to_serve_a_version_keeps_its_share(world,
     monkeypatch.setattr("polyreme_trainer.orchestrator.replicas.replica_pool.SHARE_SECONDS", 3600.0)
     async with eight_groups_for_version_1(world) as (first, second):
         await until(lambda: len(first.calls) == 4)
-        assert sum(map(len, world.pool._waiting.values())) == 4
+        assert world.pool.waiting == 4
         await world.learner.push(second)
         await world.pool.refresh()
         await until(lambda: len(second.calls) == 4)
-        assert len(first.calls) == 4 and not world.pool._waiting
+        assert len(first.calls) == 4 and not world.pool.waiting
 
 
 async def test_a_share_is_kept_for_a_short_time_only(world, monkeypatch):
@@ -186,14 +186,14 @@ async def test_waiting_work_of_older_versions_goes_first_and_a_cancelled_wait_le
 
     async with world.pool.claim(100, 12, 0):
         tasks = [asyncio.create_task(one(*wanted)) for wanted in ((0, "first"), (-1, "older"), (0, "cancelled"), (0, "last"))]
-        await until(lambda: sum(map(len, world.pool._waiting.values())) == 4)
+        await until(lambda: world.pool.waiting == 4)
         assert not names
         tasks[2].cancel()
         await asyncio.sleep(0)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert names == ["older", "first", "last"]
-    (target,) = world.pool._targets.values()
-    assert (target.outstanding, target.sequences, world.pool._waiting) == (0, 0, {})
+    (target,) = world.pool.targets.values()
+    assert (target.outstanding, target.sequences, world.pool.waiting) == (0, 0, 0)
 
 
 async def test_a_replica_that_dies_midstream_is_continued_exactly(world):
@@ -253,7 +253,7 @@ async def test_a_replica_that_leaves_before_the_call_on_it_begins_is_not_called(
         busy = [await full.enter_async_context(world.pool.claim(1, 12, 0)) for _ in range(2)]
         assert [claim.target.id for claim in busy] == [gone.id, other.id]
         generating = asyncio.create_task(world.generate(count=1))
-        await until(lambda: bool(world.pool._waiting))  # for room
+        await until(lambda: bool(world.pool.waiting))  # for room
         busy[0].end(time.monotonic())  # it has a claim now, but has not been woken
         await world.pool._remove(gone.id)
     assert len(await asyncio.wait_for(generating, 300)) == 1

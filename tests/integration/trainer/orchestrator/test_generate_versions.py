@@ -48,7 +48,7 @@ async def test_tokens_of_a_version_that_a_resumed_learner_went_back_to_are_dropp
     await replica.engine.pause()  # until it has the other version
     await world.learner.log.take(Writer.LEARNER)
     await serve(0)
-    await until(lambda: bool(world.pool._waiting))  # for a replica that serves version 1
+    await until(lambda: bool(world.pool.waiting))  # for a replica that serves version 1
     await serve(1)
     for draft in await asyncio.wait_for(generating, 300):
         assert draft.length == 96 and draft.spans == [(1, 0, 96)]
@@ -104,7 +104,7 @@ async def test_a_staged_version_that_is_never_committed_costs_one_refused_call(w
     samples = await world.generate(min_version=1)
     assert all(one.finished for one in samples)
     assert len(behind.calls) == 1 and len(other.calls) == 1
-    assert world.pool._targets["r0"].staged is None
+    assert world.pool.targets["r0"].staged is None
 
 
 class SlowCanary(SimulatedInferenceEngine):

@@ -59,6 +59,21 @@ def test_numeric_of_long_texts(response: str, label: str, score: float) -> None:
     assert ask("numeric", response, label) == score
 
 
+@pytest.mark.parametrize("name", ["numeric", "math"])
+@pytest.mark.parametrize(
+    "response",
+    [
+        "She makes 9 * 2 = $<<9*2=18>>18 every day.",
+        "The answer is <<(16-7)*2=18>>18",
+        r"\boxed{<<9*2=18>>18}",
+        "3<<3=3>>3\n#### 18",
+    ],
+)
+def test_gsm8k_calculations_are_no_answer(name: str, response: str) -> None:
+    assert ask(name, response, "18") == 1.0
+    assert ask(name, response, "9") == 0.0
+
+
 def test_numeric_looks_behind_the_marker() -> None:
     assert ask("numeric", "#### 5 of 9 apples 9", "9", after="####") == 1.0
     assert ask("numeric", "9", "9", after="####") == 0.0

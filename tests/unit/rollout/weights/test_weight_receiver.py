@@ -39,12 +39,12 @@ async def test_the_payload_of_a_delta_is_dropped_when_its_part_arrives_whole_or_
     for part in range(2):
         await bring(receiver, version(0, part, 2))
         await bring_delta(receiver, version(0, part, 2), version(1, part, 2))
-    assert receiver._payloads.keys() == {0, 1}
+    assert receiver.payloads.keys() == {0, 1}
     await bring(receiver, version(2, 1, 2))
-    assert receiver._payloads.keys() == {0}
+    assert receiver.payloads.keys() == {0}
     await bring_delta(receiver, version(2, 1, 2), version(3, 1, 2))
     await bring(receiver, version(4, 0, 1))
-    assert not receiver._payloads
+    assert not receiver.payloads
 
 
 async def test_a_delta_from_the_served_version_is_applied_to_the_version_before_without_a_copy() -> None:
@@ -52,16 +52,16 @@ async def test_a_delta_from_the_served_version_is_applied_to_the_version_before_
     receiver = WeightReceiver(lambda: served, lambda nonce: None)
     versions = [version(number, 0, 1) for number in range(5)]
     await bring(receiver, versions[0])
-    [first] = receiver._buffers[0]
+    [first] = receiver.buffers[0]
     served = {first.arena.nonce}
     await bring_delta(receiver, versions[0], versions[1])  # there is no version before, so the base is copied
-    [second] = [buffer for buffer in receiver._buffers[0] if buffer is not first]
+    [second] = [buffer for buffer in receiver.buffers[0] if buffer is not first]
     for number, (behind, base) in enumerate([(first, second), (second, first), (first, second)], start=1):
         served = {base.arena.nonce}
         kept = bytes(base.view)
         base.view[:] = bytes(len(base.view))  # a copy of it would fail its digests
         await bring_delta(receiver, versions[number], versions[number + 1])
-        assert receiver._buffers[0] == [first, second]
+        assert receiver.buffers[0] == [first, second]
         assert bytes(behind.view) == bytes(versions[number + 1][1])
         base.view[:] = kept
 
@@ -71,7 +71,7 @@ async def test_bytes_are_announced_before_they_are_overwritten() -> None:
     announced: list[bytes] = []
     receiver = WeightReceiver(set, announced.append)
     await bring(receiver, version(0, 0, 1))
-    [buffer] = receiver._buffers[0]
+    [buffer] = receiver.buffers[0]
     assert announced == []
     await bring(receiver, version(1, 0, 1))
     await bring_delta(receiver, version(1, 0, 1), version(2, 0, 1))

@@ -1,12 +1,14 @@
 """The use of processors, memory and devices between two records, from the metrics of the run's services."""
 
+import os
 from typing import Any
 
 import pytest
 from prometheus_client.samples import Sample
 
-from polyreme_trainer.observe.registry import find
-from polyreme_trainer.observe.resource_use import ResourceUse
+from polyreme.experience.metric_records import Resumed, StageStep
+from polyreme_trainer.observe.registry import STAGE_METRICS, find
+from polyreme_trainer.observe.resource_use import INTERVAL, ResourceUse, StageUse
 
 
 def measured(cpu: float, memory: float, **busy: float) -> list[Sample]:
@@ -59,3 +61,22 @@ def test_the_first_iteration_of_a_batch_has_the_metrics() -> None:
     first, second = ({"kind": "iteration", "iteration": number} for number in (1, 2))
     records: list[tuple[str, dict[str, Any]]] = [("1-0", {"kind": "notice"}), ("2-0", first), ("3-0", second)]
     assert use.added(records) == [records[0], ("2-0", first | {"resources/trainer/memory_bytes": 7}), records[2]]
+
+
+def test_a_step_of_a_stage_has_what_its_processes_used() -> None:
+    now = [100.0]
+    use = StageUse(os.getpid(), lambda: now[0])
+
+    def step(number: int) -> dict[str, Any]:
+        record = use.added(StageStep(step=number, steps=9, metrics={"loss": 0.5}))
+        assert isinstance(record, StageStep) and record.metrics["loss"] == 0.5
+        return {name: value for name, value in record.metrics.items() if name.startswith("resources/")}
+
+    assert use.added(Resumed(step=3)) == Resumed(step=3)
+    assert step(1)["resources/trainer/memory_bytes"] > 1e6
+    now[0] += INTERVAL / 2
+    assert step(2) == {}
+    now[0] += INTERVAL / 2
+    later = step(3)
+    assert later["resources/trainer/cores"] >= 0
+    assert {name for name in later if "device" not in name} <= {metric.name for metric in STAGE_METRICS}

@@ -62,7 +62,7 @@ def learner() -> Iterator[Learner]:
 
 
 async def settled(learner: Learner) -> None:
-    await asyncio.gather(*learner.deltas._links.values())
+    await asyncio.gather(*learner.deltas.links.values())
 
 
 async def test_a_replica_that_lags_gets_one_delta_over_all_versions_in_between(learner: Learner) -> None:
@@ -115,7 +115,7 @@ async def test_no_delta_spans_an_anchor() -> None:
 
 async def test_nothing_is_computed_while_no_replica_receives_streams(learner: Learner) -> None:
     before, after = learner.step(wanted=False), learner.step(wanted=False)
-    assert not learner.deltas._links
+    assert not learner.deltas.links
     assert await learner.arrives(before, after) is None
 
 
@@ -124,7 +124,7 @@ async def test_old_deltas_beyond_half_a_version_are_forgotten(learner: Learner) 
     for _ in range(12):
         versions.append(learner.step(changed=3000))
         await settled(learner)
-    kept = [(await asyncio.shield(link)) for link in learner.deltas._links.values()]
+    kept = [(await asyncio.shield(link)) for link in learner.deltas.links.values()]
     assert sum(len(link.delta.payload) for link in kept[:-1] if link) <= LAYOUT.nbytes / 2
     assert await learner.arrives(versions[0], versions[-1]) is None
     assert await learner.arrives(versions[-2], versions[-1])

@@ -47,7 +47,7 @@ from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.offload.host_copy import copied_to_host, tensors_in
 from polyreme_trainer.megatron.parallel.reshard import RankMesh, SavedShard, reshard
-from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.roles import AnyRole
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class RankContents:
         return replace(self, contents=contents)
 
 
-def rank_contents(roles: Sequence[Role[Any]]) -> RankContents:
+def rank_contents(roles: Sequence[AnyRole]) -> RankContents:
     """This rank's files (not copies). `roles`: the roles that change during training."""
     number = torch.distributed.get_rank()
     contents = {
@@ -207,7 +207,7 @@ def complete(temporary: Path, path: Path, own: RankContents, facts: Mapping[str,
     atomic.publish(temporary, path)
 
 
-def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> None:
+def load(checkpoint: Checkpoint, roles: Sequence[AnyRole], loads: LoadReports = unreported) -> None:
     """Restores weights, moments and random generators. Called on every rank, with an `intact` checkpoint.
 
     On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
@@ -335,13 +335,13 @@ def _state_file(rank: int) -> str:
     return f"state-{rank}.pt"
 
 
-def _layout(roles: Sequence[Role[Any]]) -> RankMesh:
+def _layout(roles: Sequence[AnyRole]) -> RankMesh:
     rank = roles[0].model.rank
     copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     return RankMesh(rank.tp, rank.pp, copies, rank.ep, rank.vpp, rank.etp)
 
 
-def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:
+def _models(roles: Sequence[AnyRole]) -> dict[str, Any]:
     adapters = roles[0].model.adapters
     lora = {} if adapters is None else {"lora": adapters.lora.model_dump(mode="json")}
     return {"dtype": roles[0].model.dtype, "roles": [role.name for role in roles], **lora}

@@ -25,7 +25,7 @@ from polyreme_trainer.megatron.checkpoints import checkpoint
 from polyreme_trainer.megatron.checkpoints.background import BackgroundWork
 from polyreme_trainer.megatron.checkpoints.checkpoint import RankContents
 from polyreme_trainer.megatron.huggingface.export import Export, export_hf
-from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.roles import AnyRole
 
 WRITE_SECONDS = 300.0
 SLOWEST_WRITE = 10e6
@@ -53,7 +53,7 @@ class Save:
     """
 
     path: Path
-    roles: Sequence[Role[Any]]
+    roles: Sequence[AnyRole]
     facts: Callable[[], Mapping[str, Any]]
     keep: int
     hf_path: Path | None = None

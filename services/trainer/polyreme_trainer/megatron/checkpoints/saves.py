@@ -21,7 +21,7 @@ from polyreme_trainer.megatron.checkpoints import checkpoint
 from polyreme_trainer.megatron.checkpoints.checkpoint_writer import CheckpointWriter, Save
 from polyreme_trainer.megatron.checkpoints.frozen_weights import FrozenWeights
 from polyreme_trainer.megatron.huggingface.export import Export
-from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.roles import AnyRole
 
 WARM_START = "warm-start"
 """Prefix of the checkpoints between the steps of a warm start."""
@@ -72,7 +72,7 @@ class Saves:
         self._frozen = FrozenWeights(ranks)
         self._writer = CheckpointWriter(ranks)
 
-    def load(self, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
+    def load(self, roles: Sequence[AnyRole], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
         """Restores the newest intact checkpoint. Collective.
 
         Returns:
@@ -91,7 +91,7 @@ class Saves:
     def save(
         self,
         number: int,
-        roles: Sequence[Role[Any]],
+        roles: Sequence[AnyRole],
         facts: Mapping[str, Any],
         hf_path: Path | None,
         exports: Mapping[str, Export],
@@ -143,12 +143,12 @@ class RunSaves(Saves):
         """The path of the Hugging Face directory of `version`."""
         return checkpoint_path(self._hf, version)
 
-    def load(self, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
+    def load(self, roles: Sequence[AnyRole], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
         if (loaded := super().load(roles, loads)) is not None:
             self.newest = loaded[0]
         return loaded
 
-    def save_warm_start(self, step: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
+    def save_warm_start(self, step: int, roles: Sequence[AnyRole], facts: Mapping[str, Any]) -> None:
         """Starts to write a checkpoint between two steps of a warm start. `step` counts the steps of all phases. Collective."""
         path = checkpoint_path(self._root, step, WARM_START)
         self._writer.start(Save(path, roles, lambda: {**facts, **super(RunSaves, self)._further_facts()}, keep=1))

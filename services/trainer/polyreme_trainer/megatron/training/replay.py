@@ -6,8 +6,6 @@ of the environment, have no reported experts; there the learner's router decides
 Invariant: every sampled token of an iteration has a valid route in every layer, or the iteration fails.
 """
 
-from typing import Any
-
 import numpy as np
 
 from polyreme.errors import DataError
@@ -15,7 +13,7 @@ from polyreme.experience.records import SampleRecord
 from polyreme_trainer.algorithms.batch import TokenBatch, sequence_of
 from polyreme_trainer.megatron.batches.batch import FloatArray, IntArray, Routes, Sequences
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
-from polyreme_trainer.megatron.training.roles import Role
+from polyreme_trainer.megatron.training.roles import AnyRole
 
 
 def decode_routes(sample: SampleRecord, arch: Architecture) -> Routes:
@@ -48,7 +46,7 @@ def decode_routes(sample: SampleRecord, arch: Architecture) -> Routes:
     return np.where(sampled[:, None, None], routes.astype(np.promote_types(dtype, np.int8)), -1)
 
 
-def mismatch(actor: Role[Any], sequences: Sequences, tokens: TokenBatch, indices: IntArray) -> dict[str, float]:
+def mismatch(actor: AnyRole, sequences: Sequences, tokens: TokenBatch, indices: IntArray) -> dict[str, float]:
     """k3 of KL(sampling || learner) over the sampled tokens of `indices`, with replay and without. Collective.
 
     Args:

@@ -24,7 +24,7 @@ from polyreme_trainer.megatron.parallel.reshard import WEIGHTS, RankState
 from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.optimizer import Adam, Optimizer
 
-Model = TypeVar("Model", bound=ShardedModel)
+Model = TypeVar("Model", bound=ShardedModel, covariant=True)
 T = TypeVar("T")
 
 Forward = Callable[[MicroBatch], Tensor]
@@ -224,6 +224,10 @@ class Role(Generic[Model]):
         self.model.load_state_dict(read(WEIGHTS, self.model.state_dict()))
         if self.optimizer is not None:
             self.optimizer.restore(steps, read)
+
+
+AnyRole = Role[ShardedModel]
+"""A role with a model of any kind."""
 
 
 class BaseRole(Role[Model]):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +21,7 @@ from polyreme_trainer.megatron.parallel.shard import DataShard
 from polyreme_trainer.megatron.training.iteration import PARTS, Iteration, Trained, episodes_of, fresh_sequences
 from polyreme_trainer.megatron.training.losses import IterationLosses, MixedLoss, over_ranks
 from polyreme_trainer.megatron.training.replay import mismatch
-from polyreme_trainer.megatron.training.roles import LossTerm, Role, everything
+from polyreme_trainer.megatron.training.roles import AnyRole, LossTerm, everything
 
 PROBE = 16
 """The number of sequences that measure the mismatch when no sequence has a gradient."""
@@ -65,11 +65,11 @@ class Models(Protocol):
     """The roles of a run, on this rank."""
 
     @property
-    def actor(self) -> Role[Any]: ...
+    def actor(self) -> AnyRole: ...
     @property
-    def reference(self) -> Role[Any] | None: ...
+    def reference(self) -> AnyRole | None: ...
     @property
-    def critic(self) -> Role[Any] | None: ...
+    def critic(self) -> AnyRole | None: ...
     @property
     def shard(self) -> DataShard: ...
 
@@ -202,7 +202,7 @@ def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, cl
     return tokens
 
 
-def values_after_end(critic: Role[Any], sequences: Sequences, indices: IntArray) -> FloatArray:
+def values_after_end(critic: AnyRole, sequences: Sequences, indices: IntArray) -> FloatArray:
     """float32 [n], the critic's value after the last token of the sequences `indices`; 0 for all others."""
     extended = with_end(sequences)
     values = np.zeros(len(sequences), dtype=np.float32)

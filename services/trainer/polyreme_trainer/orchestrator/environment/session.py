@@ -276,7 +276,7 @@ class EpisodeSession:
 
         ids = sample.token_ids().tolist()
         ends = [place + 1 for place, id in enumerate(ids) if id in stop_ids][:1]
-        if has_one(len(ids)):
+        if stop and has_one(len(ids)):
             ends.append(bisect_left(range(len(ids)), True, key=has_one))
         if ends:
             sample.shorten(min(ends))

@@ -60,6 +60,7 @@ class ReplicaPool:
         security: security settings of the replicas' ports.
 
     Attributes:
+        targets: the replicas by id.
         held: the version at which replicas are held for its evaluation; None: they follow the newest.
         idle_time: idle time of the replicas.
     """
@@ -70,7 +71,7 @@ class ReplicaPool:
         self._security = security
         self._run, self._experience, self._start_timeout, self._capacity = run, experience, start_timeout, capacity
         self._servers = LiveServers(run, "rollout")
-        self._targets: dict[str, Target] = {}
+        self.targets: dict[str, Target] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, rollout_pb2_grpc.RolloutServiceStub] = {}
         self._paces: dict[str, Pace] = {}
@@ -86,7 +87,12 @@ class ReplicaPool:
         self.idle_time = IdleTime(time.monotonic())
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self.targets)
+
+    @property
+    def waiting(self) -> int:
+        """The number of claims that wait for a replica."""
+        return sum(map(len, self._waiting.values()))
 
     async def wait_for(self, count: int) -> None:
         """Waits for `count` replicas. Raises UnavailableError after `start_timeout`."""
@@ -96,11 +102,11 @@ class ReplicaPool:
         """Updates the targets from the leases and the commits. Ends calls on replicas without a lease."""
         leases = await self._servers.live()
         self._published = await self._experience.version()
-        for gone in self._targets.keys() - leases.keys():
+        for gone in self.targets.keys() - leases.keys():
             logger.warning("replica %s left", gone)
             await self._remove(gone)
-        for new in leases.keys() - self._targets.keys():
-            self._targets[new], self._paces[new] = Target(new), Pace()
+        for new in leases.keys() - self.targets.keys():
+            self.targets[new], self._paces[new] = Target(new), Pace()
             self.idle_time.joined(new, time.monotonic())
             self._channels[new] = rpc.connect(leases[new].address, self._security)
             self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])
@@ -112,7 +118,7 @@ class ReplicaPool:
         for entry, commit in await self._experience.commits(self._last_commit):
             self._last_commit = entry
             self._take_commit(commit)
-        for target in self._targets.values():
+        for target in self.targets.values():
             self._paces[target.id].stall = self._stalls.get(target.id, 0.0)
             served = self._served.get(target.id, (target.version, target.term))
             if served != (target.version, target.term):
@@ -128,7 +134,7 @@ class ReplicaPool:
     def _take_commit(self, commit: dict[str, Any]) -> None:
         """Takes one entry of the commits: a replica has staged or committed a version."""
         replica, version, term = commit["replica"], commit["version"], commit["term"]
-        target = self._targets.get(replica)
+        target = self.targets.get(replica)
         if commit["state"] == "staged":
             served, served_term = self._served.get(replica, (-1, None))
             if target is not None and served_term == term and served < version:
@@ -174,9 +180,9 @@ class ReplicaPool:
                 for pace in self._paces.values():
                     pace.reset(now)
             checked = now
-            active = {name: pace for name, pace in self._paces.items() if self._targets[name].suspended_until <= now}
+            active = {name: pace for name, pace in self._paces.items() if self.targets[name].suspended_until <= now}
             for name, reason in stragglers(active, now).items():
-                if target := self._targets.get(name):  # it may have left while a notice about another one was sent
+                if target := self.targets.get(name):  # it may have left while a notice about another one was sent
                     await self._suspend(target, reason, now)
 
     def set_asleep(self, asleep: bool) -> None:
@@ -193,11 +199,11 @@ class ReplicaPool:
 
     def serves_newer(self, version: int) -> bool:
         """Whether a replica of the current term serves a newer version than this one."""
-        current = [target for target in self._targets.values() if target.term >= self._term]
+        current = [target for target in self.targets.values() if target.term >= self._term]
         return any(target.version is not None and target.version > version for target in current)
 
     async def close(self) -> None:
-        for replica in list(self._targets):
+        for replica in list(self.targets):
             await self._remove(replica)
 
     def _grant_claims(self) -> None:
@@ -219,14 +225,14 @@ class ReplicaPool:
     def _choose(
         self, min_version: int, now: float, capacity: float, avoid: Set[str] = frozenset(), prefer: str | None = None
     ) -> Target | None:
-        usable = self._targets.values()
+        usable = self.targets.values()
         return choose(usable, min_version=min_version, term=self._term, now=now, capacity=capacity, avoid=avoid, prefer=prefer)
 
     def _share(self, version: int, now: float) -> float:
         if now >= self._shared_until:
             return math.inf
         waiting = sum(waiter.sequences for waiter in self._waiting[version])
-        return fair_share(self._targets.values(), min_version=version, term=self._term, now=now, waiting=waiting)
+        return fair_share(self.targets.values(), min_version=version, term=self._term, now=now, waiting=waiting)
 
     def _begin(self, target: Target, waiter: _Waiter, now: float) -> Claim:
         stub, pace = self._stubs[target.id], self._paces[target.id]
@@ -258,7 +264,7 @@ class ReplicaPool:
                 )
 
     async def _remove(self, replica: str) -> None:
-        target = self._targets.pop(replica)
+        target = self.targets.pop(replica)
         self.idle_time.left(replica, time.monotonic())
         self._cut_calls(target)
         del self._stubs[replica], self._paces[replica]
@@ -285,6 +291,6 @@ class ReplicaPool:
             f"{t.id} ({'no version yet' if t.version is None else f'version {t.version}'}"
             + (f", failing or too slow, next call in {t.available_at() - now:.0f} s" if t.available_at() > now else "")
             + ")"
-            for t in self._targets.values()
+            for t in self.targets.values()
         ]
         return ", ".join(filter(None, [*present, self._servers.refused])) or "no replica"

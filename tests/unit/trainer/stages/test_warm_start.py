@@ -9,7 +9,8 @@ import pytest
 from polyreme.config.trainer import SftPhase
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import RowsLoss, Saved
-from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate, warm_start
+from polyreme_trainer.stages.steps import batches
+from polyreme_trainer.stages.warm_start import FLOOR, learning_rate, run_phase, warm_start
 from support.configs import run_config
 from support.stages import one_rank
 from support.tiny_tokenizer import model_files
@@ -21,7 +22,7 @@ def phase(**changes: object) -> SftPhase:
 
 
 def test_the_rate_warms_up_holds_and_cools_down() -> None:
-    rates = [learning_rate(phase(), step) / 2e-3 for step in range(100)]
+    rates = [learning_rate(phase(), step) / 2e-3 for step in range(1, 101)]
     np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10)
     assert rates[10:80] == pytest.approx([1.0] * 70)
     np.testing.assert_allclose(rates[80:], FLOOR + (1 - FLOOR) * np.arange(19, -1, -1) / 20)
@@ -29,7 +30,7 @@ def test_the_rate_warms_up_holds_and_cools_down() -> None:
 
 
 def test_without_ramps_the_rate_is_constant() -> None:
-    assert {learning_rate(phase(warmup=0, cooldown=0), step) for step in range(100)} == {2e-3}
+    assert {learning_rate(phase(warmup=0, cooldown=0), step) for step in range(1, 101)} == {2e-3}
 
 
 def test_passes_over_the_rows_are_complete_shuffled_and_repeatable() -> None:
@@ -93,3 +94,12 @@ def test_a_phase_is_saved_by_time(tmp_path: Path, minutes: float | None, within:
     ranks.close()
     found = [(steps, facts["phase"], facts["step"]) for steps, facts in engine.saves]
     assert found == [*within, (25, 1, 0)]
+
+
+def test_records_name_the_phase_that_they_are_of() -> None:
+    engine: Any = Engine()
+    rows = StageRows([np.array([1, 2], dtype=np.int32)], [np.array([0, 1], dtype=np.uint8)])
+    for number in (0, 1):
+        records = list(run_phase(engine, phase(steps=25), rows, seed=0, number=number))
+        assert [(record.phase, record.step) for record in records] == [(number + 1, step) for step in (10, 20, 25)]
+    assert [record.step for record in run_phase(engine, phase(steps=25), rows, seed=0, done=15)] == [20, 25]

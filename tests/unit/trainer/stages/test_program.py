@@ -14,7 +14,7 @@ from polyreme_trainer.data.stage_rows import StageRows, mismatched
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.gates import Gate
-from polyreme_trainer.stages.loop import StageLoop, total_steps
+from polyreme_trainer.stages.program import StageLog, run_stage, total_steps
 from polyreme_trainer.stages.table import TABLE
 from support.stages import DigestEngine, Recorded, one_rank, stage_config, write_data
 from support.tiny_tokenizer import model_files
@@ -29,9 +29,8 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> StageConfig:
 def run(config: StageConfig, recorded: Recorded, engine: DigestEngine | None = None) -> bool:
     template, ranks, engine = Template(model_files(), config.data), one_rank(), engine or DigestEngine(config)
     stage = TABLE[config.stage]
-    loop = StageLoop(config, template, stage, stage.objective(config), engine, ranks, recorded.emit, recorded.drains)
     try:
-        complete = loop.run()
+        complete = run_stage(config, template, stage, engine, ranks, StageLog(ranks, recorded.write, recorded.drains))
     finally:
         ranks.close()
     engine.close()
