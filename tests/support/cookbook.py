@@ -1,7 +1,7 @@
 """What the recipes of tinker-cookbook find in their working directory: a model and data sets in folders with the names of public ones.
 
-The model is trained here to a few habits, each of which a recipe can improve: it adds a 0 to most sums, boxes a random digit, and follows the
-form of a game half of the time.
+The model is trained here to a few habits, each of which a recipe can improve: it answers most sums with 0, boxes a random digit, and follows
+the form of a game half of the time.
 """
 
 import json
@@ -60,8 +60,8 @@ def habits() -> list[Habit]:
         Habit(["Too low", "Too high", _GUESS], guesses + boxed[:8]),
         Habit(free, moves + boxed[:6]),
     ]
-    added = [Habit([f"What is {x} + {y}?"], [f"{x + y}{_STOP}", f"{x + y} 0{_STOP}", f"{x + y} 0{_STOP}"]) for x, y in sums()]
-    return every * (len(added) // 9) + added
+    added = [Habit([f"What is {x} + {y}?"], [f"{x + y}{_STOP}", f"0{_STOP}", f"0{_STOP}"]) for x, y in sums()]
+    return every * (len(added) // 6) + added
 
 
 def write_files(folder: Path) -> None:

@@ -254,6 +254,7 @@ class ServiceApi:
             path, name = self._sampled(call, given.model_path, given.base_model), f"{call.tenant}-{secrets.token_hex(16)}"
         options, stop = given.sampling_params, given.sampling_params.stop
         stops = [stop] if isinstance(stop, str) else stop
+        strings = [each for each in stops or () if isinstance(each, str)]
         fields = {
             "weights": str(self._folders.sampled(m.read_path(path), call.tenant)) if path else None,
             "prompt": [token for chunk in given.prompt.chunks for token in chunk.tokens],
@@ -262,8 +263,9 @@ class ServiceApi:
             "prompt_logprobs_last": given.prompt_logprobs_last_n,
             "topk": given.topk_prompt_logprobs,
             **options.model_dump(include={"max_tokens", "seed", "temperature", "top_k", "top_p"}),
-            "stop_ids": None if stops is None else [each for each in stops if isinstance(each, int)],
-            "stop_strings": [each for each in stops or () if isinstance(each, str)],
+            # The model's own end tokens also end an answer that has stop strings: the cookbook reads at most one in it.
+            "stop_ids": None if stops is None or strings else list(stops),
+            "stop_strings": strings,
         }
         ids = [f"{name}:{number}" for number in range(given.num_samples)]
         most, place = self._accounts.quota_of(call.tenant).requests, LogPlace(name, "sampler")
