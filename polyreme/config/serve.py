@@ -50,7 +50,7 @@ class ServeSampler(Section):
     engine: str = Field("vllm", description="Inference engine, as `rollout.engine` of a run.")
     max_model_len: int = Field(ge=2, description="Maximum length of prompt plus answer, in tokens.")
     max_num_seqs: int = Field(256, ge=1, description="Maximum number of answers that are sampled at once.")
-    vllm: VllmConfig = VllmConfig(max_loras=None)
+    vllm: VllmConfig = VllmConfig()
     transformers: TransformersConfig = TransformersConfig()
 
 

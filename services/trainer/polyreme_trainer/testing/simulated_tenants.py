@@ -46,6 +46,7 @@ class SimulatedTenantEngine:
 
     Attributes:
         executed: the calls that changed a model.
+        passes: the models of each pass.
     """
 
     most, pass_bytes = 8, 1 << 20
@@ -53,6 +54,7 @@ class SimulatedTenantEngine:
     def __init__(self, vocab_size: int, longest: int) -> None:
         self._vocab_size, self._longest = vocab_size, longest
         self.executed: list[str] = []
+        self.passes: list[list[str]] = []
         self._models: dict[str, _Model] = {}
 
     @property
@@ -85,6 +87,7 @@ class SimulatedTenantEngine:
         self._models.pop(name, None)
 
     def forward(self, calls: Mapping[str, LossCall]) -> dict[str, BatchResult | TenantError]:
+        self.passes.append(list(calls))
         return {name: self._forward(self._models[name], call.batch) for name, call in calls.items()}
 
     def _forward(self, model: _Model, batch: Batch) -> BatchResult | TenantError:
