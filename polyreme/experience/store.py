@@ -133,7 +133,7 @@ class Store(Redis):
                 attempts += 1
                 await asyncio.sleep(min(left, _RETRY.draw(attempts)))
 
-    async def _replicated(self, *args: Any, **options: Any) -> Any:
+    async def _replicated(self, *args: object, **options: object) -> object:
         """Executes a command, and waits on its connection until `replicas` have it. Raises NOREPLICAS, which is transient."""
         async with self.pipeline(transaction=False) as pipe:
             pipe.execute_command(*args, **options)
