@@ -75,6 +75,8 @@ class RecordedEnvServer:
         frames: list[Any]
         if body["client"] != self._client:
             frames = [["reply", {"success": False, "error": f"a second client: {body['client']}"}]]
+        elif not body["client"].get("timeout", {}).get("connect"):
+            frames = [["reply", {"success": False, "error": "a connection may take 30 s"}]]
         elif body["task_data"] != won["task"]:
             frames = invalid["frames"]
         else:

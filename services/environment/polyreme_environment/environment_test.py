@@ -62,7 +62,7 @@ async def play(
 async def _play(
     call: Any,
     config: EnvironmentConfig,
-    row: Mapping[str, Any],
+    row: Mapping[str, object],
     prompt: Sequence[Message],
     policy: Policy,
     show: Callable[[str], None],
@@ -117,7 +117,7 @@ async def _play(
         await call.write(pb.RunRequest(answer=answer))
 
 
-def _asked(ask: Any, turns: int, prompt: Sequence[Message]) -> tuple[int, int, list[Message], list[Message], str]:
+def _asked(ask: pb.Ask, turns: int, prompt: Sequence[Message]) -> tuple[int, int, list[Message], list[Message], str]:
     """What an Ask asks for, after so many turns: the number of an agent's request (0: there is no agent), the turn that it follows, the new
     messages, the tools that are declared, and why it is refused.
     """

@@ -70,7 +70,14 @@ class VerifiersRunner:
             raise PlayError(f"expected a column `task` with the data of a task of verifiers; found {data!r:.100}. {do}")
         if (client := self._client) is None:
             raise EpisodeLostError("there is no env server")
-        model = {"type": "eval", "base_url": f"{self._server}{BY_MODEL}", "api_key_var": "POLYREME_NONE", "headers": {}}
+        model = {
+            "type": "eval",
+            "base_url": f"{self._server}{BY_MODEL}",
+            "api_key_var": "POLYREME_NONE",
+            "headers": {},
+            # An env server whose environment computes notices its connections late: its own bound of 30 s fails episodes.
+            "timeout": {"connect": self._config.max_seconds},
+        }
         episode = EpisodeDeltas()
         body = {"task_data": data, "client": model, "model": api_key, "sampling": {}}
         try:
