@@ -170,11 +170,14 @@ async def session_growth(child: Child, lease: Lease, agents: Agents, sessions: i
             calls = [stub.Run() for _ in range(sessions)]
             for call in calls:
                 await call.write(pb.RunRequest(start=pb.Start(row_json="{}", seed=1)))
-            while agents.held < sessions:  # noqa: ASYNC110 (they come over HTTP)
-                await asyncio.sleep(0.05)
+            ends = [asyncio.ensure_future(call.read()) for call in calls]
+            while agents.held < sessions:
+                await asyncio.sleep(0.05)  # they come over HTTP
+                if ended := [end.result() for end in ends if end.done()]:
+                    raise RuntimeError(f"expected sessions that stay open; found one that ended: {ended[0]}")
             peaks.append(process.memory_info().rss)
             agents.hold.set()
-            await asyncio.gather(*(call.read() for call in calls))
+            await asyncio.gather(*ends)
             print(f"{sessions} sessions: {peaks[-1] / 2**20:.1f} MiB", flush=True)
     return (peaks[-1] - peaks[1]) / 2**20, (peaks[0] - idle) / sessions / 1024
 
