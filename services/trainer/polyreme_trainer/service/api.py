@@ -5,7 +5,6 @@ with `error` and `category`, as the SDK expects it. What the API does not have i
 """
 
 import secrets
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -140,7 +139,7 @@ class ServiceApi:
         model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
         return await self._into_lane(call, model, 0, Request("create_model", {"lora": lora}))
 
-    async def _add_model(self, call: ApiCall, session: str, number: int, lora: dict[str, Any] | None, metadata: Any) -> str:
+    async def _add_model(self, call: ApiCall, session: str, number: int, lora: dict[str, object] | None, metadata: object) -> str:
         most = self._accounts.quota_of(call.tenant).models
         return await self._tenants.add_model(call.tenant, session, number, lora, metadata, most)
 
@@ -212,7 +211,7 @@ class ServiceApi:
 
     async def _weights_info(self, call: ApiCall) -> Response:
         facts = self._folders.facts(m.read_path(m.read(m.TinkerPath, call.body).tinker_path), call.tenant)
-        about: dict[str, Any] = {"base_model": facts.base_model, "is_lora": facts.lora is not None}
+        about: dict[str, object] = {"base_model": facts.base_model, "is_lora": facts.lora is not None}
         if facts.lora is not None:
             targets = facts.lora.targets
             about |= {
@@ -297,6 +296,6 @@ class ServiceApi:
             raise TenantError(f"expected the base model {self._base_model}; found {name!r:.200}")
 
 
-def _kept_as(call: ApiCall, given: m.SaveWeights | m.SaveExternal) -> dict[str, Any]:
+def _kept_as(call: ApiCall, given: m.SaveWeights | m.SaveExternal) -> dict[str, object]:
     """What a checkpoint's facts have from its request."""
     return {"tenant": call.tenant, "ttl": given.ttl_seconds, "metadata": given.user_metadata}

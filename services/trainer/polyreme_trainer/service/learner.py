@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
@@ -325,7 +324,7 @@ class ModelLearner:
             assert isinstance(measured, BatchResult)
             self._written[in_lane(lane, seq)] = Snapshot(self._states.folder(checkpoint).resolve(), measured.logprobs[0])
         session = request.fields["sampling_session"]
-        named: dict[str, Any] = {"path": None, "sampling_session_id": session} if session else {"path": str(checkpoint)}
+        named: dict[str, object] = {"path": None, "sampling_session_id": session} if session else {"path": str(checkpoint)}
         return json_result(type="save_weights_for_sampler", **named)
 
     def _save_external(self, lane: str, seq: int, request: Request) -> bytes:

@@ -133,7 +133,7 @@ def batch_result(found: BatchResult) -> bytes:
     return b"P" + output.SerializeToString()
 
 
-def json_result(**fields: Any) -> bytes:
+def json_result(**fields: object) -> bytes:
     """A result in JSON."""
     return b"J" + json.dumps(fields).encode()
 

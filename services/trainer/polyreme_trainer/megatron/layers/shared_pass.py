@@ -61,7 +61,7 @@ class _SharedProduct:
         self._shared, self._name, self._layer = shared, name, layer
         self._product: Product = layer._forward_impl
 
-    def __call__(self, **arguments: Any) -> Tensor:
+    def __call__(self, **arguments: object) -> Tensor:
         parts = self._shared.parts
         if not parts:
             return self._product(**arguments)
