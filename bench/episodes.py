@@ -19,6 +19,7 @@ A part's sides run in turn, --rounds times after one that does not count, on the
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import sys
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import psutil  # type: ignore[import-untyped]
 from episodes_side.agents import Agents, agent_client
 from episodes_side.prefill import prefill_alone
-from episodes_side.stack import GROUP, GROUPS, TURNS, Side, Stack, open_stack, sampled_tokens
+from episodes_side.stack import GROUP, GROUPS, SEQS, TOKENS, TOOL_SECONDS, TURNS, Side, Stack, open_stack, sampled_tokens
 from episodes_side.training import episodes_vs_trl
 from rollout import demo_model
 
@@ -54,7 +55,7 @@ LEAST = {"tokens_vs_single_turn": 0.9, "session_vs_engine": 0.9, **dict.fromkeys
 MOST = {"prefill_vs_new": 1.1, "session_growth_mib": 8.0}
 STACKED = ("tokens", "tools", "requests", "sessions")
 PARTS = ("prefill", *STACKED, "trl")
-IN_FLIGHT, IN_FLIGHT_SLOW = 16, 48  # groups
+IN_FLIGHT, MOST_IN_FLIGHT = 16, 192  # groups
 WARM_UP, WINDOW = 15.0, 20.0  # seconds
 
 
@@ -99,12 +100,21 @@ async def rate_in_flight(side: Side, there: Replica, first: int, groups: int) ->
     return rate
 
 
+def enough_in_flight(rate: float) -> int:
+    """Groups that keep a replica busy which samples so many tokens per second, with half as many again: an episode waits for its tools, and is
+    sampled for as long as its tokens take in a full batch."""
+    tokens = TURNS * TOKENS
+    seconds = (TURNS - 1) * TOOL_SECONDS + tokens * SEQS / rate
+    return min(MOST_IN_FLIGHT, math.ceil(1.5 * rate * seconds / tokens / GROUP))
+
+
 async def busy(name: str, side: Side, there: Replica, rounds: int) -> float:
     ratios = []
     for _ in range(rounds):
         quick = await rate_in_flight(side, there, 0, IN_FLIGHT)
-        slow = await rate_in_flight(side, there, GROUPS, IN_FLIGHT_SLOW)
-        print(f"{name}: {quick:8.0f} tokens/s, with slow tools {slow:8.0f} tokens/s", flush=True)
+        groups = enough_in_flight(quick)
+        slow = await rate_in_flight(side, there, GROUPS, groups)
+        print(f"{name}: {quick:8.0f} tokens/s, with slow tools {slow:8.0f} tokens/s ({groups} groups in flight)", flush=True)
         ratios.append(slow / quick)
     return statistics.median(ratios)
 
@@ -160,11 +170,14 @@ async def session_growth(child: Child, lease: Lease, agents: Agents, sessions: i
             calls = [stub.Run() for _ in range(sessions)]
             for call in calls:
                 await call.write(pb.RunRequest(start=pb.Start(row_json="{}", seed=1)))
-            while agents.held < sessions:  # noqa: ASYNC110 (they come over HTTP)
-                await asyncio.sleep(0.05)
+            ends = [asyncio.ensure_future(call.read()) for call in calls]
+            while agents.held < sessions:
+                await asyncio.sleep(0.05)  # they come over HTTP
+                if ended := [end.result() for end in ends if end.done()]:
+                    raise RuntimeError(f"expected sessions that stay open; found one that ended: {ended[0]}")
             peaks.append(process.memory_info().rss)
             agents.hold.set()
-            await asyncio.gather(*(call.read() for call in calls))
+            await asyncio.gather(*ends)
             print(f"{sessions} sessions: {peaks[-1] / 2**20:.1f} MiB", flush=True)
     return (peaks[-1] - peaks[1]) / 2**20, (peaks[0] - idle) / sessions / 1024
 
@@ -183,7 +196,7 @@ async def measure(options: argparse.Namespace, folder: Path, model: Path) -> dic
             agents.hold.set()
             measured[BUSY[0]] = await busy("agents", talking, stack.replica, options.rounds)
             for name, kind in zip(BUSY[1:], ("Coroutines", "Threads"), strict=True):
-                side, _, _ = await stack.side(kind, {"max_turns": TURNS, "worker_calls": GROUP * IN_FLIGHT_SLOW})
+                side, _, _ = await stack.side(kind, {"max_turns": TURNS, "worker_calls": GROUP * MOST_IN_FLIGHT})
                 measured[name] = await busy(kind, side, stack.replica, options.rounds)
         if "requests" in options.only:
             measured |= await session_vs_engine(talking, agents, child, stack.replica, options.rounds)

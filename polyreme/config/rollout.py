@@ -51,6 +51,15 @@ class VllmConfig(Section):
         None,
         description="Speculative decoding, only on accelerators. The gates before training check its log-probabilities. null: none.",
     )
+    max_loras: Operational[int | None] = Field(
+        0,
+        ge=0,
+        description="Adapters that the requests of a step name at most, in a training service. null: as many as a sixteenth of the key-value"
+        " cache's memory holds, from 1 to 32. 0: none; each model is merged into the weights and loaded alone.",
+    )
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = Field(
+        32, description="Maximum rank of these adapters. Models with a higher one are merged and loaded alone."
+    )
     sleep_level: Operational[Literal[1, 2]] = Field(
         1,
         description="How an accelerator's memory is freed of weights while a colocated learner trains. 1: they move to the host's memory. 2: they are dropped, and loaded again afterwards.",

@@ -27,8 +27,14 @@ class ServeLearner(Section):
         8192, ge=1, description="Maximum tokens of one micro-batch. A longer sequence forms its own micro-batch."
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
-    max_models: Operational[int] = Field(
-        32, ge=1, description="Maximum number of models. Those that wait for their turn are in the host's memory."
+    max_models: Operational[int] = Field(32, ge=1, description="Maximum number of models.")
+    resident_models: Operational[int] = Field(
+        8, ge=1, description="Maximum number of models on the device, and in one pass. The others are in the host's memory."
+    )
+    same_bits: bool = Field(
+        True,
+        description="Whether a model's weights have the same bits whatever other models train at the same time. The matrix products of a pass"
+        " then run model by model. false: they run together, which is faster on accelerators and equal up to rounding.",
     )
 
     checkpoints_gib: Operational[float] = Field(

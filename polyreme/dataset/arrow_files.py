@@ -141,7 +141,7 @@ def _values(batch: "pa.RecordBatch", path: Path, before: int) -> list[dict[str, 
         ) from problem
 
 
-def _as_json(value: Any, column: str, where: str) -> Any:
+def _as_json(value: object, column: str, where: str) -> object:
     """The value as JSON has it: times and decimals are texts, durations are seconds, a number that is none (NaN) is null.
 
     Raises:
@@ -168,9 +168,9 @@ def _as_json(value: Any, column: str, where: str) -> Any:
     raise _unusable(column, where, f"a value of type {type(value).__name__}: {value!r:.80}")
 
 
-def _mapping(value: dict[Any, Any], column: str, where: str) -> dict[str, Any]:
+def _mapping(value: dict[object, object], column: str, where: str) -> dict[str, object]:
     """A struct, or a map, whose keys become texts."""
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     for key, each in value.items():
         name = key if isinstance(key, str) else str(_as_json(key, column, where))
         if name in named:

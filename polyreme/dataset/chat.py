@@ -243,7 +243,7 @@ def _message(value: Any, what: str) -> Message:
     return message
 
 
-def _from_sharegpt(fields: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _from_sharegpt(fields: Mapping[str, object], what: str) -> dict[str, object]:
     rest = {key: each for key, each in fields.items() if key not in ("from", "value")}
     told, role = fields.get("value"), fields["from"]
     if role == "function_call":
@@ -291,7 +291,7 @@ def _media(fields: Mapping[str, Any]) -> str | None:
     return next((key for key, value in fields.items() if value and _MEDIA.match(key)), None)
 
 
-def _call(value: Any, what: str) -> Message:
+def _call(value: object, what: str) -> Message:
     call = from_text(value, what)
     call = {key: each for key, each in call.items() if each is not None} if isinstance(call, Mapping) else call
     if isinstance(call, dict) and isinstance(call.get("name"), str) and "function" not in call:

@@ -12,7 +12,7 @@ class TokenIds(tuple[int, ...]):
     """A text that is already token ids of the run's tokenizer."""
 
 
-def value_at(fields: Mapping[str, Any], key: str, default: Any = None) -> Any:
+def value_at(fields: Mapping[str, object], key: str, default: object = None) -> object:
     """The value of a column, named by its own name or by a dotted path into it.
 
     `reward_model.ground_truth` is the column of this name if there is one, else `ground_truth` inside `reward_model`. A number in the path
@@ -20,7 +20,7 @@ def value_at(fields: Mapping[str, Any], key: str, default: Any = None) -> Any:
     """
     if key in fields:
         return fields[key]
-    node: Any = fields
+    node: object = fields
     for part in key.split("."):
         if isinstance(node, Mapping) and part in node:
             node = node[part]
@@ -39,7 +39,7 @@ def column_names(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
     return sorted(found)
 
 
-def label_text(value: Any) -> str:
+def label_text(value: object) -> str:
     """A reference answer as text.
 
     A string is returned unchanged, a number in JSON notation, None as ''. A list of one (PaddleNLP's `tgt`) counts as its element,

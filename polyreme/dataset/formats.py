@@ -85,7 +85,7 @@ def _pair_of_messages(row: Fields) -> dict[str, Any]:
     return {"prompt": asked, "chosen": _told(chosen), "rejected": _told(rejected)}
 
 
-def _told(answer: Any) -> Any:
+def _told(answer: object) -> object:
     """An answer as text, or as a list of one message if it has more than a text."""
     found = read_answer(answer, "an answer")
     return found if isinstance(found, str) else [found]
@@ -95,7 +95,7 @@ def _completion(row: Fields) -> dict[str, Any]:
     return {"prompt": row["prompt"], "response": _told(row["completion"])}
 
 
-def _sharegpt(row: Fields) -> dict[str, Any]:
+def _sharegpt(row: Fields) -> dict[str, object]:
     system = row.get("system")
     messages = list(read_chat(row["conversations"], "conversations").messages)
     return {"messages": [{"role": "system", "content": system}, *messages] if system else messages}
@@ -158,7 +158,7 @@ def advice(row: Fields, column: str, where: str) -> str:
     )
 
 
-def to_ours(row: Fields, kind: Format, where: str) -> dict[str, Any]:
+def to_ours(row: Fields, kind: Format, where: str) -> dict[str, object]:
     """A row of a format in our columns. Raises DataError: it is not of this format."""
     try:
         converted = kind.to_ours(row)

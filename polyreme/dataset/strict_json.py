@@ -35,7 +35,7 @@ def value_in(text: str, place: int) -> tuple[Any, int]:
     return value, end
 
 
-def half_character(value: Any) -> str | None:
+def half_character(value: object) -> str | None:
     """A lone surrogate of the value, escaped, or None. JSON can escape it, but UTF-8 cannot encode it."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -59,7 +59,7 @@ def from_text(value: Any, what: str, do: str = "Fix the row.") -> Any:
     return found
 
 
-def messages_of(value: Any, what: str) -> Any:
+def messages_of(value: object, what: str) -> object:
     """The messages of a JSON text, as CSV and columns of texts have them; another value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith("[") or not value.lstrip()[1:].lstrip().startswith("{"):
         return value
@@ -84,7 +84,7 @@ def _is_deep(value: Any) -> bool:
     return any(isinstance(each, dict | list) for each in level)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

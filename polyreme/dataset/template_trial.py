@@ -95,7 +95,7 @@ def _main() -> int:
     return 0
 
 
-def _length(template: str, variables: Mapping[str, Any]) -> int:
+def _length(template: str, variables: Mapping[str, object]) -> int:
     """The characters that a template writes, counted to just above _LONGEST. Its environment has what that of transformers has."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

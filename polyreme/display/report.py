@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.metric_records import (
@@ -99,7 +98,7 @@ def _loss(record: WarmStartStep, digits: int) -> str:
     return "nan" if record.loss is None else f"{record.loss:.{digits}f}"
 
 
-def _numbers(metrics: Mapping[str, Any], names: Iterable[str]) -> str:
+def _numbers(metrics: Mapping[str, object], names: Iterable[str]) -> str:
     return "  ".join(f"{name} {metrics[name]:.4g}" for name in names if metrics.get(name) is not None)
 
 

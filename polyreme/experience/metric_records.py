@@ -60,7 +60,7 @@ class Started(MetricRecord, kind="start"):
     """A run starts or resumes. `start`: the count of its starts."""
 
     start: int
-    forked_from: Mapping[str, Any] | None = None
+    forked_from: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +287,7 @@ class StageDone(MetricRecord, kind="done"):
     hf_path: str
 
 
-def fields_of(record: MetricRecord) -> dict[str, Any]:
+def fields_of(record: MetricRecord) -> dict[str, object]:
     """The JSON object of a record, its kind first and its metrics last."""
     found = {each.name: getattr(record, each.name) for each in fields(record) if each.name != "metrics"}
     if not record.time:

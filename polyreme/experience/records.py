@@ -9,7 +9,7 @@ Invariant: records never change, and every group that enters or leaves the log i
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,7 +187,7 @@ class GroupRecord:
         return math.fsum(sample.score for sample in self.scored) / len(self.scored)
 
 
-def episode_fields(group: GroupRecord, sample: SampleRecord) -> dict[str, Any]:
+def episode_fields(group: GroupRecord, sample: SampleRecord) -> dict[str, object]:
     """The fields of a trajectory's line of JSON: its episode, why that ended, its turns, and the conversation.
 
     If it has several trajectories, `trajectories` are the positions of its samples, and `trajectory` is the place of this one among them.

@@ -137,6 +137,10 @@ class RequestLog:
         """Counts the beginnings of a request's execution, and returns their number: above 1 after executions that ended with their process."""
         return int(await self._redis.hincrby(self._key("begun"), place.id, 1))
 
+    async def begun(self, place: LogPlace) -> int:
+        """The number of beginnings of an open request's execution."""
+        return int(await self._redis.hget(self._key("begun"), place.id) or 0)
+
     async def finish(self, place: LogPlace, result: bytes, keep: bool = False) -> bool:
         """Stores a result. Returns False when the request has one. `keep`: a restart executes it again unless a saved state includes it."""
         client = place.id.partition(":")[0]

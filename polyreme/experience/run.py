@@ -317,7 +317,7 @@ class Run:
                 return None
             last, _ = await self.watch(last, max(1, int(left * 1000)))
 
-    async def read_json(self, name: str, after_id: str, block_ms: int, count: int = 1000) -> list[tuple[str, dict[str, Any]]]:
+    async def read_json(self, name: str, after_id: str, block_ms: int, count: int = 1000) -> list[tuple[str, dict[str, object]]]:
         """Entries of one of the run's JSON streams after `after_id`, with their ids."""
         return [(at, json.loads(fields[b"json"])) for at, fields in await self._read(name, after_id, block_ms, count)]
 

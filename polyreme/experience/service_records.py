@@ -49,7 +49,7 @@ class SampledGroup:
 
     def line(self) -> str:
         """As JSON, with as many answers as fit into MAX_ANSWER_BYTES, but at least one."""
-        kept, size = list[dict[str, Any]](), 0
+        kept, size = list[dict[str, object]](), 0
         for answer in self.answers:
             size += len(answer.text.encode()) + 16 * len(answer.token_ids)
             if kept and size > MAX_ANSWER_BYTES:

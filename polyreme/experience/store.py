@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import time
-from typing import Any
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -94,7 +93,7 @@ class Store(Redis):
     reconnect_timeout = RECONNECT_TIMEOUT
     replicas = 0
 
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
+    async def execute_command(self, *args: object, **options: object) -> object:
         """As in Redis.
 
         Raises:
@@ -133,7 +132,7 @@ class Store(Redis):
                 attempts += 1
                 await asyncio.sleep(min(left, _RETRY.draw(attempts)))
 
-    async def _replicated(self, *args: Any, **options: Any) -> Any:
+    async def _replicated(self, *args: object, **options: object) -> object:
         """Executes a command, and waits on its connection until `replicas` have it. Raises NOREPLICAS, which is transient."""
         async with self.pipeline(transaction=False) as pipe:
             pipe.execute_command(*args, **options)

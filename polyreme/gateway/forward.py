@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import httpx
 from starlette.types import Receive, Scope, Send
@@ -194,7 +194,7 @@ async def _read(receive: Receive) -> bytes | None:
     return bytes(body)
 
 
-async def _unless(ends: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
+async def _unless(ends: Coroutine[object, object, object], work: Coroutine[object, object, T]) -> T | None:
     """The result of `work`; None if `ends` returns first, which cancels `work`."""
     working, ending = asyncio.create_task(work), asyncio.create_task(ends)
     try:

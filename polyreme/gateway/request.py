@@ -79,7 +79,7 @@ def _bounds(headers: Mapping[bytes, bytes]) -> VersionBounds:
         raise RefusedRequest(400, f"expected a policy version; found {found}. Fix the header.", "invalid_header") from None
 
 
-def _dumped(body: dict[str, Any]) -> bytes:
+def _dumped(body: dict[str, object]) -> bytes:
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
     try:
         return text.encode()

@@ -107,7 +107,7 @@ def _section(section: AnySection, prefix: str, find: Find) -> AnySection:
     return section.model_copy(update=changed) if changed else section
 
 
-def _inner(value: Any, key: str, find: Find) -> Any:
+def _inner(value: object, key: str, find: Find) -> object:
     if isinstance(value, Section):
         return _section(value, f"{key}.", find)
     if isinstance(value, list | tuple):
@@ -115,7 +115,7 @@ def _inner(value: Any, key: str, find: Find) -> Any:
     return value
 
 
-def _marked(value: Any, mark: Nameable, key: str, find: Find) -> Any:
+def _marked(value: object, mark: Nameable, key: str, find: Find) -> object:
     if isinstance(value, tuple):
         return tuple(_marked(each, mark, f"{key}.{place}", find) for place, each in enumerate(value))
     if isinstance(value, DataSource):

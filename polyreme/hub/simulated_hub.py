@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, files[wanted], {"ETag": f'"{_digest(files[wanted])}"', "X-Repo-Commit": commit})
         self._error("EntryNotFound")
 
-    def _json(self, value: Any) -> None:
+    def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _error(self, code: str, commit: str = "") -> None:
@@ -135,7 +135,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
 
 
-def _tree(files: Files, below: str, recursive: bool, only: list[str] | None) -> list[dict[str, Any]]:
+def _tree(files: Files, below: str, recursive: bool, only: list[str] | None) -> list[dict[str, object]]:
     """The files and folders of a repository as the hub lists them: those of a folder, or `only` these paths."""
     folders = {path.rsplit("/", depth)[0] for path in files for depth in range(1, path.count("/") + 1)}
     entries = [

@@ -76,7 +76,7 @@ def _vocabulary() -> dict[str, int]:
     return {token: number for number, token in enumerate([*_SPECIAL, *_CHARACTERS])}
 
 
-def _tokenizer() -> dict[str, Any]:
+def _tokenizer() -> dict[str, object]:
     """tokenizer.json: one token per character."""
     marks = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -118,7 +118,7 @@ def _weights() -> dict[str, NDArray[np.float32]]:
 
 def _safetensors(weights: Mapping[str, NDArray[np.float32]]) -> bytes:
     """The tensors in the safetensors format: length of the header, header, data."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     data = bytearray()
     for name, tensor in weights.items():
         start = len(data)

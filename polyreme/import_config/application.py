@@ -134,7 +134,7 @@ def _note_rivals(found: Imported, entries: Iterable[Entry], setters: dict[str, s
             found.comments[entry.target] += f"; CHECK: {rival} is in the file, too, and was replaced"
 
 
-def _set(found: Imported, target: str, ours: Any, comment: str) -> None:
+def _set(found: Imported, target: str, ours: object, comment: str) -> None:
     """Sets our key, or the keys below it. It replaces what is above and below them."""
     for key in [key for key in found.values if key.startswith(f"{target}.") or target.startswith(f"{key}.")]:
         if not isinstance(ours, dict) or not key.startswith(f"{target}."):
@@ -179,7 +179,7 @@ def _entry(rule: Rule, key: str, value: Any, values: Values) -> Entry:
     return Entry(key, value, rule.target, ours, note, rule.fate)
 
 
-def _leaves(target: str, ours: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(target: str, ours: object) -> Iterator[tuple[str, object]]:
     """A mapping below `target`, or the value itself. Options of a reward stay one value, since they are in a list."""
     if isinstance(ours, dict) and ours:
         for key, value in ours.items():
@@ -188,5 +188,5 @@ def _leaves(target: str, ours: Any) -> Iterator[tuple[str, Any]]:
         yield target, ours
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return re.sub(r"\s+", " ", f"{value}")[:80]

@@ -65,7 +65,7 @@ def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Callable[[
     return convert
 
 
-def lookup(table: Mapping[Any, Any], *ignored: Any) -> Callable[[Any, Values], Any]:
+def lookup(table: Mapping[object, object], *ignored: object) -> Callable[[object, Values], object]:
     """The table's entry of the value. A value that is neither there nor among `ignored` is a loss."""
     known = ", ".join(str(each) for each in table)
     missing = f"no counterpart of this value; known: {known}"

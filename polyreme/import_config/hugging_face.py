@@ -23,7 +23,7 @@ POLYNOMIAL_END = 1e-7
 """Final rate of transformers' polynomial schedule, whose default power is 1."""
 
 
-def schedule(options: str = "") -> Callable[[Any, Values], Any]:
+def schedule(options: str = "") -> Callable[[object, Values], object]:
     """Our schedule. `options` is the key of the schedule's own options."""
 
     def convert(value: Any, values: Values) -> Any:
@@ -39,7 +39,7 @@ def schedule(options: str = "") -> Callable[[Any, Values], Any]:
 def minimum(rate: str, ratio: Callable[[Values], float]) -> Callable[[Any, Values], Any]:
     """The final rate of a schedule that has one: `ratio` of the value of the key `rate`."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         if value == "polynomial":
             return POLYNOMIAL_END
         return values[rate] * ratio(values) if "with_min_lr" in str(value) else Off("falls to 0, or not at all")

@@ -23,7 +23,7 @@ from polyreme.import_config.mindspeed_keys import (
 )
 from polyreme.import_config.rules import ITERATIONS, ForeignEnvironment, System, Unresolved, Values
 
-Fixed = dict[str, tuple[Any, str]]
+Fixed = dict[str, tuple[object, str]]
 STAGES = {"ray_grpo": "grpo", "ray_dapo": "dapo", "ray_ppo": "ppo"}
 VERIFIERS = {
     "acc": ("math", "1, -0.5 or -1 there, 1 or 0 here"),
@@ -241,7 +241,7 @@ _SHARED = frozenset(
 """Keys of `megatron_training` that the actor's and the critic's section may override."""
 
 
-def with_inherited(values: Values) -> dict[str, Any]:
+def with_inherited(values: Values) -> dict[str, object]:
     """The values with the keys of `megatron_training` that another section may override, in these sections."""
     shared = {key: values[f"{TRAIN}.{key}"] for key in _SHARED if f"{TRAIN}.{key}" in values}
     sections = [

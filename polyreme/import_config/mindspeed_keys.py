@@ -13,7 +13,7 @@ SAMPLING = f"{GENERATE}.sampling_config"
 GAE = when(f"{RL}.adv_estimator", "gae")
 WHOLE = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
-OPTIMIZER: dict[str, tuple[str, Any]] = {
+OPTIMIZER: dict[str, tuple[str, object]] = {
     "lr": ("lr", 1e-6),
     "min_lr": ("min_lr", 0.0),
     "lr_decay_style": ("schedule", "linear"),
@@ -60,7 +60,7 @@ def _lora_layers(value: Any, values: Values) -> Any:
     return PART if set(value or LAYERS) == LAYERS else Lost("name the layers as Hugging Face does in trainer.lora.targets")
 
 
-def _model_files(value: Any, values: Values) -> Any:
+def _model_files(value: object, values: Values) -> object:
     if any(part in str(value).lower() for part in EXPERTS):
         return Lost("CHECK: MindSpeed RL's file of this model may have moe_aux_loss_coeff (0.001 if not): see trainer.moe")
     return Off("the model's architecture is in its config.json")

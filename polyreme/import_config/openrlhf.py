@@ -58,7 +58,7 @@ def _filters(value: Any, values: Values) -> Any:
     return Lost("groups are filtered only for estimators that compare their samples: this one learns from equal scores, too")
 
 
-def _whiten(value: Any, values: Values) -> Any:
+def _whiten(value: object, values: Values) -> object:
     if not value or values[ESTIMATOR] in ("group_norm", "dr_grpo", "rloo"):
         return Off("advantages are not normalised over the batch with this estimator")
     if values[ESTIMATOR] == "reinforce_baseline":
@@ -82,7 +82,7 @@ def _shrinks(value: Any, values: Values) -> Any:
     )
 
 
-def _staleness(value: Any, values: Values) -> Any:
+def _staleness(value: object, values: Values) -> object:
     return Noted(values.get("train.async_queue_size", 1), "async_queue_size") if value else Off("off: samples are on-policy")
 
 

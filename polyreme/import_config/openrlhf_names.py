@@ -3,8 +3,6 @@
 Invariant: every flat name has one dotted name, or several where one option has become one of the actor and one of the critic.
 """
 
-from typing import Any
-
 from polyreme.import_config.rules import Values
 
 _SAME = {
@@ -130,7 +128,7 @@ FLAT_DEFAULTS = {"data.prompt_max_len": 1024, "rollout.max_new_tokens": 1024}
 """Defaults of the versions with flat names, up to 0.9, for options whose later default is another."""
 
 
-def with_dotted_names(values: Values) -> dict[str, Any]:
+def with_dotted_names(values: Values) -> dict[str, object]:
     """The values under the dotted names, with what flat names imply for the critic and the lengths."""
     dotted = {RENAMED.get(key, key): value for key, value in values.items()}
     if any(key in RENAMED for key in values):

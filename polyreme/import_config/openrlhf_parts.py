@@ -94,7 +94,7 @@ def _ranks(values: Values) -> Fixed:
     return ranks
 
 
-def rewards(values: Values) -> tuple[Any, str]:
+def rewards(values: Values) -> tuple[object, str]:
     """The rewards, and what to check about them. Every one that the command line names is in the list."""
     if remote := values.get("reward.remote_url"):
         return _remote(remote, values)
@@ -121,7 +121,7 @@ def environment(values: Values) -> ForeignEnvironment | None:
     )
 
 
-def _remote(remote: Any, values: Values) -> tuple[Any, str]:
+def _remote(remote: object, values: Values) -> tuple[object, str]:
     open_text = isinstance(remote, Unresolved)
     parts = [str(remote)] if open_text else [path(each, values) for each in str(remote).split(",")]
     if parts[0].endswith(".py"):
@@ -222,7 +222,7 @@ def _correction(values: Values) -> Fixed:
     return {"algorithm.correction": (found, origin)}
 
 
-def _critic(values: Mapping[str, Any]) -> Fixed:
+def _critic(values: Mapping[str, object]) -> Fixed:
     model = values.get("reward.model_name_or_path")
     if values["algo.advantage.estimator"] != "gae" or values.get("critic.model_name_or_path"):
         return {}

@@ -124,7 +124,7 @@ def _optimizer(target: str, role: str, values: Values) -> Fixed:
     return {f"{target}.{name}": (value, f"{role}{why}" if role else why) for name, (value, why) in found.items()}
 
 
-def _rewards(values: Values) -> tuple[Any, str]:
+def _rewards(values: Values) -> tuple[object, str]:
     if values.get("use_rm_server") and values.get("reward_server"):
         return [{"url": values["reward_server"], "protocol": "paddlenlp"}], "use_rm_server, reward_server"
     if values.get("reward_model_name_or_path") and not values.get("use_rule_reward"):

@@ -50,6 +50,6 @@ def iterations(value: Any, values: Values) -> Any:
     return math.ceil(value / steps) if steps == 1 else Noted(math.ceil(value / steps), f"/ {steps} optimizer steps per iteration")
 
 
-def interval(value: Any, values: Values) -> Any:
+def interval(value: object, values: Values) -> object:
     """Optimizer steps between two saves or evaluations as iterations; 0: never."""
     return ratio(value, per_iteration(values)) if isinstance(value, int | float) and value > 0 else 0

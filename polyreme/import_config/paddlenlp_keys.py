@@ -28,13 +28,13 @@ def _schedule(value: Any, values: Values) -> Any:
     return PART if known else Lost(f"no counterpart of this schedule ({', '.join(SCHEDULES)}); the rate is constant here")
 
 
-def _recompute(value: Any, values: Values) -> Any:
+def _recompute(value: object, values: Values) -> object:
     if not value:
         return Off("nothing is recomputed")
     return "full" if values.get("recompute_granularity", "full") == "full" else "selective"
 
 
-def _offload(value: Any, values: Values) -> Any:
+def _offload(value: object, values: Values) -> object:
     words = str(value or "").replace(",", " ").split()
     found = {"optimizer": "optimizer" in words, "idle_models": bool({"freeze_model", "train_model", "eval", "reward"} & {*words})}
     return {key: True for key, wanted in found.items() if wanted} or Off("nothing is offloaded")

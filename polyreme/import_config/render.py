@@ -74,7 +74,7 @@ def _lines(tree: Mapping[str, Any], prefix: str, comments: Mapping[str, str], in
             yield f"{indent}{name}: {_flow(value)}  # {comments[key]}"
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     text = yaml.safe_dump(
         str(value) if isinstance(value, str) else value, default_flow_style=True, allow_unicode=True, width=10_000
     )

@@ -80,7 +80,7 @@ def _min_ratio(values: Values) -> float:
     return absolute / values["learning_rate"] if absolute is not None else values.get("lr_scheduler_kwargs.min_lr_rate", 0.0)
 
 
-def _targets(value: Any, values: Values) -> Any:
+def _targets(value: object, values: Values) -> object:
     names = value if isinstance(value, list) else [value]
     if not values.get("use_peft") or names == ["all-linear"]:
         return Off("all linear layers, or no adapters")

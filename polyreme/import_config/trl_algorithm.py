@@ -1,7 +1,5 @@
 """The algorithm of TRL's GRPO and RLOO as our keys: advantage, loss, KL, correction."""
 
-from typing import Any
-
 from polyreme.errors import ConfigError
 from polyreme.import_config.convert import refused
 from polyreme.import_config.rules import Lost, Values
@@ -84,7 +82,7 @@ def _age_of_loss(values: Values) -> str:
     )
 
 
-def _clip(kind: str, level: str, values: Values) -> tuple[Any, str]:
+def _clip(kind: str, level: str, values: Values) -> tuple[object, str]:
     low, high = values["epsilon"], values.get("epsilon_high")
     if kind == "cispo":
         bound = low if high is None else high

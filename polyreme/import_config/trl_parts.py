@@ -3,8 +3,6 @@
 Invariant: pure functions of the values, with TRL's defaults for those that a file lacks.
 """
 
-from typing import Any
-
 from polyreme.import_config.convert import ratio
 from polyreme.import_config.environments import CLASS, PLACEHOLDER
 from polyreme.import_config.rules import ForeignEnvironment, Lost, Noted, Off, Unresolved, Values
@@ -47,7 +45,7 @@ def _lengths(values: Values) -> Fixed:
     return found
 
 
-def reference(value: Any, values: Values) -> Any:
+def reference(value: object, values: Values) -> object:
     """The renewal of the reference, which here is complete."""
     if not value or not values.get("beta", 0.05 if is_rloo(values) else 0.0):
         return Off("the reference stays the initial model")
@@ -56,7 +54,7 @@ def reference(value: Any, values: Values) -> Any:
     return ratio(values.get("ref_model_sync_steps", 512), per_iteration(values))
 
 
-def datasets(value: Any, values: Values) -> Any:
+def datasets(value: object, values: Values) -> object:
     """A mixture of data sets as a list of paths."""
     if isinstance(value, Unresolved) or not isinstance(value, list):
         return value

@@ -57,7 +57,7 @@ def _named(values: Values) -> list[tuple[str, float]]:
     return list(zip(names, [*weights, *[1.0] * len(names)], strict=False))
 
 
-def _reward(name: str, values: Values) -> tuple[dict[str, Any], str]:
+def _reward(name: str, values: Values) -> tuple[dict[str, object], str]:
     last = name.rpartition(".")[2]
     if isinstance(values.get("reward_funcs"), Unresolved):
         return placeholder("reward"), f"the file does not say what {name} is"

@@ -4,7 +4,6 @@ Invariant: none of them is read as one of a system whose keys have the same name
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from polyreme.errors import ConfigError
 
@@ -26,7 +25,7 @@ _PRIME = (
 )
 
 
-def refuse(values: Mapping[str, Any], program: str, where: str) -> None:
+def refuse(values: Mapping[str, object], program: str, where: str) -> None:
     """Raises ConfigError for the command line of DeepSpeed-Chat or of OpenRLHF's `train_opd`."""
     if "train_opd" in program:
         raise _error(where, "OpenRLHF's train_opd, on-policy distillation", _OPD)
@@ -38,7 +37,7 @@ def refuse(values: Mapping[str, Any], program: str, where: str) -> None:
         raise _error(where, "DeepSpeed-Chat, step 1 or 2", f"This training is a stage: {stage} (docs/stages.md).")
 
 
-def refuse_toml(tree: Mapping[str, Any], where: str) -> ConfigError:
+def refuse_toml(tree: Mapping[str, object], where: str) -> ConfigError:
     """The error for a TOML file."""
     if tree.keys() & {"orchestrator", "inference"} or tree.keys() >= {"batch_size", "seq_len"} or "trainer" in tree:
         return _error(where, "prime-rl", _PRIME)

@@ -244,7 +244,7 @@ class Workers:
             worker.close()
         self._alive.clear()
 
-    def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    def _tell(self, message: dict[str, object], fds: Sequence[int] = ()) -> None:
         if self._control is None:
             raise ConnectionError("the worker keeper has ended")
         socket.send_fds(self._control, [json.dumps(message).encode()], list(fds))

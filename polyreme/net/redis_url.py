@@ -4,7 +4,6 @@ Invariant: the returned URL has no password, and no message quotes the URL that 
 """
 
 import os
-from typing import Any
 from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
 import typer
@@ -18,7 +17,7 @@ PASSWORD = "POLYREME_REDIS_PASSWORD"
 _SCHEMES = ("redis", "rediss", "unix")
 
 
-def redis_option(text: str) -> Any:
+def redis_option(text: str) -> object:
     """The command line's `--redis`; `text` is its help."""
     return typer.Option(envvar="POLYREME_REDIS", help=f"{text} Set a password in {PASSWORD}.", callback=without_password)
 

@@ -22,7 +22,7 @@ PENDING_CALLS = 1 << 14
 """Maximum number of calls that a server has not begun. gRPC itself cancels some of them beyond 1,000, and all beyond 3,000 or after 30 s, without
 a word; more episodes than that may begin at once. A service refuses by its own bounds, and says so."""
 _MAX_MESSAGE_BYTES = 32 << 20
-_CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.http2.max_frame_size", 1 << 20),  # fewer frames halve the work of a weight stream
@@ -32,10 +32,10 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
 )
-_SERVER_OPTIONS = (
-    *_CHANNEL_OPTIONS,
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # otherwise two servers share a port silently
-    ("grpc.http2.max_ping_strikes", 0),  # a server that stood still gets several pings at once, which is not the client's fault
+    ("grpc.http2.max_ping_strikes", 0),  # else pings end a connection without data after 80 s, or after a standstill
     ("grpc.server_handshake_timeout_ms", 20_000),  # a connection that never speaks is closed
     ("grpc.server.max_pending_requests", PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
@@ -100,7 +100,7 @@ async def serve(
     # Few clients connect, and each keeps one connection. The others of what the process can afford are for HTTP and its own files.
     most = max(8, affordable_connections() // 6) if connections is None else connections
     limit = ("grpc.max_allowed_incoming_connections", most)
-    server = grpc.aio.server(options=(*_SERVER_OPTIONS, limit), interceptors=interceptors)
+    server = grpc.aio.server(options=(*SERVER_OPTIONS, limit), interceptors=interceptors)
     checked = checked or ServingHealth(service_names)
     health_pb2_grpc.add_HealthServicer_to_server(checked.servicer, server)
     add(server)
@@ -127,11 +127,11 @@ async def serve(
 def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Channel:
     """A channel to `host:port`. The caller closes it and passes a `timeout` with every call. Raises ConfigError for unusable files or token."""
     if security is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     if security.certificate is None:
-        return _Bearing(grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS), secure.token(security) or "")
+        return _Bearing(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), secure.token(security) or "")
     name = (("grpc.ssl_target_name_override", security.server_name),) if security.server_name else ()
-    return grpc.aio.secure_channel(address, secure.channel_credentials(security), options=(*_CHANNEL_OPTIONS, *name))
+    return grpc.aio.secure_channel(address, secure.channel_credentials(security), options=(*CHANNEL_OPTIONS, *name))
 
 
 def channel_closed() -> bool:

@@ -24,8 +24,8 @@ def narrow_stores(module: Any) -> None:
         return
 
     def narrow(
-        host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *arguments: Any, **keywords: Any
-    ) -> Any:
+        host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *arguments: object, **keywords: object
+    ) -> object:
         if not is_master or "master_listen_fd" in keywords:
             return create(host_name, port, world_size, is_master, *arguments, **keywords)
         listener = listening(host_name, port)

@@ -38,7 +38,7 @@ def _stored(run_dir: Path) -> dict[str, Any]:
         return {"tags": [], "note": ""}
 
 
-def write_notes(run_dir: Path, body: bytes) -> dict[str, Any]:
+def write_notes(run_dir: Path, body: bytes) -> dict[str, object]:
     """Replaces the run's tags, its note or both by those of a JSON body, and returns both.
 
     Raises:

@@ -91,7 +91,7 @@ def spread(last: int, count: int) -> list[int]:
     return sorted({1 + round(place * (last - 1) / max(1, count - 1)) for place in range(count)})
 
 
-def page(data: Mapping[str, Any]) -> str:
+def page(data: Mapping[str, object]) -> str:
     """The HTML file with `data` embedded."""
     text = (STATIC / "index.html").read_text()
     scripts = {path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")}

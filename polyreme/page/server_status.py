@@ -65,7 +65,7 @@ class ServerStatus:
                 self._answers[reader.run_id] = time.monotonic(), found
             return found
 
-    async def _ask(self, reader: RunReader) -> list[dict[str, Any]]:
+    async def _ask(self, reader: RunReader) -> list[dict[str, object]]:
         if reader.summary().get("state") not in ("starting", "running", "draining"):
             return []
         async with asyncio.timeout(2 * _TIMEOUT), self._run(reader) as run:
@@ -92,7 +92,7 @@ class ServerStatus:
             await redis.aclose()
 
 
-def describe(lease: Lease, security: SecurityConfig | None) -> dict[str, Any]:
+def describe(lease: Lease, security: SecurityConfig | None) -> dict[str, object]:
     """The status of a server from its lease and its /metrics."""
     numbers: dict[str, float] = {}
     if lease.http_address:

@@ -23,7 +23,7 @@ def share_gloo_device(gloo: Any) -> None:
     devices: dict[int, list[Any]] = {}  # by process
     create = gloo.__init__
 
-    def init(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def init(self: object, store: object, rank: int, size: int, timeout: object) -> None:
         options = gloo._Options()
         options._devices = devices.get(os.getpid()) or devices.setdefault(os.getpid(), _devices(gloo))
         options._threads = 2 * len(options._devices)  # as gloo's default

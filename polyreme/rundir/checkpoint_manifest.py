@@ -21,7 +21,7 @@ _BLOCK = 1 << 24
 
 
 def write_manifest(
-    folder: Path, iteration: int, layout: Mapping[str, Any], facts: Mapping[str, Any], files: Mapping[str, str]
+    folder: Path, iteration: int, layout: Mapping[str, object], facts: Mapping[str, object], files: Mapping[str, str]
 ) -> None:
     """Writes the manifest of a checkpoint whose other files are complete. `files`: name -> xxh3_64."""
     fields = {"format": _FORMAT, "iteration": iteration, "layout": dict(layout), "facts": dict(facts), "files": dict(files)}

@@ -128,7 +128,7 @@ class Progress:
     replayed: int | None = None
     starts: int = 0
     started: float | None = None
-    forked_from: Mapping[str, Any] | None = None
+    forked_from: Mapping[str, object] | None = None
     restarts: dict[str, int] = field(default_factory=dict)
     alarms: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=5))
     alarm_count: int = 0

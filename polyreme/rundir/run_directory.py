@@ -348,7 +348,7 @@ def changed_settings(run_dir: Path) -> list[str] | None:
     return sorted(flat_settings(config.model_dump(mode="json", exclude_defaults=True)))
 
 
-def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flat_settings(tree: Mapping[str, object]) -> dict[str, object]:
     """The values of a configuration by dotted key. Sections in a list have numbers: reward.rewards.0.weight. Another list is one value."""
     return _flat(dict(tree))
 
@@ -376,7 +376,7 @@ def next_attempt(run_dir: Path) -> Path:
             attempt += 1
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(tree: object, prefix: str = "") -> dict[str, object]:
     if isinstance(tree, list | tuple) and tree and all(isinstance(value, dict) for value in tree):
         tree = {str(place): value for place, value in enumerate(tree)}
     if isinstance(tree, dict):

@@ -36,7 +36,7 @@ def parsed(line: bytes, path: Path) -> dict[str, Any]:
     return record
 
 
-def write_summary(run_dir: Path, run_id: str, state: RunState, reason: str, numbers: Mapping[str, Any]) -> None:
+def write_summary(run_dir: Path, run_id: str, state: RunState, reason: str, numbers: Mapping[str, object]) -> None:
     """Writes summary.json: the run id, its state, the reason for the state, and `numbers`."""
     fields = {"run": run_id, "state": str(state), "reason": reason, **numbers}
     write_atomically(run_dir / "summary.json", json.dumps(fields, indent=1) + "\n")

@@ -97,7 +97,7 @@ class RedisSource:
         return in_redis(self._url, self.run_id, look)
 
     def settings(self) -> dict[str, Any]:
-        async def look(run: Run) -> dict[str, Any]:
+        async def look(run: Run) -> dict[str, object]:
             return (await run.config()).model_dump(mode="json")
 
         return in_redis(self._url, self.run_id, look)
@@ -131,7 +131,7 @@ def open_source(place: str | Path, run_id: str | None = None) -> RunSource:
     return DirectorySource(Path(place))
 
 
-def in_redis(url: str, run_id: str | None, look: Callable[[Run], Coroutine[Any, Any, Value]]) -> Value:
+def in_redis(url: str, run_id: str | None, look: Callable[[Run], Coroutine[object, object, Value]]) -> Value:
     """Connects to Redis, attaches to the run (None: the newest one) and awaits `look(run)`.
 
     Raises:

@@ -6,7 +6,7 @@ Invariant: each function returns at once; it reads the schema and no file.
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 import typer
 
@@ -39,7 +39,7 @@ def config_values(key: str, schema: type[Section] = RunConfig) -> list[str]:
     return [] if values == ["null"] else values
 
 
-def _values(annotation: Any) -> Iterator[str]:
+def _values(annotation: object) -> Iterator[str]:
     if get_origin(annotation) is Literal:
         yield from (_as_yaml(value) for value in get_args(annotation))
     elif annotation is bool:
@@ -51,7 +51,7 @@ def _values(annotation: Any) -> Iterator[str]:
             yield from _values(inner)
 
 
-def _as_yaml(value: Any) -> str:
+def _as_yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -36,7 +36,7 @@ def to_table(rows: Iterable[Mapping[str, Any]], library: Library | None = None) 
     return frames.DataFrame(flat, infer_schema_length=None, strict=False)
 
 
-def _columns(row: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _columns(row: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _columns(value, f"{prefix}{name}.")

@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from rich.console import Console
 
@@ -38,7 +38,7 @@ class _Stream:
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:

@@ -204,6 +204,22 @@ def test_each_method_is_answered_or_refused_by_name(world: World, method: str, m
         assert body["category"] == "user"
 
 
+def test_a_custom_loss_changes_a_model_by_its_gradient(world: World) -> None:
+    """-0.5 times the sum of the log-probabilities, as a client's function and as cross entropy with weights of 0.5."""
+    halves = [types.Datum(model_input=PROMPT, loss_fn_inputs={"target_tokens": [9, 14, 7], "weights": [0.5] * 3})]
+    losses = []
+    for train in (
+        lambda model: model.forward_backward_custom(DATA, half),
+        lambda model: model.forward_backward(halves, "cross_entropy"),
+    ):
+        model = world.service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
+        trained = train(model).result()
+        model.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        losses.append(model.forward(DATA, "cross_entropy").result().metrics["loss:sum"])
+    assert losses[0] == losses[1]
+    assert trained.metrics["loss:sum"] != losses[0]
+
+
 def test_what_was_saved_is_listed_and_downloaded(world: World, tmp_path: Path) -> None:
     listed = {each.tinker_path: each for each in world.rest.list_checkpoints(world.run).result().checkpoints}
     assert listed[world.external].checkpoint_type == "external"

@@ -1,7 +1,7 @@
 """What the recipes of tinker-cookbook find in their working directory: a model and data sets in folders with the names of public ones.
 
-The model is trained here to a few habits, each of which a recipe can improve: it answers a sum rightly now and then, boxes a random digit,
-and follows the form of a game half of the time.
+The model is trained here to a few habits, each of which a recipe can improve: it answers most sums with 0, boxes a random digit, and follows
+the form of a game half of the time.
 """
 
 import json

@@ -182,10 +182,11 @@ def test_a_training_service_is_one_pod_in_place_of_a_run(tmp_path: Path) -> None
     }
     containers = {container["name"]: container for container in pods(objects)["serve"]["containers"]}
     assert {name: container["image"] for name, container in containers.items()} == {
-        **{"api": "polyreme/trainer:cuda", "learner": "polyreme/trainer:cuda", "sampler": "polyreme/rollout:cuda"},
+        **{name: "polyreme/trainer:cuda" for name in ("api", "learner", "observer")},
+        "sampler": "polyreme/rollout:cuda",
     }
     cards = {name: container["resources"]["limits"].get("nvidia.com/gpu") for name, container in containers.items()}
-    assert cards == {"api": None, "learner": "1", "sampler": "1"}
+    assert cards == {"api": None, "learner": "1", "observer": None, "sampler": "1"}
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     for name, container in containers.items():
         words = container["args"]
@@ -201,7 +202,7 @@ def test_a_training_service_is_one_pod_in_place_of_a_run(tmp_path: Path) -> None
     overrides = [word.replace("/runs", str(tmp_path)) for word in containers["api"]["args"][3:]]
     config = read_serve(CHART / "files" / "serve.yaml", overrides)
     assert config.security is not None and config.security.token_env == "POLYREME_SERVE_KEY" and not config.security.mutual
-    assert (config.host, config.port, config.device) == ("0.0.0.0", 8080, "cuda")
+    assert (config.host, config.port, config.page_port, config.device) == ("0.0.0.0", 8080, 8081, "cuda")
 
 
 def test_clients_reach_what_is_there_to_be_called() -> None:

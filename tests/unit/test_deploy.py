@@ -69,9 +69,9 @@ def test_every_service_is_watched_restarted_and_given_time() -> None:
     for name, service in SERVICES.items():
         assert "restart" in service, name
         if name not in ("prepare", "prometheus", "grafana"):
-            assert "stop_grace_period" in service and ("healthcheck" in service or name in ("serve-learner", "serve-sampler")), (
-                name
-            )
+            assert "stop_grace_period" in service and (
+                "healthcheck" in service or name in ("serve-learner", "serve-observer", "serve-sampler")
+            ), name
     assert SERVICES["trainer"]["depends_on"]["redis"] == {"condition": "service_healthy"}
     flags = SERVICES["redis"]["command"][0]
     assert all(flag in flags for flag in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction"))

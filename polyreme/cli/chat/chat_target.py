@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
@@ -189,7 +188,7 @@ def _system_of_rows(config: RunConfig | StageConfig) -> str | None:
     return found.most_common(1)[0][0] if found else None
 
 
-def _system_of(messages: Any, where: str) -> str | None:
+def _system_of(messages: object, where: str) -> str | None:
     """The system message of a row. Raises DataError for messages that no template takes."""
     if not isinstance(messages, list | tuple) or not all(isinstance(each, Mapping) for each in messages):
         return None
@@ -197,7 +196,7 @@ def _system_of(messages: Any, where: str) -> str | None:
     return str(first["content"]) if first["role"] == "system" else None
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, object]:
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:

@@ -147,7 +147,7 @@ def _unit(histories: Sequence[Sequence[Record]]) -> str:
     return "STEPS" if all(record["kind"] == "step" for history in histories for record in history) else "ITERATIONS"
 
 
-def _iterations(run_dir: Path) -> list[dict[str, Any]]:
+def _iterations(run_dir: Path) -> list[dict[str, object]]:
     """The `iteration` records of a run, each iteration once; the `step` records of a stage, with the step as `iteration`."""
     found = read_run_file(run_dir)
     if found is None:
@@ -172,7 +172,7 @@ def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]], 
     return fitted((title, *names), [(key, *map(_cell, values)) for key, values in rows.items()], width)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

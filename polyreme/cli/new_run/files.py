@@ -296,7 +296,7 @@ def _absolute(what: str, path: str) -> str:
     return json.dumps(str(Path(path).resolve()))
 
 
-def _lines(found: Iterable[Mapping[str, Any]]) -> str:
+def _lines(found: Iterable[Mapping[str, object]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in found)
 
 

@@ -162,7 +162,7 @@ def _launcher(words: Sequence[str]) -> Launch:
     return options
 
 
-def _processes(options: Mapping[str, Any]) -> int | None:
+def _processes(options: Mapping[str, object]) -> int | None:
     """Processes that a launcher starts, over all machines."""
     each = options.get("nproc-per-node", options.get("num_gpus"))
     nodes = options.get("nnodes", options.get("num_nodes", 1))
@@ -211,7 +211,7 @@ def _set(launch: Launch, key: str, given: str | list[str]) -> None:
         launch.values[key] = value_of(given)
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str) -> object:
     """The value that a text has in YAML; the text itself if it is no YAML."""
     try:
         value = yaml.safe_load(text)

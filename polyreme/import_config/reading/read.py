@@ -103,7 +103,7 @@ def _read_script(text: str, path: Path) -> Read:
     return Read(values, _with_config(values, path) + launch.notes, launch.program)
 
 
-def _options(launch: Launch) -> Mapping[str, Any]:
+def _options(launch: Launch) -> Mapping[str, object]:
     return {key: _plain(value) for name, given in launch.values.items() for key, value in flatten(given, name)}
 
 
@@ -149,7 +149,7 @@ def _find(named: str, path: Path) -> Path | None:
     return next((file for file in files if file.suffix in (".yaml", ".yml", ".json") and file.is_file()), None)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Numbers such as 1e-6, which YAML 1.1 reads as text, as numbers; dates as text; the same within lists."""
     if isinstance(value, list):
         return [_plain(each) for each in value]

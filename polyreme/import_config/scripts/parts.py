@@ -151,7 +151,7 @@ def adapters(found: Found, values: Values, node: ast.expr) -> None:
     _lora(found, values, origin, {})
 
 
-def _lora(found: Found, values: Values, call: ast.Call, usual: Mapping[str, Any]) -> None:
+def _lora(found: Found, values: Values, call: ast.Call, usual: Mapping[str, object]) -> None:
     found.values["use_peft"] = True
     found.values |= _LORA_DEFAULTS | {_LORA[key]: value for key, value in usual.items()}
     set_options(found, values, call, _LORA, "peft_config.")

@@ -29,7 +29,7 @@ def without_critic(values: Values) -> str:
     return "" if values["algorithm.adv_estimator"] == "gae" else NO_CRITIC
 
 
-def _targets(value: Any, values: Values) -> Any:
+def _targets(value: object, values: Values) -> object:
     names = value if isinstance(value, list) else [value]
     if value in (None, "all-linear") or not (values.get(f"{MODEL}.lora_rank") or values.get(f"{MODEL}.lora.rank")):
         return Off("all linear layers, or no adapters")
@@ -48,7 +48,7 @@ def _micro(value: Any, values: Values) -> Any:
     return value * (values["data.max_prompt_length"] + values["data.max_response_length"]) if value else Off("not set")
 
 
-def _scale(value: Any, values: Values) -> Any:
+def _scale(value: object, values: Values) -> object:
     used = values[f"{ACTOR}.loss_agg_mode"] == "seq-mean-token-sum-norm"
     if value in (None, values["data.max_response_length"]) or not used:
         return Off("max_response_length is the divisor here, or the mode has none")
@@ -60,7 +60,7 @@ def _is_of_text(values: Values) -> str:
     return "" if _SENSES.search(str(values[f"{MODEL}.path"])) else "the model reads texts"
 
 
-def _seeded(value: Any, values: Values) -> Any:
+def _seeded(value: object, values: Values) -> object:
     return Off("null: the run's seed") if value is None else value
 
 

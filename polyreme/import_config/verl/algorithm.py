@@ -175,7 +175,7 @@ def kl_loss_type(value: Any, values: Values) -> Any:
     return PART
 
 
-def kl_in_reward(value: Any, values: Values) -> Any:
+def kl_in_reward(value: object, values: Values) -> object:
     """The fate of use_kl_in_reward: with use_kl_loss, verl has a penalty in both places."""
     both = value and values[f"{ACTOR}.use_kl_loss"] and values["algorithm.kl_ctrl.kl_coef"] and values[f"{ACTOR}.kl_loss_coef"]
     return Lost("the KL has one place here; that of the loss was taken over") if both else PART
@@ -227,7 +227,7 @@ def _bounds(values: Values) -> tuple[float, float]:
     return float(lower or 1 / float(threshold)), float(threshold)
 
 
-def importance(value: Any, values: Values) -> Any:
+def importance(value: object, values: Values) -> object:
     """The fate of rollout_is."""
     if value in (None, False, "null", "None"):
         return Off("no weights")
@@ -239,7 +239,7 @@ def importance(value: Any, values: Values) -> Any:
     return PART if known else Lost("no counterpart of this weight; see algorithm.correction")
 
 
-def rejection(value: Any, values: Values) -> Any:
+def rejection(value: object, values: Values) -> object:
     """The fate of rollout_rs."""
     if value in (None, False, "null", "None"):
         return Off("no rejection")

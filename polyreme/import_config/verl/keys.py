@@ -35,7 +35,7 @@ from polyreme.import_config.verl.turns import MULTI_TURNS
 V1 = "trainer.v1"
 
 
-def _answers(value: Any, values: Values) -> Any:
+def _answers(value: object, values: Values) -> object:
     sampled = value == 1 and values.get(f"{ROLLOUT}.val_kwargs.do_sample")
     return Noted(value, "CHECK: verl samples this one (val_kwargs.do_sample)") if sampled else value
 
@@ -63,7 +63,7 @@ def _fitting(key: str) -> Any:
     return convert
 
 
-def _model_options(value: Any, values: Values) -> Any:
+def _model_options(value: object, values: Values) -> object:
     enabled = values.get("reward_model.enable")
     return (
         (Lost("the reward function asks this model itself") if values.get("custom_reward_function.path") else PART)
@@ -72,7 +72,7 @@ def _model_options(value: Any, values: Values) -> Any:
     )
 
 
-def _config_name(value: Any, values: Values) -> Any:
+def _config_name(value: object, values: Values) -> object:
     name = str(value).removesuffix(".yaml")
     own = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "fully_async_ppo_trainer")
     if name in (*own, "fully_async_ppo_megatron_trainer"):

@@ -161,7 +161,7 @@ def _ranks(values: Values) -> Fixed:
     return found
 
 
-def _rewards(values: Values) -> tuple[Any, str]:
+def _rewards(values: Values) -> tuple[object, str]:
     function, model = values.get("custom_reward_function.path"), values.get("reward_model.model.path")
     if values["algorithm.adv_estimator"] == "gdpo":
         keys = values.get("algorithm.gdpo_reward_keys") or []

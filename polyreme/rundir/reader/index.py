@@ -232,7 +232,7 @@ def _prompt_id(connection: sqlite3.Connection, prompt: str, label: str) -> int:
     return int(number)
 
 
-def _columns(row: SampleRow, prompt: int) -> tuple[Any, ...]:
+def _columns(row: SampleRow, prompt: int) -> tuple[object, ...]:
     """A sample's columns from `id` to `logprob`."""
     replica = " ".join(row.replicas)
     of_score = (row.score, row.tokens, row.finish, row.oldest, row.newest)

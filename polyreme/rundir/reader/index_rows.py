@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from polyreme.experience.metric_records import Evaluation, IterationTrained, SamplesServed, StageStep, read_record
 from polyreme.rundir.progress import Line
@@ -114,7 +113,7 @@ def sample_files_of(line: Line) -> list[str]:
     return []
 
 
-def event_of(record: Line) -> dict[str, Any] | None:
+def event_of(record: Line) -> dict[str, object] | None:
     """The index's entry for a record that is not a row of numbers; None for any other."""
     if record["kind"] in _WITHOUT_EVENT:
         return {"iteration": record["iteration"], "alarms": record["alarms"]} if record.get("alarms") else None

@@ -72,8 +72,8 @@ class RunReader:
         self.run_dir, self.name = run_dir, run_dir.resolve().name
         self.origin: Origin | None = None
         self.run_id = self._read_run_id()
-        self._config: tuple[int, dict[str, Any]] | None = None  # cached with the file's time, since parsing is slow
-        self._changed: tuple[dict[str, Any], list[str] | None] | None = None  # cached with the settings
+        self._config: tuple[int, dict[str, object]] | None = None  # cached with the file's time, since parsing is slow
+        self._changed: tuple[dict[str, object], list[str] | None] | None = None  # cached with the settings
         self._index = Index(run_dir, _index_path(run_dir))
         self._newest: tuple[object, dict[str, float]] | None = None  # as are these
         self._contents: tuple[object, Contents] | None = None  # cached with `Index.updated`, since pages poll often
@@ -264,7 +264,7 @@ class RunReader:
         return found
 
 
-def _event(row: sqlite3.Row) -> dict[str, Any]:
+def _event(row: sqlite3.Row) -> dict[str, object]:
     return {"kind": row["kind"], "time": row["time"], **json.loads(row["data"])}
 
 

@@ -57,6 +57,6 @@ def _numbers(prefix: str, metrics: Mapping[str, Any], step: int) -> Iterator[tup
     return ((prefix + name, float(value), step) for name, value in metrics.items() if is_number(value))
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether a record's value can be plotted."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

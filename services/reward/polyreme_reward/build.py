@@ -95,7 +95,7 @@ def correctness(spec: RewardSpec) -> bool:
     return builtin is not None and builtin.correctness and not spec.options.get(builtin.graded_by)
 
 
-def _source(spec: RewardSpec) -> dict[str, Any]:
+def _source(spec: RewardSpec) -> dict[str, object]:
     """The reward's source in the form of `plugins.load`."""
     if spec.file is not None:
         return {"path": str(spec.file), "code": read_file(spec.file), "function": spec.function, "options": spec.options}

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from itertools import islice
-from typing import Any
 
 from polyreme.config.data import DataConfig, Sources
 from polyreme.config.evaluation import EvaluationSet, best_metric, without_part
@@ -156,7 +155,7 @@ def _check_rows(
             yield f"the reward {name} reads the column {columns}: {found} in {name_of(sources)}"
 
 
-def _rewards_of(fields: Mapping[str, Any], config: RewardConfig, where: str) -> Sequence[str]:
+def _rewards_of(fields: Mapping[str, object], config: RewardConfig, where: str) -> Sequence[str]:
     """The names of the rewards that score a row. Raises DataError when the row names an unknown reward."""
     known = [spec.label for spec in config.rewards]
     if config.choose_by is None:
@@ -174,7 +173,7 @@ def _rewards_of(fields: Mapping[str, Any], config: RewardConfig, where: str) -> 
     return list(dict.fromkeys(names))
 
 
-def _has(fields: Mapping[str, Any], need: Need, data: DataConfig) -> bool:
+def _has(fields: Mapping[str, object], need: Need, data: DataConfig) -> bool:
     if not need.columns or any(fields.get(column) is not None for column in need.columns if column != "label"):
         return True
     if "label" not in need.columns:

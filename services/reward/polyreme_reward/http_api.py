@@ -28,7 +28,7 @@ class NativeItem(BaseModel):
     response: str = Field(description="The response without special tokens.")
     response_raw: str = Field("", description="The response with special tokens.")
     label: str | None = Field(None, description="The reference answer; null or empty: the row has none.")
-    metadata: dict[str, Any] = Field({}, description="The other columns of the row.")
+    metadata: dict[str, object] = Field({}, description="The other columns of the row.")
     token_ids: list[StrictInt] = Field(
         [], description="The response's tokens, including the stop token; empty: only texts are known."
     )
@@ -164,7 +164,7 @@ def _operators(metrics: RewardMetrics, ready: list[bool]) -> APIRouter:
     return router
 
 
-def _native(key: str, answer: Scored) -> dict[str, Any]:
+def _native(key: str, answer: Scored) -> dict[str, object]:
     return {
         "key": printable(key),
         "status": answer.status.name.lower(),

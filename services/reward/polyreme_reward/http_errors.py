@@ -4,7 +4,6 @@ Invariant: every refused or failed request is logged exactly once, with a bounde
 """
 
 import logging
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.encoders import jsonable_encoder
@@ -31,7 +30,7 @@ class PaddleNlpReply(BaseModel):
     score: list[float] | None = None
 
 
-BUSY: dict[int | str, dict[str, Any]] = {
+BUSY: dict[int | str, dict[str, object]] = {
     400: {"model": Problem, "description": "The body is not UTF-8 text."},
     401: {"model": Problem, "description": "The service requires a token that the request does not carry."},
     413: {"model": Problem, "description": "The body is too large."},

@@ -51,7 +51,7 @@ class Item(NamedTuple):
         return found
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         """The row's other columns. Raises RewardError when `metadata_json` is not a JSON object."""
         if not self.metadata_json:
             return {}

@@ -97,7 +97,7 @@ def mindspeed_verdict(made: Choice) -> Verdict:
     return Verdict("note" if made.do else "ok", "mindspeed", made.found, made.do)
 
 
-def _advice(kind: str, facts: Mapping[str, Any]) -> str:
+def _advice(kind: str, facts: Mapping[str, object]) -> str:
     if kind == "npu":
         return "Install torch_npu, source CANN's set_env.sh, and check `npu-smi info` (docs/ascend.md)."
     if facts["cuda_build"] is None:

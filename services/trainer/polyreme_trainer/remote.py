@@ -165,7 +165,7 @@ class RemoteService:
         values, offsets = np.frombuffer(tensor.data, "<f4"), np.frombuffer(tensor.offsets, "<i8") // 4
         return [values[start:end] for start, end in pairwise(offsets)]
 
-    def _request(self, endpoint: str, fields: Mapping[str, Any]) -> bytes:
+    def _request(self, endpoint: str, fields: Mapping[str, object]) -> bytes:
         """The result of the model's next request."""
         self._seq += 1
         return self._result(self._post(endpoint, {"model_id": self._model, "seq_id": self._seq, **fields})["request_id"])
@@ -176,10 +176,10 @@ class RemoteService:
             raise RunFailedError(f"a result of request {request}", tree["error"], "See the service's log.")
         return found.content
 
-    def _post(self, endpoint: str, content: Mapping[str, Any] | pb.ForwardBackwardRequest | None) -> Any:
+    def _post(self, endpoint: str, content: Mapping[str, object] | pb.ForwardBackwardRequest | None) -> Any:
         return self._send(endpoint, content).json()
 
-    def _send(self, endpoint: str, content: Mapping[str, Any] | pb.ForwardBackwardRequest | None) -> httpx.Response:
+    def _send(self, endpoint: str, content: Mapping[str, object] | pb.ForwardBackwardRequest | None) -> httpx.Response:
         """The answer to a request, which is sent again until there is one. None: a GET."""
         deadline = time.monotonic() + CALL_SECONDS
         while True:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from polyreme.net import rpc
@@ -41,6 +43,13 @@ async def test_calls_that_come_at_once_wait_for_the_server() -> None:
         check = health_pb2_grpc.HealthStub(channel).Check
         calls = [check(health_pb2.HealthCheckRequest(), timeout=300, wait_for_ready=True) for _ in range(6000)]
         assert len(await asyncio.gather(*calls)) == 6000
+
+
+def test_grpc_knows_every_option() -> None:
+    """It ignores the names of others."""
+    [library] = Path(grpc.__file__).parent.rglob("cygrpc*.so")
+    known = library.read_bytes()
+    assert [name for name, _ in rpc.SERVER_OPTIONS if name.encode() not in known] == []
 
 
 async def test_pings_in_quick_succession_are_all_answered() -> None:

@@ -138,6 +138,14 @@ async def test_a_result_that_is_not_there_yet_is_asked_for_again(client: Client,
     await client.post("retrieve_future", 404, request_id="other:0")
 
 
+async def test_stop_strings_leave_the_models_own_end_tokens(client: Client) -> None:
+    sample: dict[str, Any] = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "base_model": "base"}
+    for stop in (None, "]", ["]", "."], [5, 6], []):
+        await client.post("asample", **sample, sampling_params={"stop": stop})
+    found = [(request.fields["stop_ids"], request.fields["stop_strings"]) for request in await client.logged("sampler")]
+    assert found == [(None, []), (None, ["]"]), (None, ["]", "."]), ([5, 6], []), ([], [])]
+
+
 async def test_a_sampling_session_knows_its_checkpoint(client: Client) -> None:
     model = await client.model()
     session = model.partition(":")[0]

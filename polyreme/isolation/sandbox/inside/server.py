@@ -79,7 +79,7 @@ def serve(fd: int, execute: Callable[[], Mapping[str, Any]]) -> None:
         values.send(fd, reply)
 
 
-def _library(value: Any) -> list[str | None] | None:
+def _library(value: object) -> list[str | None] | None:
     """The module, or module and name, from which a value of the program's globals was imported. None for the program's own values."""
     if type(value) is type(operator):
         return [value.__name__, None]

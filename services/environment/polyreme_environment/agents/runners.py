@@ -19,7 +19,7 @@ from polyreme_environment.pool import EpisodeLostError, PlayError
 from polyreme_environment.worker_calls import EpisodeWorkers
 
 _REPLY_BYTES = 1 << 20
-_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = 30.0  # a server that begins thousands of runs takes longer than a connection does
 _TEXT = 200
 """Characters of a program's reply in an error."""
 
@@ -102,8 +102,8 @@ class UrlRunner:
         body = {"task": task, "base_url": base_url, "api_key": api_key}
         try:
             reply, text = await posted(self._url, body, _REPLY_BYTES)
-        except httpx.ConnectError as error:
-            raise EpisodeLostError(f"the agent at {self._url} cannot be reached: {error}") from None
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise EpisodeLostError(f"the agent at {self._url} cannot be reached: {error or type(error).__name__}") from None
         except httpx.TransportError as error:
             raise PlayError(f"the agent at {self._url} broke off: {error or type(error).__name__}") from None
         if not reply.is_success:

@@ -222,7 +222,7 @@ def _longest(config: Any, tokenizer: Any, asked: int | None) -> int:
     return asked or most
 
 
-def _digest(path: str, options: Mapping[str, Any]) -> str:
+def _digest(path: str, options: Mapping[str, object]) -> str:
     """Digest (12 hexadecimal digits) of what decides the scores: the files, and the options except those that only affect speed."""
     decides = sorted((name, value) for name, value in options.items() if name not in ("batch_tokens", "threads"))
     digest = xxhash.xxh3_64(repr(decides).encode())

@@ -25,7 +25,7 @@ USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
 class Loaded:
     """A reward in its worker. `unwrap(call(item))` is an answer for `outcome_of`. If `call` returns a coroutine, await it first."""
 
-    call: Callable[[Item], Any]
+    call: Callable[[Item], object]
     unwrap: Callable[[Any], object]
     version: str
     description: str

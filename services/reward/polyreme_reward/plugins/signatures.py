@@ -149,7 +149,7 @@ def _verl() -> dict[str, Callable[[Item], Any]]:
 
 
 def _trl(
-    function: Callable[..., Any], wanted: list[str], required: set[str], takes_any: bool, options: Mapping[str, Any]
+    function: Callable[..., object], wanted: list[str], required: set[str], takes_any: bool, options: Mapping[str, object]
 ) -> Adapted:
     special = {"prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
@@ -199,7 +199,7 @@ def _first(answer: Any) -> object:
     return answer
 
 
-def _unwrap_openrlhf(answer: Any) -> object:
+def _unwrap_openrlhf(answer: object) -> object:
     """The answer in OpenRLHF's {"rewards", "scores", "extra_logs"}, or in a plain list or tensor of rewards."""
     if not isinstance(answer, Mapping):
         return _first(answer)

@@ -5,13 +5,12 @@ Invariant: the text is parsed and never run. When only running it would show the
 
 import ast
 from collections.abc import Callable
-from typing import Any
 
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme_reward.plugins.load import USUAL_NAMES, choose_function, no_function
 
 
-def stand_in(code: str, where: str, name: str | None) -> Callable[..., Any] | None:
+def stand_in(code: str, where: str, name: str | None) -> Callable[..., object] | None:
     """A function with the name and parameters of the reward function in a module's source. It must not be called.
 
     Args:

@@ -58,7 +58,7 @@ def _decode_paddlenlp(tree: dict[str, Any], items: Sequence[Item]) -> list[Outco
     return [outcome_of(score) for score in _column(tree, "score", len(items))]
 
 
-def _encode_openrlhf(items: Sequence[Item]) -> dict[str, Any]:
+def _encode_openrlhf(items: Sequence[Item]) -> dict[str, object]:
     return {"query": [i.seen + i.raw for i in items], "prompts": [i.seen for i in items], "labels": [i.label for i in items]}
 
 

@@ -67,7 +67,7 @@ BUILTINS: dict[str, Builtin] = {
 }
 
 
-def make_rule(name: str, options: Mapping[str, Any]) -> Rule:
+def make_rule(name: str, options: Mapping[str, object]) -> Rule:
     """The rule `name` with its options. Raises ConfigError for an unknown name or option, or an invalid value."""
     return _with_options(name, _builtin(name).factory, options)
 
@@ -81,7 +81,7 @@ def check_rule(name: str, options: Mapping[str, Any]) -> Builtin:
     builtin = _builtin(name)
 
     @functools.wraps(builtin.factory)
-    def nothing(*_: Any, **__: Any) -> None: ...
+    def nothing(*_: object, **__: object) -> None: ...
 
     _with_options(name, nothing, options)
     if missing := [module for module in builtin.preload if find_spec(module) is None]:

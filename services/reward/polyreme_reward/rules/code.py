@@ -112,7 +112,7 @@ def _script(given: str, wanted: str) -> Test:
     return passes
 
 
-def _call(name: str, arguments: list[Any], wanted: Any) -> Test:
+def _call(name: str, arguments: list[object], wanted: object) -> Test:
     given = json.dumps(arguments)
 
     def passes(program: str, mode: Mode, limits: Limits) -> bool:

@@ -213,7 +213,7 @@ def _equal(gold: _Read, answer: _Read) -> bool:
     return isinstance(gold, _Formula) and isinstance(answer, _Formula) and formula.equal(gold.object, answer.object)
 
 
-def _object(found: Quantity | _Formula) -> Any:
+def _object(found: Quantity | _Formula) -> object:
     from polyreme_reward.rules import formula
 
     if isinstance(found, _Formula):

@@ -26,7 +26,7 @@ def spare_generators(runner: Any) -> None:
     """Makes a model runner of vLLM on CPU draw for incomplete prompts from `DiscardedDraw`. Call it once."""
     sample_tokens = runner.sample_tokens
 
-    def sampling(*arguments: Any, **options: Any) -> Any:
+    def sampling(*arguments: object, **options: object) -> object:
         generators, running = runner.input_batch.generators, runner.input_batch.num_reqs
         incomplete = np.flatnonzero(runner.discard_request_mask.np[:running]).tolist()
         spared = {place: generators[place] for place in incomplete if place in generators}

@@ -91,7 +91,8 @@ def hf_names(model: torch.nn.Module) -> set[str]:
         f".{fused}.": [f".{part}." for part in packed] for fused, packed in getattr(model, "packed_modules_mapping", {}).items()
     }
     names = {name for path, layer in expert_layers(model).items() for name in _expert_names(path, layer, model)}
-    for name, _ in model.named_parameters():
+    for path, _ in model.named_parameters():
+        name = path.replace(".base_layer.", ".")  # a layer that may have adapters
         if name.endswith(EXPERT_WEIGHTS):
             continue
         if tied and name.startswith("lm_head."):

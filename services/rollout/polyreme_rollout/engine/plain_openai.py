@@ -143,7 +143,7 @@ def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[]
         def whole(text: str, tokens: NewTokens) -> dict[str, Any]:
             return {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": tokens.finish}
 
-        def part(text: str, tokens: NewTokens) -> dict[str, Any]:
+        def part(text: str, tokens: NewTokens) -> dict[str, object]:
             return {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": tokens.finish}
 
         return await _reply(deltas, asked, "chat.completion", "chat.completion.chunk", served_name, len(ids), codec, whole, part)
@@ -182,7 +182,7 @@ async def _reply(
 
 
 async def _events(
-    deltas: AsyncIterator[NewTokens], codec: Codec, event: Callable[[str, NewTokens], dict[str, Any]]
+    deltas: AsyncIterator[NewTokens], codec: Codec, event: Callable[[str, NewTokens], dict[str, object]]
 ) -> AsyncIterator[str]:
     """Server-sent events. A character whose bytes are in several tokens is sent with the last of them."""
     ids: list[int] = []

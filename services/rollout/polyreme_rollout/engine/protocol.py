@@ -8,7 +8,7 @@ policy changed; `sleep` loses no request. tests/contract/test_engine_conformance
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from fastapi import FastAPI
 
@@ -47,6 +47,7 @@ class EngineRequest:
         max_new: upper bound of tokens to sample.
         seed: seed of this request's sampler, 63 bits.
         salt: requests share cached prefixes only under the same salt.
+        adapter: the directory of an adapter in PEFT's format, whose files do not change; for a `ServesAdapters` only.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class EngineRequest:
     seed: int
     salt: str
     sampling: Sampling
+    adapter: Path | None = None
 
 
 class NewTokens(NamedTuple):
@@ -190,6 +192,30 @@ class InferenceEngine(Protocol):
 
     def close(self) -> None:
         """Ends the engine's processes. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class ServesAdapters(Protocol):
+    """An `InferenceEngine` whose requests may each have an adapter of their own on the loaded weights.
+
+    Attributes:
+        max_lora_rank: of an adapter; 0: the engine was started without adapters.
+    """
+
+    max_lora_rank: int
+
+    async def load_adapter(self, folder: Path) -> None:
+        """Loads an adapter before the first request names it. One that was evicted is loaded again with the next request. Raises LoadError,
+        EngineDeadError."""
+        ...
+
+    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Path | None = None) -> Sequence[float]:
+        """As `InferenceEngine.logprobs`, with an adapter."""
+        ...
+
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str, adapter: Path | None = None) -> Sequence[TopTokens]:
+        """As `InferenceEngine.top_logprobs`, with an adapter."""
         ...
 
 

@@ -142,7 +142,7 @@ class TransformersEngine:
             asked, time.perf_counter() - asked, {row.request.request_id: row.state[0] for row in rows if row.running}
         )
 
-    def _loaded(self, sources: Sequence[ArenaSource]) -> Any:
+    def _loaded(self, sources: Sequence[ArenaSource]) -> object:
         """The model with the weights of a version, which transformers converts from the files' names and shapes."""
         with named_tensors(sources, self._arenas) as tensors, torch.no_grad():
             model, notes = type(self._model).from_pretrained(

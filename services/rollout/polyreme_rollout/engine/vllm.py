@@ -9,6 +9,7 @@ Supports vLLM 0.23 to 0.32, so it does not use the weight versions and weight tr
 
 import asyncio
 import datetime
+import itertools
 import logging
 import multiprocessing
 import os
@@ -49,6 +50,8 @@ from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 LOAD_TIMEOUT = 600.0
 SHUTDOWN_TIMEOUT = 10.0
+KNOWN_LORAS = 10_000
+"""Adapters whose numbers are remembered. An older one is loaded again under a new number."""
 
 _WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # shared by the tensor-parallel group on CPU
 
@@ -70,7 +73,9 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
         from polyreme_rollout.engine.cpu_norms import register_norms
 
     on_cpu = config.device == "cpu"
-    arguments = engine_arguments(config, model_dir, random_weights) | (register_norms() if on_cpu else {})
+    options = config.rollout.vllm
+    cache = options.kv_cache_mib << 20 if on_cpu else int(torch.cuda.mem_get_info()[1] * options.gpu_memory_utilization)
+    arguments = engine_arguments(config, model_dir, random_weights, cache) | (register_norms() if on_cpu else {})
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     extend_scheduler(vllm_config.scheduler_config)
     if on_cpu:
@@ -105,6 +110,9 @@ class VllmEngine:
         self.llm, self._dead_error = llm, VllmDeadError
         self._sleep_level, self._asleep = sleep_level, False
         self._day = day
+        lora = llm.vllm_config.lora_config
+        self.max_lora_rank = 0 if lora is None else int(lora.max_lora_rank)
+        self._lora_ids, self._numbers = dict[str, int](), itertools.count(1)
         # The core then handles calls in order and between two steps, so a load may follow a pause that has not been answered.
         self._steps_end_first = not llm.vllm_config.scheduler_config.async_scheduling and self._pauses_at_once
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
@@ -136,7 +144,7 @@ class VllmEngine:
             **self._newer,
         )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": request.salt}
-        outputs = self.llm.generate(prompt, params, request.request_id)
+        outputs = self.llm.generate(prompt, params, request.request_id, lora_request=self._lora_request(request.adapter))
         try:
             async for output in outputs:
                 completion = output.outputs[0]
@@ -148,23 +156,47 @@ class VllmEngine:
         finally:
             await outputs.aclose()
 
-    async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
-        rows = await self._prompt_logprobs(ids, 0, salt)
+    async def load_adapter(self, folder: Path) -> None:
+        try:
+            await self._call(self.llm.add_lora(self._lora_request(folder)))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the core passes on its worker's errors without their types
+            raise LoadError(f"{type(error).__name__}: {error}") from None
+
+    def _lora_request(self, folder: Path | None) -> Any:
+        """vLLM's name of an adapter. Other files in the same directory get another number, and so does an adapter that has been forgotten."""
+        from vllm.lora.request import LoRARequest
+
+        if folder is None:
+            return None
+        name = f"{folder} {folder.stat().st_mtime_ns}"
+        number = self._lora_ids.pop(name, None) or next(self._numbers)
+        self._lora_ids[name] = number
+        if len(self._lora_ids) > KNOWN_LORAS:
+            del self._lora_ids[next(iter(self._lora_ids))]
+        return LoRARequest(name, number, str(folder))
+
+    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Path | None = None) -> Sequence[float]:
+        rows = await self._prompt_logprobs(ids, 0, salt, adapter)
         return [row[token].logprob for token, row in zip(ids[1:], rows, strict=True)]
 
-    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[TopTokens]:
-        rows = await self._prompt_logprobs(ids, count, salt)
+    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str, adapter: Path | None = None) -> Sequence[TopTokens]:
+        rows = await self._prompt_logprobs(ids, count, salt, adapter)
         ranked = [sorted((value.rank, token, value.logprob) for token, value in row.items()) for row in rows]
         return [
             [(token, logprob) for _, token, logprob in row[:count]] for row in ranked
         ]  # a prompt's own token may be a further one
 
-    async def _prompt_logprobs(self, ids: Sequence[int], count: int, salt: str) -> Sequence[Mapping[int, Any]]:
+    async def _prompt_logprobs(
+        self, ids: Sequence[int], count: int, salt: str, adapter: Path | None
+    ) -> Sequence[Mapping[int, Any]]:
         """vLLM's log-probabilities of each of ids[1:], and of the `count` most likely tokens at its place."""
         # The engine computes log-probabilities of a prompt before any temperature. It samples at least one token.
         params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=count, detokenize=False)
         prompt = {"type": "token", "prompt_token_ids": list(ids), "cache_salt": salt}
-        outputs = self.llm.generate(prompt, params, f"polyreme-logprobs-{uuid.uuid4().hex}", priority=-1)
+        name, lora = f"polyreme-logprobs-{uuid.uuid4().hex}", self._lora_request(adapter)
+        outputs = self.llm.generate(prompt, params, name, lora_request=lora, priority=-1)
         try:
             rows: Sequence[Any] = [answer.prompt_logprobs async for answer in outputs][-1]
         except self._dead_error as error:

@@ -4,6 +4,7 @@ Invariant: pure. No option changes the distribution of a token or its log-probab
 support on a device.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ CPU_BLOCK_TOKENS = 32
 """Tokens per block of the key-value cache on CPU: the least for which vLLM has its fast attention. A group shares whole blocks of its prompt
 only, so vLLM's default of 128 would share nothing of a shorter prompt."""
 
+MOST_LORAS = 32
+"""Largest planned number of adapters on the device."""
 
-def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs."""
+
+def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool, cache_bytes: int = 0) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs. `cache_bytes`: about the size of the key-value cache, for `plan_loras`."""
     rollout, options = config.rollout, config.rollout.vllm
-    slots = rollout.max_num_seqs + 1  # see `reserved_slot`
+    seats = rollout.max_num_seqs + 1  # see `reserved_slot`
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "load_format": "dummy" if random_weights else "safetensors",
         "dtype": config.model.dtype,
         "max_model_len": rollout.max_model_len,
-        "max_num_seqs": slots,
-        "max_num_batched_tokens": options.max_num_batched_tokens or max(BATCHED_TOKENS, rollout.max_model_len, slots),
+        "max_num_seqs": seats,
+        "max_num_batched_tokens": options.max_num_batched_tokens or max(BATCHED_TOKENS, rollout.max_model_len, seats),
         "tensor_parallel_size": rollout.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": options.prefix_caching,
@@ -40,6 +44,13 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
     }
     if options.speculative is not None:
         arguments["speculative_config"] = _ngram(options.speculative)
+    if slots := options.max_loras if options.max_loras is not None else plan_loras(config, model_dir, cache_bytes):
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": slots,
+            "max_cpu_loras": 4 * slots,
+            "max_lora_rank": options.max_lora_rank,
+        }
     if config.device != "cpu":
         return arguments | {
             "gpu_memory_utilization": options.gpu_memory_utilization,
@@ -55,7 +66,20 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
     }
 
 
-def _ngram(options: NgramConfig) -> dict[str, Any]:
+def plan_loras(config: RunConfig, model_dir: Path, cache_bytes: int) -> int:
+    """The number of adapters that a sixteenth of the key-value cache's memory holds, from 1 to 32.
+
+    An adapter of rank r has r numbers for each input and output feature of a linear layer: about r (10 hidden + 3 inner + 4 key-value
+    features) in each layer of the usual families.
+    """
+    model = json.loads((model_dir / "config.json").read_text())
+    hidden, inner = model["hidden_size"], model.get("intermediate_size") or 4 * model["hidden_size"]
+    width = 4 if config.model.dtype == "float32" else 2
+    adapter = config.rollout.vllm.max_lora_rank * (14 * hidden + 3 * inner) * model["num_hidden_layers"] * width
+    return max(1, min(MOST_LORAS, cache_bytes // 16 // adapter))
+
+
+def _ngram(options: NgramConfig) -> dict[str, object]:
     return {
         "method": options.method,
         "num_speculative_tokens": options.tokens,

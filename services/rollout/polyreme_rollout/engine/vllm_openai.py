@@ -17,7 +17,7 @@ TIMEOUT = 60.0  # to build vLLM's application
 
 
 async def make_openai_app(
-    llm: Any, served_name: str, salt: Callable[[], Awaitable[str]], day: datetime.date | None = None
+    llm: object, served_name: str, salt: Callable[[], Awaitable[str]], day: datetime.date | None = None
 ) -> FastAPI:
     """See `InferenceEngine.openai_app`. `llm` is the AsyncLLM; `day` is `data.date`."""
     client = _Client(llm, salt)

@@ -70,7 +70,7 @@ class PolicyWorker:
         """Free memory of this worker's device."""
         return int(getattr(torch, self.device.type).mem_get_info()[0])
 
-    def polyreme_load(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> dict[str, Any]:
+    def polyreme_load(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> dict[str, object]:
         """Loads a version from its parts, each as (path, nonce, slot, generation, serialized manifest).
 
         Returns:

@@ -80,7 +80,7 @@ def rewritten(body: bytes) -> bytes:
     return json.dumps(found, ensure_ascii=True).encode()
 
 
-def _messages(chat: Chat) -> list[dict[str, Any]]:
+def _messages(chat: Chat) -> list[dict[str, object]]:
     """The messages as the application's schema has them: arguments are JSON text, which it reads again, and every call has an id."""
     return [
         message

@@ -1,7 +1,7 @@
 """The sampler of the training service: answers the requests of its log with an inference engine.
 
-One model is loaded at a time. Requests for it run together; a request for another one waits until they have ended, and no later one runs
-before it.
+Where the engine has adapters for each request, those of all models run together on the base model. Any other model is loaded alone: its
+requests run together; a request for another one waits until they have ended, and no later one runs before it.
 
 Invariant: an answer depends on its request alone. So a request that is executed again after a restart has the same answer, up to the
 engine's rounding.
@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ import xxhash
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns
-from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling, TopTokens
+from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling, ServesAdapters, TopTokens
 from polyreme_rollout.local.report import SamplerReport
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class ServedSampler:
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._log, self._engine, self._weights, self._stop_ids, self._decode = log, engine, weights, stop_ids, decode
+        self._adapters = engine if isinstance(engine, ServesAdapters) and engine.max_lora_rank else None
         self._loaded: str | None = None
         self._loads = self._asked = 0
         self._requests: dict[str, SampleRequest] = {}
@@ -125,7 +127,7 @@ class ServedSampler:
         for place in waiting[:MAX_RUNNING]:
             if place.id not in self._requests:
                 self._requests[place.id] = SampleRequest.unpack(await self._log.payload(place))
-        while waiting and self._requests[waiting[0].id].weights != self._loaded:
+        while waiting and self._needs(self._requests[waiting[0].id]) != self._loaded:
             if self._running:
                 return
             if await self._load(waiting[0]):
@@ -133,19 +135,29 @@ class ServedSampler:
             waiting = waiting[1:]
         for place in waiting[: MAX_RUNNING - len(self._running)]:
             request = self._requests.get(place.id)
-            if request is not None and request.weights == self._loaded:
+            if request is not None and self._needs(request) == self._loaded:
                 self._running[asyncio.create_task(self._answer(place, request))] = place.id
+
+    def _needs(self, request: SampleRequest) -> str | None:
+        """The model that has to be loaded for a request: None for the base model, on which also adapters run."""
+        return None if self._adapter(request) is not None else request.weights
+
+    def _adapter(self, request: SampleRequest) -> Path | None:
+        """The adapter with which the engine answers a request."""
+        if self._adapters is None or request.weights is None:
+            return None
+        folder = Path(request.weights)
+        return folder if 0 < _adapter_rank(folder) <= self._adapters.max_lora_rank else None
 
     async def _load(self, place: LogPlace) -> bool:
         """Loads the model of a request. Returns False, and answers the request with an error, when it cannot be loaded."""
-        wanted = self._requests[place.id].weights
+        wanted = self._needs(self._requests[place.id])
         try:
             source = await asyncio.to_thread(self._weights.write, None if wanted is None else Path(wanted))
             await self._engine.load([source])
         except (OSError, KeyError, LoadError) as error:
             self._loaded = ""  # arena and engine may hold a mixture
-            expected = f"expected weights that the sampler can load in {Path(wanted or '').name}; found {error}. Save them again."
-            await self._log.finish(place, _failure(expected, "server"))
+            await self._log.finish(place, _unloadable(wanted, error))
             return False
         await self._engine.resume()
         self._loads += 1
@@ -165,8 +177,12 @@ class ServedSampler:
             return
         else:
             began = time.time()
-            async with self._report.busy():
-                answer = await self._sample(place, request, room)
+            try:
+                async with self._report.busy():
+                    answer = await self._sample(place, request, room)
+            except (OSError, LoadError) as error:
+                await self._log.finish(place, _unloadable(request.weights, error))
+                return
             await self._log.finish(place, b"P" + answer.SerializeToString())
             if not request.is_scoring:
                 await self._report.answered(place, request.weights, request.prompt, began, answer)
@@ -174,18 +190,28 @@ class ServedSampler:
         await self._log.finish(place, _failure(problem))
 
     async def _sample(self, place: LogPlace, request: SampleRequest, room: int) -> pb.SampleResponse:
-        salt = str(self._loads)
+        salt, adapter = f"{self._loads} {request.weights or ''}", self._adapter(request)
+        if self._adapters is not None and adapter is not None:
+            await self._adapters.load_adapter(adapter)  # unless it is loaded
         parts = [self._sequence(place, request, number, room, salt) for number in range(request.samples)]
         answer = pb.SampleResponse(sequences=await asyncio.gather(*parts))
         unscored = max(1, len(request.prompt) - (request.prompt_logprobs_last or len(request.prompt)))
         if request.prompt_logprobs:
-            values = np.array([np.nan, *await self._engine.logprobs(request.prompt, salt)], "<f4")
+            values = np.array([np.nan, *await self._logprobs(request.prompt, salt, adapter)], "<f4")
             values[:unscored] = np.nan
             answer.prompt_logprobs = values.tobytes()
         if request.topk:
-            rows = await self._engine.top_logprobs(request.prompt, request.topk, salt)
+            if self._adapters is None or adapter is None:
+                rows = await self._engine.top_logprobs(request.prompt, request.topk, salt)
+            else:
+                rows = await self._adapters.top_logprobs(request.prompt, request.topk, salt, adapter)
             answer.topk_prompt_logprobs.CopyFrom(_matrices(rows[unscored - 1 :], len(request.prompt), request.topk))
         return answer
+
+    async def _logprobs(self, ids: Sequence[int], salt: str, adapter: Path | None) -> Sequence[float]:
+        if self._adapters is None or adapter is None:
+            return await self._engine.logprobs(ids, salt)
+        return await self._adapters.logprobs(ids, salt, adapter)
 
     async def _sequence(self, place: LogPlace, request: SampleRequest, number: int, room: int, salt: str) -> pb.SampledSequence:
         """One answer. A stop token or the token that completes a stop string is its last."""
@@ -195,7 +221,8 @@ class ServedSampler:
         seed = xxhash.xxh3_64_intdigest(f"{origin} {number}".encode()) >> 1
         self._asked += 1
         longest = min(room, request.max_tokens or room)
-        ask = EngineRequest(str(self._asked), list(request.prompt), longest, seed, salt, sampling)
+        name, adapter = str(self._asked), self._adapter(request)
+        ask = EngineRequest(name, list(request.prompt), longest, seed, salt, sampling, adapter)
         ids, logprobs, finish = list[int](), list[float](), None
         tokens = self._engine.generate(ask)
         async for new in tokens:
@@ -230,6 +257,19 @@ def _matrices(rows: Sequence[TopTokens], length: int, count: int) -> pb.TopkLogp
         tokens[place, : len(row)] = [token for token, _ in row]
         logprobs[place, : len(row)] = [value for _, value in row]
     return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=count, length=length)
+
+
+@lru_cache(4096)
+def _adapter_rank(folder: Path) -> int:
+    """The rank of the adapter that was saved in a directory; 0 for all weights."""
+    file = folder / "adapter_config.json"
+    return int(json.loads(file.read_text())["r"]) if file.exists() else 0
+
+
+def _unloadable(weights: str | None, error: Exception) -> bytes:
+    """The result of a request whose model cannot be loaded."""
+    expected = f"expected weights that the sampler can load in {Path(weights or '').name}; found {error}. Save them again."
+    return _failure(expected, "server")
 
 
 def _failure(message: str, category: str = "user") -> bytes:

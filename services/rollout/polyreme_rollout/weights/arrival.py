@@ -16,7 +16,7 @@ class Arrival:
     def __init__(self, assembly: RangeAssembly, data: memoryview) -> None:
         self.assembly = assembly
         self.outgoing = Outgoing(data[: assembly.nbytes], assembly.verified)
-        self._adding: asyncio.Future[Any] | None = None
+        self._adding: asyncio.Future[object] | None = None
 
     @property
     def position(self) -> int:

@@ -73,12 +73,12 @@ class UserAlgorithm(Algorithm):
             raise self._wrong("loss", "a finite loss", str(value.item()))
         return value, self._metrics(metrics)
 
-    def _metrics(self, metrics: Any) -> Metrics:
+    def _metrics(self, metrics: object) -> Metrics:
         if not (isinstance(metrics, Mapping) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in metrics.values())):
             raise self._wrong("loss", "metrics: a mapping of names to (sum, weight)", repr(metrics)[:80])
         return {name: (torch.as_tensor(a).detach(), torch.as_tensor(b).detach()) for name, (a, b) in metrics.items()}
 
-    def _numbers(self, batch: TokenBatch, value: Any) -> Float64:
+    def _numbers(self, batch: TokenBatch, value: object) -> Float64:
         array = np.asarray(value)
         if array.shape != (batch.tokens,) or array.dtype.kind not in "fiu":
             raise self._wrong("advantages", f"numbers of shape ({batch.tokens},)", f"{array.dtype} of shape {array.shape}")

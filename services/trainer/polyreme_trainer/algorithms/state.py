@@ -50,7 +50,7 @@ class AlgorithmState:
     kl_coef: float | None = None
     scores: Moments = Moments()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values, which `from_json` restores to an equal state."""
         return asdict(self)
 

@@ -54,7 +54,7 @@ def experts_engine_name(name: str) -> str:
     return name if name.endswith(".pre_mlp_layernorm.weight") else engine_name(name)
 
 
-def local_names(state: Mapping[str, Any]) -> dict[str, Any]:
+def local_names(state: Mapping[str, object]) -> dict[str, object]:
     """The parameters by their local names, without entries that are not weights."""
     return {local_name(name): value for name, value in state.items() if not _IGNORED.search(name)}
 

@@ -56,7 +56,7 @@ class _Empty:
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if found := _PLAIN.get((module, name)):
             return found
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):

@@ -5,7 +5,6 @@ Invariant: the result has exactly the model's tensors, without wrappers, prefixe
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -37,7 +36,7 @@ def read(file: Path, arch: Architecture) -> dict[str, Tensor]:
     return named
 
 
-def _unwrapped(content: Any, file: Path) -> dict[str, Tensor]:
+def _unwrapped(content: object, file: Path) -> dict[str, Tensor]:
     """The innermost mapping of tensors, below any wrappers' keys."""
     while isinstance(content, Mapping):
         if tensors := {name: value for name, value in content.items() if isinstance(value, Tensor)}:

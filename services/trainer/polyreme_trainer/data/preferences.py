@@ -152,14 +152,14 @@ def _check_same(given: PromptSource, prompt: Chat, where: str, data: PairData) -
         )
 
 
-def _flag(fields: Mapping[str, Any], key: str, where: str, setting: str) -> bool:
+def _flag(fields: Mapping[str, object], key: str, where: str, setting: str) -> bool:
     value = column(fields, key, where, setting)
     if value not in (True, False):
         raise DataError(f"true or false in {key!r} in {where}", f"{value!r:.80}", "Fix the row.")
     return bool(value)
 
 
-def _number(fields: Mapping[str, Any], key: str, where: str) -> float:
+def _number(fields: Mapping[str, object], key: str, where: str) -> float:
     value = column(fields, key, where, "data.margin_key")
     if not isinstance(value, int | float) or isinstance(value, bool) or not np.isfinite(value):
         raise DataError(f"a finite number in {key!r} in {where}", f"{value!r:.80}", "Fix the row.")

@@ -259,7 +259,7 @@ def tools_in(fields: Mapping[str, Any], data: TextConfig) -> Any:
     return None if data.tools_key is None or data.template == "none" else value_at(fields, data.tools_key)
 
 
-def _with_history(prompt: Any, answers: Any) -> list[dict[str, str]] | None:
+def _with_history(prompt: object, answers: object) -> list[dict[str, str]] | None:
     """PaddleNLP's form of several turns as messages: the user's n texts with the n - 1 answers between them."""
     if not isinstance(prompt, list) or not isinstance(answers, list) or not len(prompt) == len(answers) + 1 > 1:
         return None
@@ -273,7 +273,7 @@ def _with_history(prompt: Any, answers: Any) -> list[dict[str, str]] | None:
     return [*turns, {"role": "user", "content": prompt[-1]}]
 
 
-def column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
+def column(fields: Mapping[str, object], key: str, where: str, setting: str) -> object:
     """A required column, by name or dotted path; `setting` names it in the configuration. Raises DataError."""
     value = value_at(fields, key, _MISSING)
     if value is _MISSING:
@@ -282,7 +282,7 @@ def column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any
     return value
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: object, what: str) -> str:
     try:
         return label_text(value)
     except TypeError as error:

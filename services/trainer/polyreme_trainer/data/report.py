@@ -5,7 +5,6 @@ Invariant: every row is read, rendered and encoded as in training. Rows themselv
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -21,7 +20,7 @@ from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.supervised import MESSAGES, RESPONSE, encode_examples, read_examples
 from polyreme_trainer.data.template import Template
 
-Read = Callable[[Sources, Any, Template, int | None], StageRows]
+Read = Callable[[Sources, object, Template, int | None], StageRows]
 """Reads the rows of a stage, given its configuration and the number of rows to read (None: all)."""
 
 _ALL = 1 << 30

@@ -6,7 +6,6 @@ Invariant: a row's text is the conversation as the chat template writes it, with
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
 
 from polyreme.config.data import Sources, TextConfig
 from polyreme.config.stage import SftData
@@ -91,7 +90,7 @@ def encode_examples(rows: Sequence[Answered | Turns], template: Template, max_to
     return examples
 
 
-def _row(fields: Mapping[str, Any], where: str, data: TextConfig, response_key: str, messages_key: str) -> Answered | Turns:
+def _row(fields: Mapping[str, object], where: str, data: TextConfig, response_key: str, messages_key: str) -> Answered | Turns:
     if (messages := value_at(fields, messages_key)) is not None:
         return Turns(where, _conversation(messages, f"{messages_key!r} in {where}", tools_in(fields, data)))
     prompt, what = prompt_in(fields, where, data), f"{response_key!r} in {where}"
@@ -99,7 +98,7 @@ def _row(fields: Mapping[str, Any], where: str, data: TextConfig, response_key: 
     return Answered(where, prompt, read_answer(response, what))
 
 
-def _conversation(value: Any, what: str, tools: Any) -> Chat:
+def _conversation(value: object, what: str, tools: object) -> Chat:
     chat = read_chat(value, what, tools)
     if len(chat.messages) < 2 or chat.messages[-1]["role"] != "assistant" or chat.messages[0]["role"] == "assistant":
         raise DataError(

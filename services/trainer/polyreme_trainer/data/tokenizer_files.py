@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from polyreme.errors import ConfigError
 
@@ -48,7 +48,7 @@ def read_embeddings(files: Mapping[str, bytes]) -> int:
     return size
 
 
-def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, object]:
     """A JSON file of the model directory; empty when there is none."""
     try:
         content = json.loads(files.get(name, b"{}"))

@@ -271,7 +271,7 @@ class TrainEngine(Engine, Protocol):
         """Writes the actor's weights into a free arena slot as `version`."""
         ...
 
-    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
+    def save(self, written: Written, version: int, facts: Mapping[str, object]) -> None:
         """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written. `facts`: JSON values."""
         ...
 

@@ -63,7 +63,7 @@ class RunClient:
         rates = {prompt: PassRate.parse(text) for prompt, text in facts.get("pass_rates", {}).items()}
         await self.experience.begin(version, rates)
 
-    async def add_facts(self, facts: dict[str, Any]) -> None:
+    async def add_facts(self, facts: dict[str, object]) -> None:
         """Adds a checkpoint's facts about the log: this learner's term, and the pass rates for a fork."""
         rates = await self.experience.pass_rates()
         facts |= {"term": self.term.counter, "pass_rates": {prompt: str(rate) for prompt, rate in rates.items()}}

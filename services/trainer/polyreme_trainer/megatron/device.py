@@ -101,7 +101,7 @@ class Device:
         getattr(torch, self.kind).reset_peak_memory_stats()
         return peak
 
-    def megatron(self) -> contextlib.AbstractContextManager[Any]:
+    def megatron(self) -> contextlib.AbstractContextManager[object]:
         """A context in which megatron-core code that names CUDA works on this device. On npu, `transfer_to_npu` does that for the whole
         process."""
         return CudaIsCpu() if self.kind == "cpu" else contextlib.nullcontext()

@@ -9,14 +9,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from polyreme_trainer.megatron.mindspeed import adapt
 
 
-def _uncompiled(function: Callable[..., Any] | None = None, **_: object) -> Callable[..., Any]:
+def _uncompiled(function: Callable[..., object] | None = None, **_: object) -> Callable[..., object]:
     """Replaces torch.compile, also where it is called with options."""
     return function if function is not None else _uncompiled
 

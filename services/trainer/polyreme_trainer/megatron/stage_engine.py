@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -76,7 +75,7 @@ class MegatronStageEngine(MegatronEngine):
         number, self.facts = loaded
         return number
 
-    def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
+    def save(self, number: int, facts: Mapping[str, object], hf_path: Path | None) -> None:
         export = None if hf_path is None else self.exported({STEP: f"{number}\n".encode()})
         self.saves.save(number, [self.model], facts, hf_path, {} if export is None else {"": export})
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -160,7 +159,7 @@ async def _answer(send: Send, status: int, text: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(record: Mapping[str, object]) -> dict[str, float]:
     found = {}
     for key, value in record.items():
         if key not in _NOT_SHOWN and isinstance(value, int | float) and not isinstance(value, bool):

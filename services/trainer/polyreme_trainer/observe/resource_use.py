@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from prometheus_client.samples import Sample
@@ -75,7 +74,7 @@ class ResourceUse:
         self._largest = {}
         return found
 
-    def added(self, records: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    def added(self, records: Iterable[tuple[str, dict[str, object]]]) -> list[tuple[str, dict[str, object]]]:
         """Records with their stream ids, of which the first iteration has the metrics since the last call that had one."""
         return [(at, {**each, **self.take()} if each["kind"] == "iteration" else each) for at, each in records]
 

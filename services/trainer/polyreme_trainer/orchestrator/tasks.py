@@ -6,7 +6,7 @@ Invariant: when a block ends, all of its tasks have ended.
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise first from None
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def together(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:
     """The results in order. The first failure cancels the others and is raised."""
     async with task_group() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]

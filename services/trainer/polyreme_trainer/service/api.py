@@ -5,7 +5,6 @@ with `error` and `category`, as the SDK expects it. What the API does not have i
 """
 
 import secrets
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -140,7 +139,7 @@ class ServiceApi:
         model = await self._add_model(call, given.session_id, given.model_seq_id, lora, given.user_metadata)
         return await self._into_lane(call, model, 0, Request("create_model", {"lora": lora}))
 
-    async def _add_model(self, call: ApiCall, session: str, number: int, lora: dict[str, Any] | None, metadata: Any) -> str:
+    async def _add_model(self, call: ApiCall, session: str, number: int, lora: dict[str, object] | None, metadata: object) -> str:
         most = self._accounts.quota_of(call.tenant).models
         return await self._tenants.add_model(call.tenant, session, number, lora, metadata, most)
 
@@ -212,7 +211,7 @@ class ServiceApi:
 
     async def _weights_info(self, call: ApiCall) -> Response:
         facts = self._folders.facts(m.read_path(m.read(m.TinkerPath, call.body).tinker_path), call.tenant)
-        about: dict[str, Any] = {"base_model": facts.base_model, "is_lora": facts.lora is not None}
+        about: dict[str, object] = {"base_model": facts.base_model, "is_lora": facts.lora is not None}
         if facts.lora is not None:
             targets = facts.lora.targets
             about |= {
@@ -254,6 +253,7 @@ class ServiceApi:
             path, name = self._sampled(call, given.model_path, given.base_model), f"{call.tenant}-{secrets.token_hex(16)}"
         options, stop = given.sampling_params, given.sampling_params.stop
         stops = [stop] if isinstance(stop, str) else stop
+        strings = [each for each in stops or () if isinstance(each, str)]
         fields = {
             "weights": str(self._folders.sampled(m.read_path(path), call.tenant)) if path else None,
             "prompt": [token for chunk in given.prompt.chunks for token in chunk.tokens],
@@ -262,8 +262,9 @@ class ServiceApi:
             "prompt_logprobs_last": given.prompt_logprobs_last_n,
             "topk": given.topk_prompt_logprobs,
             **options.model_dump(include={"max_tokens", "seed", "temperature", "top_k", "top_p"}),
-            "stop_ids": None if stops is None else [each for each in stops if isinstance(each, int)],
-            "stop_strings": [each for each in stops or () if isinstance(each, str)],
+            # The model's own end tokens also end an answer that has stop strings: the cookbook reads at most one in it.
+            "stop_ids": None if stops is None or strings else list(stops),
+            "stop_strings": strings,
         }
         ids = [f"{name}:{number}" for number in range(given.num_samples)]
         most, place = self._accounts.quota_of(call.tenant).requests, LogPlace(name, "sampler")
@@ -295,6 +296,6 @@ class ServiceApi:
             raise TenantError(f"expected the base model {self._base_model}; found {name!r:.200}")
 
 
-def _kept_as(call: ApiCall, given: m.SaveWeights | m.SaveExternal) -> dict[str, Any]:
+def _kept_as(call: ApiCall, given: m.SaveWeights | m.SaveExternal) -> dict[str, object]:
     """What a checkpoint's facts have from its request."""
     return {"tenant": call.tenant, "ttl": given.ttl_seconds, "metadata": given.user_metadata}

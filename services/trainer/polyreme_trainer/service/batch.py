@@ -1,4 +1,4 @@
-"""A batch of the training service."""
+"""Batches of the training service, and which of them share a pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,3 +22,37 @@ class Batch:
     inputs: Sequence[NDArray[np.int64]]
     targets: Sequence[NDArray[np.int64]]
     columns: Mapping[str, FloatArray]
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """A batch and the loss to compute on it, by its name in `losses`."""
+
+    batch: Batch
+    loss: str
+    options: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What a batch has given.
+
+    Attributes:
+        logprobs: float32 [n] for each sequence, the log-probability of each target in nats.
+        loss: the sum of the loss over all positions.
+    """
+
+    logprobs: Sequence[FloatArray]
+    loss: float
+
+
+def plan_passes(tokens: Mapping[str, int], budget: int, most: int) -> list[list[str]]:
+    """Cuts the models' batches, in their order, into passes of at most `budget` tokens and `most` models. A larger batch has passes of its own."""
+    passes, room = list[list[str]](), 0
+    for model, count in tokens.items():
+        if not passes or count > room or len(passes[-1]) == most:
+            passes.append([])
+            room = budget
+        passes[-1].append(model)
+        room -= count
+    return passes

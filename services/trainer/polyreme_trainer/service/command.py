@@ -49,10 +49,11 @@ for step in range(20): print(model.forward_backward([datum], "cross_entropy").re
 
 
 class ServicePart(StrEnum):
-    """A process of the service. The third one, the sampler, is `polyreme sampler`."""
+    """A process of the service. The fourth one, the sampler, is `polyreme sampler`."""
 
     API = "api"
     LEARNER = "learner"
+    OBSERVER = "observer"
 
 
 def serve(

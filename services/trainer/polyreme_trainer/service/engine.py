@@ -1,14 +1,15 @@
-"""The training service's engine: one base model, and the models of tenants that take turns on it.
+"""The training service's engine: one base model, and the models of tenants on it.
 
-Each tenant's model has its adapters, moments, gradient and count of steps. One of them is installed in the base model; the others are in the
-host's memory.
+Each tenant's model has its adapters, moments, gradient and count of steps. Those that were used last are on the device; the others are in the
+host's memory. Batches of several models share a pass when they fit into one micro-batch.
 
 Invariant: what a tenant's model computes depends on its own requests only. A model that was moved out and in again has the same bits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,15 @@ from polyreme.config.trainer import LoraConfig
 from polyreme.errors import RunFailedError
 from polyreme_trainer.algorithms.service_losses import LOSSES
 from polyreme_trainer.local import LocalEngine
-from polyreme_trainer.megatron.batches.batch import IGNORE, FloatArray, IntArray, MicroBatch, Sequences
+from polyreme_trainer.megatron.batches.batch import IGNORE, IntArray, MicroBatch, Sequences
+from polyreme_trainer.megatron.layers.shared_pass import Part, SharedPass
+from polyreme_trainer.megatron.models.model import Trained
 from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.offload.fragments import MASTER, MOMENTS
 from polyreme_trainer.megatron.parallel.reshard import WEIGHTS
 from polyreme_trainer.megatron.training.optimizer import Adam
-from polyreme_trainer.megatron.training.roles import LossTerm, every
-from polyreme_trainer.service.batch import Batch
+from polyreme_trainer.megatron.training.roles import LossTerm, Role, every
+from polyreme_trainer.service.batch import Batch, BatchResult, LossCall, plan_passes
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings
@@ -36,117 +39,207 @@ _KINDS = (WEIGHTS, *MOMENTS, MASTER)
 
 
 @dataclass(frozen=True)
-class _BatchLoss:
-    """The loss of a batch's micro-batches, with their log-probabilities as the result."""
+class _Tenant:
+    """A model on the device: its role has the optimizer and the gradient."""
 
-    name: str
-    options: Mapping[str, float]
-    columns: Mapping[str, FloatArray]
+    lora: LoraConfig | None
+    role: Role[Policy]
+    trained: Trained
+
+
+@dataclass(frozen=True)
+class _PassLoss:
+    """The losses of several models' batches in one pass, with their log-probabilities as the result. `starts`: the first token of each."""
+
+    calls: Sequence[LossCall]
+    starts: Sequence[int]
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, tuple[IntArray, Tensor, Tensor]]:
-        inputs = {name: batch.take(values) for name, values in self.columns.items()}
-        loss = LOSSES[self.name](logprobs, inputs, self.options, batch.sequence).sum()
-        return loss, (batch.tokens, logprobs.detach(), loss.detach())
+        losses, sizes = [], list(batch.runs)
+        tokens = np.split(batch.tokens, np.cumsum(sizes)[:-1])
+        parts = zip(self.calls, self.starts, tokens, logprobs.split(sizes), batch.sequence.split(sizes), strict=True)
+        for call, start, mine, values, sequence in parts:
+            inputs = {
+                name: torch.from_numpy(column[mine - start]).to(values.device) for name, column in call.batch.columns.items()
+            }
+            losses.append(LOSSES[call.loss](values, inputs, call.options, sequence - sequence[:1]).sum())
+        every = torch.stack(losses)
+        return every.sum(), (batch.tokens, logprobs.detach(), every.detach())
 
 
 class ServiceEngine:
-    """Computes requests, for one tenant's model after the other. `open` creates one. The methods that compute use the model installed last."""
+    """Computes requests for the models of tenants, which it knows by name. `open` creates one.
 
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine, self._role = engine, engine.actor
-        self.lora = engine.config.trainer.lora
-        """The installed model's adapters; None: all parameters."""
+    Args:
+        resident: `most`.
+        same_bits: likewise.
+
+    Attributes:
+        most: the largest number of models on the device, and of a pass. Those that were used last stay there.
+        same_bits: see `SharedPass`.
+    """
+
+    def __init__(self, engine: LocalEngine, resident: int, same_bits: bool) -> None:
+        self._engine, self.most = engine, resident
+        self._model: Policy = engine.actor.model
+        self._model.train(Trained())
+        self._shared = SharedPass(self._model.module, self._model.arch, self._model.rank)
+        self.same_bits = same_bits
+        self._resident: dict[str, _Tenant] = {}
+        """The model that was used last is the last one."""
+        self._waiting: dict[str, TenantState] = {}
+        self._base_is_changed = False
 
     @classmethod
     @contextmanager
-    def open(cls, config: RunConfig) -> Iterator["ServiceEngine"]:
+    def open(cls, config: RunConfig, resident: int = 16, same_bits: bool = True) -> Iterator["ServiceEngine"]:
         """Loads the base model `model.path`. Raises as `LocalEngine.open`."""
         with LocalEngine.open(config) as engine:
-            yield cls(engine)
+            yield cls(engine, resident, same_bits)
 
     @property
     def longest(self) -> int:
         """The largest number of tokens of a sequence."""
-        return self._role.model.arch.max_position
+        return self._model.arch.max_position
 
     @property
-    def steps(self) -> int:
-        """The optimizer steps of the installed model."""
-        assert self._role.optimizer is not None
-        return self._role.optimizer.steps
+    def vocabulary(self) -> int:
+        """The number of token ids."""
+        return self._model.arch.vocab
 
-    def create(self, lora: LoraConfig | None, seed: int) -> None:
-        """Installs a new model: adapters that change nothing yet, or with None the base model's own weights, to be trained."""
-        self._install(lora, seed)
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights."""
+        return self._model.dtype
 
-    def take(self) -> TenantState:
-        """The installed model, as a copy."""
-        state, role = self._role.rank_state(), self._role
-        shapes = {name: tensor.shape for name, tensor in role.model.state_dict().items()}
+    @property
+    def pass_bytes(self) -> int:
+        """About the size of the batches that fit into one micro-batch, as they are in the log: a token has about 12 bytes."""
+        return 12 * self._engine.shard.micro_batch_tokens
+
+    @property
+    def models(self) -> dict[str, LoraConfig | None]:
+        """The adapters of every model; None: all parameters."""
+        waiting = {name: state.lora for name, state in self._waiting.items()}
+        return waiting | {name: tenant.lora for name, tenant in self._resident.items()}
+
+    def steps(self, name: str) -> int:
+        """The optimizer steps of a model."""
+        optimizer = self._use(name).optimizer
+        assert optimizer is not None
+        return optimizer.steps
+
+    def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
+        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained."""
+        self._make_room(())
+        self._model.train(Trained())
+        if lora is None or self._base_is_changed:
+            self._model.load_hf(self._engine.config.model.path)
+        self._base_is_changed = lora is None
+        self._model.make_trainable(lora, seed)
+        role = Role(name, self._model, self._engine.actor.output, self._engine.shard)
+        role.make_optimizer(Adam())
+        self._resident[name] = _Tenant(lora, role, self._model.trained)
+
+    def take(self, name: str) -> TenantState:
+        """A model's state, as a copy."""
+        if name in self._waiting:
+            return self._waiting[name]
+        role = self._use(name)
+        state = role.rank_state()
+        shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
         tensors = {
-            f"{kind}/{name}": flat.detach().to("cpu", copy=True).view(shapes[name])
+            f"{kind}/{param}": flat.detach().to("cpu", copy=True).view(shapes[param])
             for kind in _KINDS
-            for name, (_, flat) in state.get(kind, {}).items()
+            for param, (_, flat) in state.get(kind, {}).items()
         }
-        tensors |= {f"{GRADIENT}/{name}": tensor for name, tensor in (role.gradient() or {}).items()}
-        return TenantState(self.lora, int(state["steps"]), tensors)
+        tensors |= {f"{GRADIENT}/{param}": tensor for param, tensor in (role.gradient() or {}).items()}
+        return TenantState(self._resident[name].lora, int(state["steps"]), tensors)
 
-    def put(self, state: TenantState) -> None:
-        """Installs a model in place of the one before."""
-        self._install(state.lora, 0)
-        self._role.restore(state.steps, lambda kind, names: {name: state.of(kind)[name] for name in names})
-        self._role.set_gradient(state.of(GRADIENT) or None)
+    def put(self, name: str, state: TenantState) -> None:
+        """Gives a model a state, and creates the model if there is none."""
+        self.remove(name)
+        self._waiting[name] = state
 
-    def _install(self, lora: LoraConfig | None, seed: int) -> None:
-        model = self._role.model
-        if lora is None or self.lora is None:  # the base model's weights may have been trained
-            model.load_hf(self._engine.config.model.path)
-        model.make_trainable(lora, seed)
-        self.lora = lora
-        self._role.make_optimizer(Adam())
-        self._role.set_gradient(None)
+    def remove(self, name: str) -> None:
+        """Forgets a model."""
+        self._waiting.pop(name, None)
+        self._resident.pop(name, None)
 
-    def forward(self, batch: Batch, loss: str, options: Mapping[str, float]) -> tuple[list[FloatArray], float]:
-        """The log-probability of each target, float32 [n] for each sequence, and the loss. Raises TenantError for impossible sequences."""
-        return self._run(batch, loss, options, backward=False)
+    def forward(self, calls: Mapping[str, LossCall]) -> dict[str, BatchResult | TenantError]:
+        """The results of one batch for each of several models, or why a batch is impossible."""
+        return self._run(calls, backward=False)
 
-    def forward_backward(self, batch: Batch, loss: str, options: Mapping[str, float]) -> tuple[list[FloatArray], float]:
-        """As `forward`, and adds the loss's gradient to that of the next optimizer step."""
-        return self._run(batch, loss, options, backward=True)
+    def forward_backward(self, calls: Mapping[str, LossCall]) -> dict[str, BatchResult | TenantError]:
+        """As `forward`, and adds each loss's gradient to that of its model's next optimizer step."""
+        return self._run(calls, backward=True)
 
-    def _run(self, batch: Batch, loss: str, options: Mapping[str, float], backward: bool) -> tuple[list[FloatArray], float]:
-        self._check(batch)
-        ends = [np.append(ids, 0) for ids in batch.inputs]  # every input predicts a target; what follows the last one is not read
-        sequences = Sequences(ends, np.ones(sum(map(len, batch.inputs)), dtype=np.float32), SPECS[loss].together)
-        targets, model = np.concatenate(batch.targets), self._role.model
+    def _run(self, calls: Mapping[str, LossCall], backward: bool) -> dict[str, BatchResult | TenantError]:
+        results: dict[str, BatchResult | TenantError] = {}
+        for name, call in calls.items():
+            if (problem := self._problem(call.batch)) is not None:
+                results[name] = TenantError(problem)
+        tokens = {name: sum(map(len, call.batch.inputs)) for name, call in calls.items() if name not in results}
+        routed = bool(self._model.arch.experts) and self.same_bits  # experts compute the tokens of all models together
+        for together in sorted({SPECS[calls[name].loss].together for name in tokens}):
+            mine = {name: count for name, count in tokens.items() if SPECS[calls[name].loss].together == together}
+            for names in plan_passes(mine, self._engine.shard.micro_batch_tokens, 1 if routed else self.most):
+                results |= zip(names, self._run_pass(names, [calls[name] for name in names], backward), strict=True)
+        return results
+
+    def _run_pass(self, names: Sequence[str], calls: Sequence[LossCall], backward: bool) -> list[BatchResult]:
+        tenants = [self._on_device(name, names) for name in names]
+        for tenant in tenants:
+            if backward and not tenant.role.has_gradient:
+                tenant.role.clear_gradient()
+        self._model.train(Trained())  # the adapters are those of the pass
+        inputs = [ids for call in calls for ids in call.batch.inputs]
+        ends = [np.append(ids, 0) for ids in inputs]  # every input predicts a target; what follows the last one is not read
+        sequences = Sequences(ends, np.ones(sum(map(len, inputs)), dtype=np.float32), SPECS[calls[0].loss].together)
+        targets = np.concatenate([ids for call in calls for ids in call.batch.targets])
 
         def logprobs(micro_batch: MicroBatch) -> Tensor:
+            adapters = [tenant.trained.adapters for tenant in tenants]
+            self._shared.set([Part(*each) for each in zip(adapters, micro_batch.runs, strict=True)], self.same_bits)
             wanted = micro_batch.targets.clone()
             wanted[wanted != IGNORE] = micro_batch.take(targets)
-            return model.logprobs(micro_batch.ids, wanted)
+            return self._model.logprobs(micro_batch.ids, wanted, runs=micro_batch.runs if self.same_bits else ())
 
-        term = LossTerm(sequences, every(sequences), _BatchLoss(loss, options, batch.columns), logprobs)
-        results = self._role.forward_backward(term) if backward else self._role.measure(term)
+        starts = sequences.offsets[np.cumsum([0, *(len(call.batch.inputs) for call in calls)])]
+        term = LossTerm(
+            sequences,
+            every(sequences),
+            _PassLoss(calls, starts[:-1].tolist()),
+            logprobs,
+            [len(call.batch.inputs) for call in calls],
+        )
+        role = tenants[0].role
+        results = role.accumulate(term) if backward else role.measure(term)
         shard = self._engine.shard
-        found = torch.zeros(len(targets) + 1, dtype=torch.float64, device=shard.device)  # the last one is the loss
-        for tokens, values, total in results:
+        found = torch.zeros(len(targets) + len(calls), dtype=torch.float64, device=shard.device)  # the losses are the last ones
+        for tokens, values, losses in results:
             found[torch.from_numpy(tokens).to(found.device)] = values.double()
-            found[-1] += total.double()
+            found[len(targets) :] += losses.double()
         whole = shard.sum(found).cpu().numpy()
-        parts = np.split(whole[:-1].astype(np.float32), np.cumsum([len(ids) for ids in batch.inputs])[:-1])
-        return list(parts), float(whole[-1])
+        parts = np.split(whole[: len(targets)].astype(np.float32), sequences.offsets[1:-1])
+        firsts = np.cumsum([0, *(len(call.batch.inputs) for call in calls)])
+        return [
+            BatchResult(parts[first:end], float(loss))
+            for (first, end), loss in zip(pairwise(firsts), whole[len(targets) :], strict=True)
+        ]
 
-    def _check(self, batch: Batch) -> None:
-        vocabulary = self._role.model.arch.vocab
+    def _problem(self, batch: Batch) -> str | None:
+        vocabulary = self.vocabulary
         longest = max(map(len, batch.inputs))
         if longest > self.longest:
-            raise TenantError(f"expected at most {self.longest} tokens in a sequence; found {longest}")
+            return f"expected at most {self.longest} tokens in a sequence; found {longest}"
         for ids in (*batch.inputs, *batch.targets):
             if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary):
-                raise TenantError(f"expected token ids from 0 to {vocabulary - 1}; found {int(ids.min())} to {int(ids.max())}")
+                return f"expected token ids from 0 to {vocabulary - 1}; found {int(ids.min())} to {int(ids.max())}"
+        return None
 
-    def optim_step(self, given: AdamSettings) -> tuple[float, int]:
-        """Takes an optimizer step. Without a gradient it is one with a gradient of zero.
+    def optim_step(self, name: str, given: AdamSettings) -> tuple[float, int]:
+        """Takes an optimizer step of a model. Without a gradient it is one with a gradient of zero.
 
         Returns:
             The gradient's norm before clipping, and the number of steps.
@@ -154,7 +247,7 @@ class ServiceEngine:
         Raises:
             TenantError: the gradient is not finite, and nothing but it has changed: it is zero now. Or the new weights are not finite.
         """
-        role = self._role
+        role = self._use(name)
         assert role.optimizer is not None
         if not role.has_gradient:
             role.clear_gradient()
@@ -166,19 +259,45 @@ class ServiceEngine:
             raise TenantError(str(error)) from None
         return norm, role.optimizer.steps
 
-    def write_sampler_weights(self, folder: Path) -> None:
-        """Fills an empty directory with the installed model: its adapters in PEFT's format, or all weights."""
-        model = self._role.model
-        assert isinstance(model, Policy)
-        if self.lora is None:
-            tensors = model.full_tensors()
+    def write_sampler_weights(self, name: str, folder: Path) -> None:
+        """Fills an empty directory with a model: its adapters in PEFT's format, or all weights."""
+        self._use(name)
+        if self.models[name] is None:
+            tensors = self._model.full_tensors()
             assert tensors is not None
             save_whole(tensors, folder)
         else:
             config = self._engine.config
-            adapter = model.adapter(*config.published(config.model.path))
+            adapter = self._model.adapter(*config.published(config.model.path))
             assert adapter is not None
             adapter.write(folder)
+
+    def _use(self, name: str) -> Role[Policy]:
+        """Makes a model the one that is trained."""
+        tenant = self._on_device(name, (name,))
+        self._model.train(tenant.trained)
+        return tenant.role
+
+    def _on_device(self, name: str, keep: Sequence[str]) -> _Tenant:
+        """Brings a model to the device. Of the others, those of `keep` stay there."""
+        if name in self._resident:
+            self._resident[name] = self._resident.pop(name)
+            return self._resident[name]
+        self._make_room(keep)
+        state = self._waiting[name]
+        self.create(name, state.lora, 0)
+        tenant = self._resident[name]
+        tenant.role.restore(state.steps, lambda kind, params: {param: state.of(kind)[param] for param in params})
+        tenant.role.set_gradient(state.of(GRADIENT) or None)
+        del self._waiting[name]
+        return tenant
+
+    def _make_room(self, keep: Sequence[str]) -> None:
+        """Moves the model that was not used for longest to the host's memory, if the device has no room for another one."""
+        while len(self._resident) >= self.most:
+            name = next(each for each in self._resident if each not in keep)
+            self._waiting[name] = self.take(name)
+            del self._resident[name]
 
 
 def save_whole(tensors: Mapping[str, Tensor], folder: Path) -> None:

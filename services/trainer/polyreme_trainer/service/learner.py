@@ -1,4 +1,4 @@
-"""The learner of the training service: executes the requests for models, one after the other.
+"""The learner of the training service: executes the requests for models, one after the other; batches of several models in one pass.
 
 Invariant: a request changes a model once. A request that ends with an error leaves the model as it was, except that a refused optimizer step
 drops the gradient; both happen again in the same way after a restart, so the weights have the same bits.
@@ -8,24 +8,29 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from polyreme.config.trainer import LoraConfig
-from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog
+from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
+from polyreme_trainer.service.batch import BatchResult, LossCall
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Facts
 from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, read_path
 from polyreme_trainer.service.observer.report import LearnerReport
+from polyreme_trainer.service.snapshots import Canary, Snapshot, load_snapshot
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState, lora_of
-from polyreme_trainer.service.turns import LaneTurn, next_request
+from polyreme_trainer.service.turns import LaneTurn, firsts, next_request
 from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
 logger = logging.getLogger(__name__)
 
-CHANGES = frozenset({"create_model", "create_from", "forward_backward", "optim_step", "load_weights"})
+CREATES = frozenset({"create_model", "create_from"})
+BATCHES = frozenset({"forward", "forward_backward"})
+"""Requests of which those of several models may share a pass."""
+CHANGES = CREATES | {"forward_backward", "optim_step", "load_weights"}
 """Requests that change a model, which a restart executes again."""
 EPHEMERAL_SECONDS = 86400.0
 """Life of sampler weights without a name."""
@@ -55,90 +60,173 @@ class ModelLearner:
         log, engine, states: the request log, the engine, and the saved models.
         base_model: the base model's name.
         max_models: the largest number of models, each of which takes host memory.
+        canary: what is compared before a client hears of weights for a sampler; None: these are not loaded before.
     """
 
-    def __init__(self, log: RequestLog, engine: TenantEngine, states: States, base_model: str, max_models: int) -> None:
+    def __init__(
+        self,
+        log: RequestLog,
+        engine: TenantEngine,
+        states: States,
+        base_model: str,
+        max_models: int,
+        canary: Canary | None = None,
+    ) -> None:
         self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
         self._report = LearnerReport(log.records)
-        self._waiting: dict[str, TenantState] = {}
-        self._installed = ""
+        self._canary = canary
+        self._written: dict[LogPlace, Snapshot] = {}
+        """Snapshots whose requests are not finished."""
+        self._loading: dict[LogPlace, asyncio.Task[None]] = {}
+        """Requests that wait until the sampler has loaded their snapshot."""
         self._replay: dict[str, Replay] = {}
         self._saved: dict[str, int] = {}
         """The request after which each model's newest state was saved."""
         self._ops: Mapping[str, Callable[[str, int, Request], bytes]] = {
             "create_model": self._create,
             "create_from": self._create_from,
-            "forward": self._forward,
-            "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save_for_sampler,
             "save_weights_external": self._save_external,
-            "load_weights": self._load,
+            "load_weights": self._load_weights,
             "refused": self._refuse,
         }
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises StoreError when Redis is lost."""
         turn, last, swept = LaneTurn(), await self._log.last_event(), -math.inf
-        while not stop.is_set():
-            if time.monotonic() - swept > SWEEP_SECONDS:
-                await self._sweep()
-                swept = time.monotonic()
-            chosen = next_request(await self._log.open("learner"), turn)
-            if chosen is None:
-                last = await self._log.wait(last)
-                continue
-            place, turn = chosen
-            await self._finish(place, await self._log.payload(place))
-            await asyncio.sleep(0)  # for the signal handlers
-
-    async def _finish(self, place: LogPlace, payload: bytes) -> None:
-        """Executes a request and stores its result."""
-        lane, began, at, request = place.lane, time.monotonic(), time.time(), Request.unpack(payload)
-        if request.op == "unload_model":
-            await self._report.unloaded(lane, place.seq)
-            await self._log.finish(place, json_result(type="unload_model", model_id=lane))
-            await self._unload(lane)
-            return
-        if request.op not in ("create_model", "create_from"):
-            await self._recover(lane)
-        begun = await self._log.begin(place)
-        lost = f"the learner ended {begun - 1} times while it executed this request; see its log"
-        result = failure(lost, "server") if begun > MAX_BEGUN else self._execute(place, request)
-        await self._report.executed(place, request, at)
-        keep = request.op in CHANGES and begun <= MAX_BEGUN
-        if keep and request.op in ("create_from", "load_weights"):
-            self._save_state(
-                place
-            )  # before its answer, after which its checkpoint may be deleted. To load twice is to load once.
-        await self._log.finish(place, result, keep)
-        if keep:
-            replay = self._replay.get(lane, Replay()).and_then(time.monotonic() - began, len(payload))
-            self._replay[lane] = replay
-            if replay.seconds > REPLAY_SECONDS or replay.nbytes > REPLAY_BYTES:
-                self._save_state(place)
-        if self._saved.get(lane) == place.seq:
-            await self._log.forget(lane, place.seq)
-            self._replay[lane] = Replay()
-
-    def _execute(self, place: LogPlace, request: Request) -> bytes:
-        """The result of a request, on the installed model."""
         try:
-            if request.op not in ("create_model", "create_from", "refused"):
-                self._install(place.lane)
-            return self._ops[request.op](place.lane, place.seq, request)
-        except TenantError as error:
-            return failure(str(error), "user")
+            while not stop.is_set():
+                if time.monotonic() - swept > SWEEP_SECONDS:
+                    await self._sweep()
+                    swept = time.monotonic()
+                waiting = await self._waiting()
+                chosen = next_request(waiting, turn)
+                if chosen is None:
+                    last = await self._log.wait(last)
+                    continue
+                place, turn = chosen
+                await self._finish(await self._joined(waiting, place))
+                await asyncio.sleep(0)  # for the signal handlers and the snapshots that load
+        finally:
+            for task in self._loading.values():
+                task.cancel()
+            await asyncio.gather(*self._loading.values(), return_exceptions=True)
+
+    async def _waiting(self) -> list[LogPlace]:
+        """The open requests, without those of models whose snapshot is loading. Raises what its loading has raised."""
+        for place in [place for place, task in self._loading.items() if task.done()]:
+            self._loading.pop(place).result()
+        places = await self._log.open("learner")  # those that are done are not among them any more
+        loading = {place.lane for place in places if place in self._loading}
+        return [place for place in places if place.lane not in loading]
+
+    async def _joined(self, waiting: Sequence[LogPlace], leader: LogPlace) -> dict[LogPlace, bytes]:
+        """The payloads of a request and, if it is a batch, of the batches of other models that share its pass. A request that may have ended the
+        process is executed alone."""
+        joined = {leader: await self._log.payload(leader)}
+        op = Request.unpack(joined[leader]).op
+        if op not in BATCHES or await self._log.begun(leader):
+            return joined
+        room = self._engine.pass_bytes - len(joined[leader])
+        for place in firsts(waiting).values():
+            if place.lane == leader.lane or place.lane not in self._engine.models or len(joined) >= self._engine.most:
+                continue
+            payload = await self._log.payload(place)
+            if len(payload) <= room and Request.unpack(payload).op == op and not await self._log.begun(place):
+                joined[place] = payload
+                room -= len(payload)
+        return joined
+
+    async def _finish(self, payloads: Mapping[LogPlace, bytes]) -> None:
+        """Executes requests, of different models, and stores their results."""
+        requests = {place: Request.unpack(payload) for place, payload in payloads.items()}
+        began, at, begun = time.monotonic(), time.time(), dict[LogPlace, int]()
+        for place, request in requests.items():
+            if request.op == "unload_model":
+                await self._report.unloaded(place.lane, place.seq)
+                await self._log.finish(place, json_result(type="unload_model", model_id=place.lane))
+                await self._unload(place.lane)
+                return
+            if request.op not in CREATES:
+                await self._recover(place.lane)
+            begun[place] = await self._log.begin(place)
+        results = self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
+        seconds = (time.monotonic() - began) / len(requests)
+        for place, request in requests.items():
+            lost = f"the learner ended {begun[place] - 1} times while it executed this request; see its log"
+            await self._report.executed(place, request, at)
+            if (snapshot := self._written.pop(place, None)) is not None:
+                self._loading[place] = asyncio.create_task(self._load(place, snapshot, results[place]))
+                continue
+            keep = request.op in CHANGES and place in results
+            if keep and request.op in ("create_from", "load_weights"):
+                # Before its answer, after which its checkpoint may be deleted. To load twice is to load once.
+                self._save_state(place)
+            await self._log.finish(place, results.get(place, failure(lost, "server")), keep)
+            if keep:
+                await self._kept(place, seconds, len(payloads[place]))
+
+    async def _kept(self, place: LogPlace, seconds: float, nbytes: int) -> None:
+        """Counts what a restart would have to execute again, and saves the model when that is too much."""
+        replay = self._replay.get(place.lane, Replay()).and_then(seconds, nbytes)
+        self._replay[place.lane] = replay
+        if replay.seconds > REPLAY_SECONDS or replay.nbytes > REPLAY_BYTES:
+            self._save_state(place)
+        if self._saved.get(place.lane) == place.seq:
+            await self._log.forget(place.lane, place.seq)
+            self._replay[place.lane] = Replay()
+
+    def _execute(self, requests: Mapping[LogPlace, Request]) -> dict[LogPlace, bytes]:
+        """The results of one request for each of several models; of several ones, all are batches of the same operation."""
+        results, calls = dict[LogPlace, bytes](), dict[LogPlace, LossCall]()
+        for place, request in requests.items():
+            try:
+                if request.op not in (*CREATES, "refused") and place.lane not in self._engine.models:
+                    raise TenantError("expected a model; found one that could not be created, or that was unloaded")
+                if request.op in BATCHES:
+                    calls[place] = read_batch(parse_batch(request.body))
+                else:
+                    results[place] = self._ops[request.op](place.lane, place.seq, request)
+            except TenantError as error:
+                results[place] = failure(str(error), "user")
+        if calls:
+            results |= self._compute(calls, backward=requests[next(iter(calls))].op == "forward_backward")
+        return results
+
+    def _compute(self, calls: Mapping[LogPlace, LossCall], backward: bool) -> dict[LogPlace, bytes]:
+        """The results of batches."""
+        compute = self._engine.forward_backward if backward else self._engine.forward
+        found = compute({place.lane: call for place, call in calls.items()})
+        results = dict[LogPlace, bytes]()
+        for place, call in calls.items():
+            result = found[place.lane]
+            if isinstance(result, TenantError):
+                results[place] = failure(str(result), "user")
+                continue
+            if backward:
+                self._report.meters.add_batch(place.lane, call.batch, result.loss)
+            results[place] = batch_result(result)
+        return results
+
+    async def _load(self, place: LogPlace, snapshot: Snapshot, result: bytes) -> None:
+        """Finishes a request once the sampler has loaded the snapshot that it wrote."""
+        assert self._canary is not None
+        problem = await load_snapshot(self._log, place, snapshot, self._canary)
+        if problem is not None:
+            logger.error("model %s: %s", place.lane, problem)
+        await self._log.finish(place, result if problem is None else failure(problem, "server"))
 
     async def _recover(self, lane: str) -> None:
         """Makes a model what it was before a restart: its newest state, and the kept requests since."""
-        if lane in self._waiting or lane == self._installed:
+        if lane in self._engine.models:
             return
         saved = self._states.newest_state(lane)
         seq = -1
         if saved is not None:
-            seq, self._waiting[lane] = saved
+            seq, state = saved
+            self._engine.put(lane, state)
             await self._log.forget(lane, seq)
         kept = [place for place in await self._log.kept(lane) if place.seq > seq]
         if kept:
@@ -146,83 +234,62 @@ class ModelLearner:
         replay = Replay()
         for place in kept:
             began, payload = time.monotonic(), await self._log.payload(place)
-            self._execute(place, Request.unpack(payload))
+            self._execute({place: Request.unpack(payload)})
             replay = replay.and_then(time.monotonic() - began, len(payload))
         self._report.meters.replayed(lane)
         self._replay[lane] = replay
 
     def _save_state(self, place: LogPlace) -> None:
         """Saves the model after a request, so that a restart need not execute it again."""
-        if place.lane != self._installed:  # it could not be created
+        if place.lane not in self._engine.models:  # it could not be created
             return
-        self._states.save_state(place.lane, self._engine.take(), self._base_model, place.seq)
+        self._states.save_state(place.lane, self._engine.take(place.lane), self._base_model, place.seq)
         self._saved[place.lane] = place.seq
 
     async def _unload(self, lane: str) -> None:
-        self._waiting.pop(lane, None)
+        self._engine.remove(lane)
         self._saved.pop(lane, None)
         self._replay.pop(lane, None)
-        self._installed = "" if self._installed == lane else self._installed
         self._states.remove(lane)
         await self._log.end(lane)
 
     async def _sweep(self) -> None:
         """Deletes expired checkpoints, and what is left of models whose records have expired."""
-        for lane in {*self._waiting, self._installed, *self._states.unfinished(), *await self._log.lanes()} - {""}:
+        for lane in {*self._engine.models, *self._states.unfinished(), *await self._log.lanes()}:
             if await self._log.record("model", lane) is None:
                 logger.info("model %s has expired", lane)
                 await self._unload(lane)
         self._states.sweep()
 
-    def _install(self, lane: str) -> None:
-        """Installs a model that waits. Raises TenantError for one that could not be created or is unloaded."""
-        if lane == self._installed:
-            return
-        if lane not in self._waiting:
-            raise TenantError("expected a model; found one that could not be created, or that was unloaded")
-        self._move_out()
-        self._engine.put(self._waiting.pop(lane))
-        self._installed = lane
-
-    def _move_out(self) -> None:
-        if self._installed:
-            self._waiting[self._installed] = self._engine.take()
-            self._installed = ""
-
     def _check_room(self, lora: LoraConfig | None) -> None:
         """Raises TenantError when there is no room for another model."""
-        count = len(self._waiting) + bool(self._installed)
-        if count >= self._max_models:
-            raise TenantError(f"expected at most {self._max_models} models; found {count}. Unload one, or raise max_models.")
-        if count and (lora is None or any(self._lora_of(name) is None for name in (*self._waiting, self._installed) if name)):
+        models = self._engine.models
+        if len(models) >= self._max_models:
+            raise TenantError(
+                f"expected at most {self._max_models} models; found {len(models)}. Unload one, or raise max_models."
+            )
+        if models and (lora is None or None in models.values()):
             raise TenantError("a model with all parameters shares the base model with no other model; unload the others first")
-
-    def _lora_of(self, name: str) -> LoraConfig | None:
-        return self._engine.lora if name == self._installed else self._waiting[name].lora
 
     def _create(self, lane: str, seq: int, request: Request) -> bytes:
         lora, seed = lora_of(request.fields["lora"], lane)
         self._check_room(lora)
-        self._move_out()
-        self._engine.create(lora, seed)
-        self._installed = lane
+        self._engine.create(lane, lora, seed)
         return json_result(type="create_model", model_id=lane)
 
     def _create_from(self, lane: str, seq: int, request: Request) -> bytes:
         state = self._read_checkpoint(request)
         self._check_room(state.lora)
-        self._move_out()
-        self._engine.put(state)
-        self._installed = lane
+        self._engine.put(lane, state)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
-    def _load(self, lane: str, seq: int, request: Request) -> bytes:
+    def _load_weights(self, lane: str, seq: int, request: Request) -> bytes:
         state = self._read_checkpoint(request)
-        if state.lora != self._engine.lora:
+        if state.lora != self._engine.models[lane]:
             raise TenantError(
                 "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
             )
-        self._engine.put(state)
+        self._engine.put(lane, state)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
     def _read_checkpoint(self, request: Request) -> TenantState:
@@ -238,32 +305,26 @@ class ModelLearner:
             state if request.fields["optimizer"] else TenantState(state.lora, 0, state.without("exp_avg", "exp_avg_sq").tensors)
         )
 
-    def _forward(self, lane: str, seq: int, request: Request) -> bytes:
-        call = read_batch(parse_batch(request.body))
-        return batch_result(*self._engine.forward(call.batch, call.loss, call.options))
-
-    def _forward_backward(self, lane: str, seq: int, request: Request) -> bytes:
-        call = read_batch(parse_batch(request.body))
-        logprobs, loss = self._engine.forward_backward(call.batch, call.loss, call.options)
-        self._report.meters.add_batch(lane, call.batch, loss)
-        return batch_result(logprobs, loss)
-
     def _optim_step(self, lane: str, seq: int, request: Request) -> bytes:
         given = AdamSettings.model_validate(request.fields["adam"])
-        norm, steps = self._engine.optim_step(given)
+        norm, steps = self._engine.optim_step(lane, given)
         self._report.meters.add_step(lane, norm, given.learning_rate, steps)
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
     def _save(self, lane: str, seq: int, request: Request) -> bytes:
         checkpoint = SavedModel(lane, "weights", request.fields["name"])
-        state = self._engine.take()
-        self._states.save(checkpoint, state, self._facts(seq, request), request.fields["overwrite"])
+        state = self._engine.take(lane)
+        self._states.save(checkpoint, state, self._facts(lane, seq, request), request.fields["overwrite"])
         return json_result(type="save_weights", path=str(checkpoint))
 
     def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
         checkpoint = self._save_files(lane, seq, request, "sampler_weights")
+        if self._canary is not None:
+            measured = self._engine.forward({lane: self._canary.call})[lane]
+            assert isinstance(measured, BatchResult)
+            self._written[in_lane(lane, seq)] = Snapshot(self._states.folder(checkpoint).resolve(), measured.logprobs[0])
         session = request.fields["sampling_session"]
-        named: dict[str, Any] = {"path": None, "sampling_session_id": session} if session else {"path": str(checkpoint)}
+        named: dict[str, object] = {"path": None, "sampling_session_id": session} if session else {"path": str(checkpoint)}
         return json_result(type="save_weights_for_sampler", **named)
 
     def _save_external(self, lane: str, seq: int, request: Request) -> bytes:
@@ -272,17 +333,17 @@ class ModelLearner:
     def _save_files(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
         """Saves the files of the installed model: PEFT's, or all weights."""
         checkpoint = SavedModel(lane, kind, request.fields["name"])
-        write = self._engine.write_sampler_weights
-        self._states.save_files(checkpoint, write, self._facts(seq, request), request.fields["overwrite"])
+        write = partial(self._engine.write_sampler_weights, lane)
+        self._states.save_files(checkpoint, write, self._facts(lane, seq, request), request.fields["overwrite"])
         return checkpoint
 
-    def _facts(self, seq: int, request: Request) -> Facts:
+    def _facts(self, lane: str, seq: int, request: Request) -> Facts:
         fields, now = request.fields, time.time()
         is_named = not fields.get("sampling_session")
         life = fields["ttl"] or (None if is_named else EPHEMERAL_SECONDS)
         expires = None if life is None else now + life
         whose = {"tenant": fields["tenant"], "metadata": fields["metadata"], "is_named": is_named, "created": now}
-        return Facts(self._base_model, self._engine.lora, seq, self._engine.steps, expires, **whose)
+        return Facts(self._base_model, self._engine.models[lane], seq, self._engine.steps(lane), expires, **whose)
 
     def _refuse(self, lane: str, seq: int, request: Request) -> bytes:
         return failure(request.fields["message"], "user")

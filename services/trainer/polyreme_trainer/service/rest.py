@@ -9,7 +9,7 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
@@ -111,7 +111,7 @@ class RestRoutes:
         tenant = tenant_of(request)
         return JSONResponse(await self._about(tenant, await self._tenants.model(tenant, request.path_params["model"])))
 
-    async def _about(self, tenant: str, model: TenantModel) -> dict[str, Any]:
+    async def _about(self, tenant: str, model: TenantModel) -> dict[str, object]:
         kept = await asyncio.to_thread(self._folders.kept, model.name, tenant)
         newest = {each.name.kind: _checkpoint(each) for each in kept}
         return {
@@ -203,7 +203,7 @@ def _page(request: HttpRequest, items: Sequence[AnyItem], limit: int) -> tuple[l
     return part, {"offset": given.offset, "limit": given.limit, "total_count": len(items)}
 
 
-def _checkpoint(kept: KeptCheckpoint) -> dict[str, Any]:
+def _checkpoint(kept: KeptCheckpoint) -> dict[str, object]:
     facts = kept.facts
     return {
         "checkpoint_id": f"{kept.name.kind}/{kept.name.name}",

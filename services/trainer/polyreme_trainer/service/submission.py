@@ -4,7 +4,6 @@ Invariant: a request that the log does not take has an answer that says whether 
 """
 
 import time
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -19,7 +18,7 @@ _UNLOAD = "unload_model"
 _TRIES = 100
 
 
-async def submit(log: RequestLog, place: LogPlace, request: Request, about: dict[str, Any], most: int) -> Response:
+async def submit(log: RequestLog, place: LogPlace, request: Request, about: dict[str, object], most: int) -> Response:
     """Adds a request to the log. The answer names it, with the fields `about`. Raises HTTPException when the log does not take it.
 
     Args:

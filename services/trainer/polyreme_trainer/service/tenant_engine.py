@@ -3,7 +3,7 @@
 Invariant: imports no torch, so that the learner runs on the simulated engine without it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from polyreme.config.trainer import LoraConfig
-from polyreme_trainer.service.batch import Batch, FloatArray
+from polyreme_trainer.service.batch import BatchResult, LossCall
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.messages import AdamSettings, LoraOptions
 
@@ -49,40 +49,53 @@ class TenantState:
 
 
 class TenantEngine(Protocol):
-    """Computes requests, for one tenant's model after the other. The methods that compute use the model installed last."""
+    """Computes requests for the models of tenants, which it knows by name."""
 
     @property
-    def lora(self) -> LoraConfig | None:
-        """The installed model's adapters; None: all parameters."""
+    def most(self) -> int:
+        """The largest number of models on the device, and of a pass."""
         ...
 
     @property
-    def steps(self) -> int:
-        """The optimizer steps of the installed model."""
+    def pass_bytes(self) -> int:
+        """About the size of the batches that fit into one pass, as they are in the log."""
         ...
 
-    def create(self, lora: LoraConfig | None, seed: int) -> None:
-        """Installs a new model: adapters that change nothing yet, or with None the base model's own weights, to be trained."""
+    @property
+    def models(self) -> Mapping[str, LoraConfig | None]:
+        """The adapters of every model; None: all parameters."""
         ...
 
-    def take(self) -> TenantState:
-        """The installed model, as a copy."""
+    def steps(self, name: str) -> int:
+        """The optimizer steps of a model."""
         ...
 
-    def put(self, state: TenantState) -> None:
-        """Installs a model in place of the one before."""
+    def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
+        """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained."""
         ...
 
-    def forward(self, batch: Batch, loss: str, options: Mapping[str, float]) -> tuple[Sequence[FloatArray], float]:
-        """The log-probability of each target, float32 [n] for each sequence, and the loss. Raises TenantError for impossible sequences."""
+    def take(self, name: str) -> TenantState:
+        """A model's state, as a copy."""
         ...
 
-    def forward_backward(self, batch: Batch, loss: str, options: Mapping[str, float]) -> tuple[Sequence[FloatArray], float]:
-        """As `forward`, and adds the loss's gradient to that of the next optimizer step."""
+    def put(self, name: str, state: TenantState) -> None:
+        """Gives a model a state, and creates the model if there is none."""
         ...
 
-    def optim_step(self, given: AdamSettings) -> tuple[float, int]:
-        """Takes an optimizer step. Without a gradient it is one with a gradient of zero.
+    def remove(self, name: str) -> None:
+        """Forgets a model, if there is one."""
+        ...
+
+    def forward(self, calls: Mapping[str, LossCall]) -> Mapping[str, BatchResult | TenantError]:
+        """The results of one batch for each of several models, or why a batch is impossible."""
+        ...
+
+    def forward_backward(self, calls: Mapping[str, LossCall]) -> Mapping[str, BatchResult | TenantError]:
+        """As `forward`, and adds each loss's gradient to that of its model's next optimizer step."""
+        ...
+
+    def optim_step(self, name: str, given: AdamSettings) -> tuple[float, int]:
+        """Takes an optimizer step of a model. Without a gradient it is one with a gradient of zero.
 
         Returns:
             The gradient's norm before clipping, and the number of steps.
@@ -92,8 +105,8 @@ class TenantEngine(Protocol):
         """
         ...
 
-    def write_sampler_weights(self, folder: Path) -> None:
-        """Fills an empty directory with the installed model: its adapters in PEFT's format, or all weights."""
+    def write_sampler_weights(self, name: str, folder: Path) -> None:
+        """Fills an empty directory with a model: its adapters in PEFT's format, or all weights."""
         ...
 
 

@@ -25,7 +25,7 @@ class TenantSession:
     """A client's session."""
 
     name: str
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     display_name: str
     is_finished: bool
 
@@ -36,7 +36,7 @@ class TenantModel:
 
     name: str
     rank: int
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     used: float
 
 

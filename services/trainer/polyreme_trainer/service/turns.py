@@ -1,7 +1,7 @@
 """Whose request is next: tenants take turns, and among them their models.
 
 Invariant: pure. A model's requests are executed in their order. Between two turns of a tenant every other tenant that waits has one, and
-between two turns of a model every other model of its tenant that waits.
+between two turns of a model every other model of its tenant that waits. A request that joins another model's pass costs its own model no turn.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,7 @@ class LaneTurn:
 
 def next_request(waiting: Sequence[LogPlace], turn: LaneTurn) -> tuple[LogPlace, LaneTurn] | None:
     """The request to execute, and the turn with it; None when nothing waits. `waiting`: every open request, by arrival."""
-    first: dict[str, LogPlace] = {}
-    for place in waiting:
-        if place.lane not in first or place.seq < first[place.lane].seq:
-            first[place.lane] = place
+    first = firsts(waiting)
     if not first:
         return None
     if turn.lane in first and (turn.used < TURN or len(first) == 1):
@@ -43,3 +40,12 @@ def next_request(waiting: Sequence[LogPlace], turn: LaneTurn) -> tuple[LogPlace,
     tenants = {tenant_in(name): number for name, number in had.items()}  # the newest turn of each
     lane = min(others, key=lambda name: (tenants.get(tenant_in(name), -1), had.get(name, -1)))
     return first[lane], LaneTurn(lane, 1, (*(each for each in turn.order if each != lane), lane)[-1024:])
+
+
+def firsts(waiting: Sequence[LogPlace]) -> dict[str, LogPlace]:
+    """The next request of each model, by the arrival of its first one."""
+    first: dict[str, LogPlace] = {}
+    for place in waiting:
+        if place.lane not in first or place.seq < first[place.lane].seq:
+            first[place.lane] = place
+    return first

@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from polyreme.api.v1 import tinker_pb2 as pb
-from polyreme_trainer.service.batch import Batch
+from polyreme_trainer.service.batch import Batch, BatchResult, LossCall
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.losses import SPECS
 
@@ -46,15 +46,6 @@ class Request:
         head, _, body = payload.partition(b"\n")
         fields = json.loads(head)
         return cls(fields.pop("op"), fields, body)
-
-
-@dataclass(frozen=True)
-class LossCall:
-    """A batch and the loss to compute on it."""
-
-    batch: Batch
-    loss: str
-    options: Mapping[str, float]
 
 
 def parse_batch(body: bytes) -> pb.ForwardBackwardRequest:
@@ -131,18 +122,18 @@ def _array(tensor: pb.TensorData, where: str) -> np.ndarray:
         raise TenantError(f"expected an array in {where}; found {error}") from None
 
 
-def batch_result(logprobs: Sequence[np.ndarray], loss: float) -> bytes:
-    """The result of a batch: float32 [n] for each sequence, and the loss."""
-    arrays = [np.asarray(each, "<f4") for each in logprobs]
+def batch_result(found: BatchResult) -> bytes:
+    """The answer with a batch's result."""
+    arrays = [np.asarray(each, "<f4") for each in found.logprobs]
     offsets = np.cumsum([0, *(each.nbytes for each in arrays)]).astype("<i8")
     tensor = pb.BatchedTensor(data=b"".join(each.tobytes() for each in arrays), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32)
     record = pb.ArrayRecord(type_tag="logprobs", num_datums=len(arrays), fields={"logprobs": tensor})
-    metrics = {"loss:sum": loss}
+    metrics = {"loss:sum": found.loss}
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=metrics)
     return b"P" + output.SerializeToString()
 
 
-def json_result(**fields: Any) -> bytes:
+def json_result(**fields: object) -> bytes:
     """A result in JSON."""
     return b"J" + json.dumps(fields).encode()
 

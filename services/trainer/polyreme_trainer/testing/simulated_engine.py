@@ -112,7 +112,7 @@ class SimulatedTrainEngine:
     def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
         return []
 
-    def means(self, metrics: Sequence[Any]) -> Mapping[str, float]:
+    def means(self, metrics: Sequence[object]) -> Mapping[str, float]:
         return {}
 
     def optim_step(self, role: str, lr: float) -> Mapping[str, float]:
@@ -157,7 +157,7 @@ class SimulatedTrainEngine:
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
         self._begin(self.hf_path(version), facts)
 
-    def _begin(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def _begin(self, path: Path, facts: Mapping[str, object]) -> None:
         assert self._pending is None, "one save at a time"
         self._pending = PendingSave(path, self._weights, dict(facts))
 

@@ -5,7 +5,8 @@ order, and a replay must produce the same bytes. Log-probabilities are a functio
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from polyreme.config.trainer import LoraConfig
-from polyreme_trainer.service.batch import Batch, FloatArray
+from polyreme_trainer.service.batch import Batch, BatchResult, FloatArray, LossCall
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.messages import AdamSettings
 from polyreme_trainer.service.states import States
@@ -26,6 +27,17 @@ _WEIGHTS, _MOMENTS = f"weights/{WEIGHT}", f"exp_avg/{WEIGHT}"
 _NOTHING = bytes(32)
 
 
+@dataclass(frozen=True)
+class _Model:
+    """A model's digests."""
+
+    lora: LoraConfig | None
+    weights: bytes
+    steps: int = 0
+    moments: bytes = _NOTHING
+    gradient: bytes = _NOTHING
+
+
 class SimulatedTenantEngine:
     """A simulated `TenantEngine`.
 
@@ -34,61 +46,79 @@ class SimulatedTenantEngine:
 
     Attributes:
         executed: the calls that changed a model.
+        passes: the models of each pass.
     """
+
+    most, pass_bytes = 8, 1 << 20
 
     def __init__(self, vocab_size: int, longest: int) -> None:
         self._vocab_size, self._longest = vocab_size, longest
-        self.lora: LoraConfig | None = None
-        self.steps = 0
         self.executed: list[str] = []
-        self._weights = self._moments = self._gradient = _NOTHING
+        self.passes: list[list[str]] = []
+        self._models: dict[str, _Model] = {}
 
-    def create(self, lora: LoraConfig | None, seed: int) -> None:
+    @property
+    def models(self) -> Mapping[str, LoraConfig | None]:
+        return {name: model.lora for name, model in self._models.items()}
+
+    def steps(self, name: str) -> int:
+        return self._models[name].steps
+
+    def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
         self.executed.append("create")
-        self.lora, self.steps, self._gradient, self._moments = lora, 0, _NOTHING, _NOTHING
-        self._weights = _digest(b"create", repr(lora).encode(), str(seed).encode())
+        self._models[name] = _Model(lora, _digest(b"create", repr(lora).encode(), str(seed).encode()))
 
-    def take(self) -> TenantState:
-        tensors: dict[str, Any] = {_WEIGHTS: _array(self._weights), _MOMENTS: _array(self._moments)}
-        if self._gradient != _NOTHING:
-            tensors[f"{GRADIENT}/{WEIGHT}"] = _array(self._gradient)
-        return TenantState(self.lora, self.steps, tensors)
+    def take(self, name: str) -> TenantState:
+        model = self._models[name]
+        tensors: dict[str, Any] = {_WEIGHTS: _array(model.weights), _MOMENTS: _array(model.moments)}
+        if model.gradient != _NOTHING:
+            tensors[f"{GRADIENT}/{WEIGHT}"] = _array(model.gradient)
+        return TenantState(model.lora, model.steps, tensors)
 
-    def put(self, state: TenantState) -> None:
+    def put(self, name: str, state: TenantState) -> None:
         self.executed.append("put")
         tensors: Any = state.tensors
-        self.lora, self.steps, self._weights = state.lora, state.steps, tensors[_WEIGHTS].tobytes()
-        self._moments = tensors[_MOMENTS].tobytes() if _MOMENTS in tensors else _NOTHING
         kept = f"{GRADIENT}/{WEIGHT}"
-        self._gradient = tensors[kept].tobytes() if kept in tensors else _NOTHING
+        moments = tensors[_MOMENTS].tobytes() if _MOMENTS in tensors else _NOTHING
+        gradient = tensors[kept].tobytes() if kept in tensors else _NOTHING
+        self._models[name] = _Model(state.lora, tensors[_WEIGHTS].tobytes(), state.steps, moments, gradient)
 
-    def forward(self, batch: Batch, loss: str, options: Mapping[str, float]) -> tuple[Sequence[FloatArray], float]:
+    def remove(self, name: str) -> None:
+        self._models.pop(name, None)
+
+    def forward(self, calls: Mapping[str, LossCall]) -> dict[str, BatchResult | TenantError]:
+        self.passes.append(list(calls))
+        return {name: self._forward(self._models[name], call.batch) for name, call in calls.items()}
+
+    def _forward(self, model: _Model, batch: Batch) -> BatchResult | TenantError:
         for ids in (*batch.inputs, *batch.targets):
             if len(ids) > self._longest or ids.min() < 0 or ids.max() >= self._vocab_size:
-                raise TenantError(f"expected at most {self._longest} token ids below {self._vocab_size}; found others")
-        found = [_logprobs(self._weights, ids, targets) for ids, targets in zip(batch.inputs, batch.targets, strict=True)]
-        return found, float(-sum(float(values.sum()) for values in found))
+                return TenantError(f"expected at most {self._longest} token ids below {self._vocab_size}; found others")
+        found = [_logprobs(model.weights, ids, targets) for ids, targets in zip(batch.inputs, batch.targets, strict=True)]
+        return BatchResult(found, float(-sum(float(values.sum()) for values in found)))
 
-    def forward_backward(self, batch: Batch, loss: str, options: Mapping[str, float]) -> tuple[Sequence[FloatArray], float]:
-        self.executed.append("forward_backward")
-        result = self.forward(batch, loss, options)
-        arrays: list[NDArray[np.generic]] = [
-            *batch.inputs,
-            *batch.targets,
-            *(batch.columns[name] for name in sorted(batch.columns)),
-        ]
-        given = [loss.encode(), repr(sorted(options.items())).encode(), *(array.tobytes() for array in arrays)]
-        self._gradient = _digest(self._gradient, self._weights, *given)
-        return result
+    def forward_backward(self, calls: Mapping[str, LossCall]) -> dict[str, BatchResult | TenantError]:
+        results = self.forward(calls)
+        for name, call in calls.items():
+            self.executed.append("forward_backward")
+            if isinstance(results[name], TenantError):
+                continue
+            batch, model = call.batch, self._models[name]
+            arrays: list[NDArray[np.generic]] = [*batch.inputs, *batch.targets]
+            arrays += [batch.columns[column] for column in sorted(batch.columns)]
+            given = [call.loss.encode(), repr(sorted(call.options.items())).encode(), *(array.tobytes() for array in arrays)]
+            self._models[name] = replace(model, gradient=_digest(model.gradient, model.weights, *given))
+        return results
 
-    def optim_step(self, given: AdamSettings) -> tuple[float, int]:
+    def optim_step(self, name: str, given: AdamSettings) -> tuple[float, int]:
         self.executed.append("optim_step")
-        self._moments = _digest(self._moments, self._gradient, repr(given).encode())
-        self._weights, self._gradient, self.steps = _digest(self._weights, self._moments), _NOTHING, self.steps + 1
-        return float(self._moments[0]), self.steps
+        model = self._models[name]
+        moments = _digest(model.moments, model.gradient, repr(given).encode())
+        self._models[name] = _Model(model.lora, _digest(model.weights, moments), model.steps + 1, moments)
+        return float(moments[0]), model.steps + 1
 
-    def write_sampler_weights(self, folder: Path) -> None:
-        save_file({WEIGHT: _array(self._weights)}, folder / "model.safetensors")
+    def write_sampler_weights(self, name: str, folder: Path) -> None:
+        save_file({WEIGHT: _array(self._models[name].weights)}, folder / "model.safetensors")
 
 
 class SimulatedStates(States):

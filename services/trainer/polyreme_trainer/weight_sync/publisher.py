@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from polyreme.errors import PolyremeError, RunFailedError
 from polyreme.experience.ledger import ExperienceLog, Term, TransitionError
@@ -166,7 +166,7 @@ class Publisher:
         with self._changed:
             return self._changed.wait_for(lambda: self._state is not PublisherState.CONNECTING, START_TIMEOUT)
 
-    async def _ask(self, request: Callable[[ReplicaSync], Coroutine[Any, Any, T]], seconds: float) -> T:
+    async def _ask(self, request: Callable[[ReplicaSync], Coroutine[object, object, T]], seconds: float) -> T:
         """`request` has its own deadline of `seconds`. The deadline here covers a thread that ends without an answer."""
         try:
             async with asyncio.timeout(seconds + ANSWER_TIMEOUT):
@@ -175,7 +175,7 @@ class Publisher:
             self._raise_failure()  # the publisher's loop has ended
             raise
 
-    def _submit(self, request: Callable[[ReplicaSync], Coroutine[Any, Any, T]]) -> "Future[T]":
+    def _submit(self, request: Callable[[ReplicaSync], Coroutine[object, object, T]]) -> "Future[T]":
         self._raise_failure()
         if self._connected is None or self._state.final:
             raise RuntimeError(f"expected a publisher that is running; found one that is {self._state.value}")

@@ -6,7 +6,7 @@ Invariant: no call raises a bare gRPC error. SwapError blames the replica, Unrea
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import grpc
 
@@ -224,7 +224,7 @@ class _CallStatus:
             self.error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
-def _result_now(answer: Coroutine[Any, Any, T]) -> T | None:
+def _result_now(answer: Coroutine[object, object, T]) -> T | None:
     """The result of a coroutine that returns without waiting; None when it would wait."""
     try:
         answer.send(None)

@@ -9,7 +9,6 @@ Invariant:
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
 
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.part_source import PartSource
@@ -92,7 +91,7 @@ class Streams:
         return self._parts[: version.manifest.parts]
 
 
-async def _all(transfers: Iterable[Coroutine[Any, Any, Transfer]]) -> list[Transfer]:
+async def _all(transfers: Iterable[Coroutine[object, object, Transfer]]) -> list[Transfer]:
     """Their results. The first failure cancels the others, which share the replica's connection."""
     tasks = [asyncio.ensure_future(each) for each in transfers]
     try:

@@ -8,6 +8,7 @@ import pytest
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme_trainer.service import messages as m
+from polyreme_trainer.service.batch import BatchResult
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.wire import Request, batch_result, parse_batch, read_batch
 
@@ -67,7 +68,7 @@ def test_bytes_that_are_no_message_are_refused() -> None:
 
 
 def test_a_result_has_an_array_for_each_sequence() -> None:
-    result = batch_result([np.array([-1, -2], np.float32), np.array([-3], np.float32)], 6.0)
+    result = batch_result(BatchResult([np.array([-1, -2], np.float32), np.array([-3], np.float32)], 6.0))
     output = pb.ForwardBackwardOutput.FromString(result[1:])
     field = output.loss_fn_outputs[0].fields["logprobs"]
     assert (result[:1], dict(output.metrics)) == (b"P", {"loss:sum": 6.0})

@@ -121,6 +121,7 @@ class MicroBatch:
         sequence: int64 [k], the number of each trained token's sequence among `indices`.
         padding: the number of positions of `ids` that are padding, because there are no tokens or by alignment.
         routes: int64 [t, layers, top_k], the experts that the replica chose at each position; -1 where it is unknown. None: everywhere.
+        runs: the number of trained tokens of each run of sequences, see `pack`; empty without runs.
     """
 
     indices: IntArray
@@ -131,6 +132,7 @@ class MicroBatch:
     sequence: Tensor
     padding: int
     routes: Tensor | None = None
+    runs: tuple[int, ...] = ()
 
     def take(self, values: NDArray[np.generic]) -> Tensor:
         """The [k] entries of a per-token array [t] for the micro-batch's trained tokens, on its device."""
@@ -231,7 +233,12 @@ def _cuts(before: IntArray, budget: int) -> list[int]:
 
 
 def pack(
-    sequences: Sequences, indices: IntArray, device: torch.device, multiple: int = 1, joins_beginnings: bool = False
+    sequences: Sequences,
+    indices: IntArray,
+    device: torch.device,
+    multiple: int = 1,
+    joins_beginnings: bool = False,
+    runs: Sequence[int] = (),
 ) -> MicroBatch:
     """The micro-batch of these sequences on `device`. Without a sequence it is one position of padding.
 
@@ -239,6 +246,7 @@ def pack(
         multiple: the number of positions is a multiple of this.
         joins_beginnings: whether the tokens before a sequence's first trained prediction are there once for all sequences that begin with
             them, see `PackedIds.places`.
+        runs: the number of sequences of each run that has adapters of its own. Empty: there is one run.
     """
     predictions = sequences.lengths[indices] - 1
     starts, row = sequences.offsets[indices], np.repeat(np.arange(len(indices)), predictions)
@@ -254,9 +262,9 @@ def pack(
             places, kept = share_prefixes(ids, trained, predictions)
             ids, targets = ids[kept], targets[kept]
         count = len(ids)
-        inputs = PackedIds(torch.from_numpy(ids).to(device), tuple(predictions[predictions > 0].tolist()), places).aligned(
-            multiple
-        )
+        filled, lengths = predictions > 0, tuple(predictions[predictions > 0].tolist())
+        of_runs = _count_runs(runs, np.flatnonzero(filled))
+        inputs = PackedIds(torch.from_numpy(ids).to(device), lengths, places, of_runs).aligned(multiple)
     targets = np.pad(targets, (0, len(inputs.ids) - count), constant_values=IGNORE)
     return MicroBatch(
         indices=indices,
@@ -267,7 +275,15 @@ def pack(
         sequence=torch.from_numpy(row[trained]).to(device),
         padding=len(targets) - count,
         routes=None if sequences.routes is None else _pack_routes(sequences, indices, len(targets)).to(device),
+        runs=_count_runs(runs, row[trained]),
     )
+
+
+def _count_runs(runs: Sequence[int], sequences: IntArray) -> tuple[int, ...]:
+    """How often each run has its sequences among `sequences`; empty without runs. `runs`: the number of sequences of each."""
+    if not runs:
+        return ()
+    return tuple(np.bincount(np.repeat(np.arange(len(runs)), runs)[sequences], minlength=len(runs)).tolist())
 
 
 def share_prefixes(ids: IntArray, trained: NDArray[np.bool_], lengths: IntArray) -> tuple[IntArray | None, NDArray[np.bool_]]:

@@ -9,6 +9,7 @@ at the end only, as a separate sequence. The queries of a sequence belong to the
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -23,6 +24,10 @@ from polyreme_trainer.megatron.mcore import PackedSeqParams
 IntArray = NDArray[np.int64]
 
 
+ANGLES = 32
+"""The number of positions whose angles are computed is a multiple of this, so that an angle has the same cosine beside longer sequences."""
+
+
 @dataclass(frozen=True)
 class PackedIds:
     """The tokens of several sequences.
@@ -32,11 +37,13 @@ class PackedIds:
         lengths: the number of tokens of each sequence, 1 or more.
         places: int64 [sum of lengths], the token at each place of the sequences, one sequence after the other. None: the sequences have no
             tokens in common, so the tokens are in this order.
+        runs: the number of sequences of each run, whose attention is planned alone, see `shared_pass`. Empty: all are one run.
     """
 
     ids: Tensor
     lengths: tuple[int, ...]
     places: IntArray | None = None
+    runs: tuple[int, ...] = ()
 
     @classmethod
     def of_rows(cls, ids: Tensor) -> Self:
@@ -64,7 +71,8 @@ class PackedIds:
         if not (missing := -count % multiple):
             return self
         places = None if self.places is None else np.append(self.places, np.arange(count, count + missing))
-        return PackedIds(torch.nn.functional.pad(self.ids, (0, missing)), (*self.lengths, missing), places)
+        runs = (*self.runs, 1) if self.runs else ()
+        return PackedIds(torch.nn.functional.pad(self.ids, (0, missing)), (*self.lengths, missing), places, runs)
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,7 @@ class Packing(PackedSeqParams):
         lengths: the number of queries of each sequence.
         key_lengths: the number of keys of each sequence.
         features: the width of all queries of this rank.
+        runs: see `PackedIds`.
         full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, features / 2] in the compute
             dtype.
         halves: on a rank that has a part of each sequence, the packings of its queries, one for each half; otherwise empty.
@@ -125,6 +134,7 @@ class Packing(PackedSeqParams):
     lengths: tuple[int, ...] = ()
     key_lengths: tuple[int, ...] = ()
     features: int = 1
+    runs: tuple[int, ...] = ()
     full: tuple[Tensor, ...] = field(default=(), repr=False)
     sliding: tuple[Tensor, ...] = field(default=(), repr=False)
     halves: "tuple[Packing, ...]" = field(default=(), repr=False)
@@ -164,7 +174,9 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def _plan(self) -> list[IntArray]:
-        return plan_blocks(np.array(self.key_lengths, dtype=np.int64), self.features)
+        lengths = np.array(self.key_lengths, dtype=np.int64)
+        starts = np.cumsum((0, *(self.runs or (len(lengths),))))
+        return [start + block for start, end in pairwise(starts) for block in plan_blocks(lengths[start:end], self.features)]
 
     @cached_property
     def key_blocks(self) -> Blocks:
@@ -201,7 +213,9 @@ def packing(
         cut: the tokens of a context rank; None: all. Then the sequences have no tokens in common.
     """
     assert cut is None or packed.places is None, "context ranks cut sequences with their own tokens"
-    lengths, device, longest = packed.lengths, packed.device, max(packed.lengths)
+    lengths, device = packed.lengths, packed.device
+    # In whole vectors: torch computes the cosines that remain after the last one by another formula.
+    longest = -(-max(lengths) // ANGLES) * ANGLES
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
     copies = None if packed.places is None else Copies.of(packed.places, device)
     if cut is not None:
@@ -218,6 +232,7 @@ def packing(
     halves = () if cut is None else cut.halves
     return replace(
         _of_lengths(lengths, lengths, features, device),
+        runs=packed.runs,
         full=rotated,
         sliding=rotated if sliding is None else rotation(sliding),
         copies=copies,

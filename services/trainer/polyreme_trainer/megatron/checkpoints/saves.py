@@ -197,7 +197,7 @@ class RunSaves(Saves):
         atomic.discard_unfinished(self._hf, "iteration-*")
         atomic.discard_unfinished(self._root, f"{WARM_START}-*")
 
-    def _check(self, facts: Mapping[str, Any]) -> None:
+    def _check(self, facts: Mapping[str, object]) -> None:
         """Also raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
 
         The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export, otherwise

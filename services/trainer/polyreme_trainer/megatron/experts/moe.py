@@ -39,7 +39,7 @@ class ExpertRouter(TopKRouter):
 
     trace: Routing
 
-    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+    def __init__(self, config: TransformerConfig, **options: object) -> None:
         super().__init__(config, **options)
         if self.score_function == "sigmoid":
             del self.expert_bias  # None: megatron-core's own option for it would also update it, beside `Routing`
@@ -59,7 +59,7 @@ class ExpertRouter(TopKRouter):
         probs, chosen = super().routing(logits)
         return self.trace.record_and_attach_loss(layer, rows, logits.view(-1, self.num_experts), probs, chosen), chosen
 
-    def _apply_expert_bias(self, *arguments: Any, **options: Any) -> None:
+    def _apply_expert_bias(self, *arguments: object, **options: object) -> None:
         """Does nothing: `Routing` counts the choices. megatron-core's method also does nothing, but its first call compiles it for seconds."""
 
 
@@ -113,7 +113,7 @@ def experts(mlp: MLPSubmodules) -> ModuleSpec:
     )
 
 
-def options(arch: Architecture, here: Rank) -> dict[str, Any]:
+def options(arch: Architecture, here: Rank) -> dict[str, object]:
     """The fields of megatron-core's TransformerConfig that describe router and experts; none for a dense model.
 
     megatron-core trains experts over several tensor ranks only together with sequence parallelism. Expert ranks exchange tokens by

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -243,10 +243,10 @@ class _WithLoss(Function):
     """Returns `output`. Its backward pass also differentiates the scalar `loss`, with the gradient 1."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: object, output: Tensor, loss: Tensor) -> Tensor:
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], grads[0].new_ones(())

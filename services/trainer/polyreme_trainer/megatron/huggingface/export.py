@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -55,7 +54,7 @@ def export_hf(directory: Path, policy: Export, further: Mapping[str, Export] = M
             _write(temporary / name, as_classifier(model) if name == CRITIC else model)
 
 
-def as_classifier(model: Export, **fields: Any) -> Export:
+def as_classifier(model: Export, **fields: object) -> Export:
     """The export of a language model with the config.json of a sequence classifier with one label.
 
     `fields` replace those of config.json.

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -23,7 +22,7 @@ from polyreme_trainer.megatron.huggingface.lora_mapping import LORA_A, LORA_B, p
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_PLAIN: dict[str, Any] = {
+_PLAIN: dict[str, object] = {
     "fan_in_fan_out": False,
     "use_dora": False,
     "bias": "none",
@@ -33,7 +32,7 @@ _PLAIN: dict[str, Any] = {
     "modules_to_save": None,
 }
 """Fields of PEFT's configuration that `read_adapter` requires to have these values, and that are written."""
-_UNSUPPORTED: dict[str, Any] = {
+_UNSUPPORTED: dict[str, object] = {
     "alora_invocation_tokens": None,
     "arrow_config": None,
     "kasa_config": None,

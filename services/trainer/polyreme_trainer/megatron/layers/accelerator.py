@@ -6,7 +6,6 @@ Invariant: the two specs differ only in the attention kernel; torch and torch_np
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,7 +123,7 @@ def _block(
     return TransformerBlockSubmodules(layer_specs=layer_specs(layer, mlp.submodules, has_experts), layer_norm=TorchRmsNorm)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input_grads: bool) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: object, sum_input_grads: bool) -> Tensor:
     return linear_with_grad_accumulation_and_async_allreduce(
         x,
         weight,

@@ -145,7 +145,7 @@ class Attention(MegatronModule):
         /,
         *,
         packed_seq_params: Packing,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]; heads of a group are adjacent."""
         cos, sin = packed_seq_params.full if self.window is None else packed_seq_params.sliding

@@ -29,38 +29,44 @@ from polyreme_trainer.megatron.mcore import (
     parallel_state,
 )
 
+Product = Callable[..., Tensor]
+"""A layer's matrix product, as megatron-core's `_forward_impl`."""
+
 
 class Adapter:
-    """The adapter of one parallel layer. It takes the place of the layer's matrix product.
+    """The adapter of one parallel layer. While it is attached, it takes the place of the layer's matrix product.
 
     Args:
-        layer: megatron-core's layer, with the parameters `weight`, `lora_a` and `lora_b`.
+        layer: megatron-core's layer with the parameter `weight`.
+        a, b: the trained parameters.
         owner: [rows of the weight, projections], 1 where the row belongs to the projection of that A; None: all rows to a single one.
         scale: the factor of the adapter's output.
     """
 
-    def __init__(self, layer: Any, owner: Tensor | None, scale: float) -> None:
-        self.layer, self.owner, self.scale, self.on = layer, owner, scale, True
-        self._product: Callable[..., Tensor] = layer._forward_impl
-        layer._forward_impl = self
+    def __init__(self, layer: Any, a: torch.nn.Parameter, b: torch.nn.Parameter, owner: Tensor | None, scale: float) -> None:
+        self.layer, self.a, self.b, self.owner, self.scale, self.on = layer, a, b, owner, scale, True
+        self._product: Product = layer._forward_impl
 
-    def __call__(self, *, input: Tensor, allreduce_dgrad: bool, sequence_parallel: bool = False, **options: Any) -> Tensor:
+    def __call__(self, **arguments: Any) -> Tensor:
         """The layer's matrix product with the adapter's, from the arguments of megatron-core's `_forward_impl`."""
         if not self.on:
-            return self._product(input=input, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel, **options)
-        # Both products read this one copy of the input, so the gradients of both are summed over the ranks in one collective.
-        if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, group=self.layer.tp_group)
-        elif allreduce_dgrad:
-            input = copy_to_tensor_model_parallel_region(input, group=self.layer.tp_group)
-        options |= {"allreduce_dgrad": False, "sequence_parallel": False}
-        output = self._product(input=input, **options)
-        options |= {"bias": None}
-        inner = self._product(input=input, **options | {"weight": self.layer.lora_a})
-        outer = self._product(input=inner, **options | {"weight": self.wide_b()})
+            return self._product(**arguments)
+        local = without_collectives(self.layer, arguments)
+        return self.add_to(self._product(**local), self._product, local)
+
+    def add_to(self, output: Tensor, product: Product, local: Mapping[str, Any]) -> Tensor:
+        """The layer's output with the adapter's. `product` computes that one from `local`, the arguments of the layer's own product."""
+        inner = product(**{**local, "bias": None, "weight": self.a})
+        outer = product(**{**local, "bias": None, "weight": self.wide_b(), "input": inner})
         return torch.add(output, outer, alpha=self.scale)
 
-    def remove(self) -> None:
+    def attach(self) -> None:
+        """Gives the layer the parameters `lora_a` and `lora_b`, and the product with them."""
+        self.layer.register_parameter(A, self.a)
+        self.layer.register_parameter(B, self.b)
+        self.layer._forward_impl = self
+
+    def detach(self) -> None:
         """Gives the layer its matrix product back, without A and B."""
         self.layer._forward_impl = self._product
         for name in (A, B):
@@ -68,14 +74,24 @@ class Adapter:
 
     def wide_b(self) -> Tensor:
         """B as one matrix for the stacked A: [rows, projections * rank], zero where row and column belong to different projections."""
-        b = self.layer.lora_b
-        return b if self.owner is None else (self.owner.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
+        return self.b if self.owner is None else (self.owner.unsqueeze(2) * self.b.unsqueeze(1)).flatten(1)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """W + scale B A, computed in float32 and rounded to the weight's dtype."""
         weight = self.layer.weight
-        return weight.float().addmm(self.wide_b().float(), self.layer.lora_a.float(), alpha=self.scale).to(weight.dtype)
+        return weight.float().addmm(self.wide_b().float(), self.a.float(), alpha=self.scale).to(weight.dtype)
+
+
+def without_collectives(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a layer's product with the tensor ranks' collectives already done. Several products that read this one input have
+    their gradients of it summed over the ranks at once."""
+    input = arguments["input"]
+    if arguments.get("sequence_parallel", False):
+        input = gather_from_sequence_parallel_region(input, group=layer.tp_group)
+    elif arguments["allreduce_dgrad"]:
+        input = copy_to_tensor_model_parallel_region(input, group=layer.tp_group)
+    return {**arguments, "input": input, "allreduce_dgrad": False, "sequence_parallel": False}
 
 
 class Merged(Mapping[str, Tensor]):
@@ -116,10 +132,10 @@ class Adapters:
 
     def __init__(self, module: Any, arch: Architecture, here: Rank, lora: LoraConfig, seed: int) -> None:
         self.lora, self.arch = lora, adapter_architecture(arch, lora)
-        self._layers: dict[str, Adapter] = {}
+        self.layers: dict[str, Adapter] = {}
         self._partial: list[torch.nn.Parameter] = []
         module.requires_grad_(False)
-        shapes = param_shapes(self.arch, here)
+        shapes, a = param_shapes(self.arch, here), dict[str, torch.nn.Parameter]()
         for row, _ in stage_rows(self.arch, here):
             where, _, kind = row.param.rpartition(".")
             layer = module.get_submodule(where)
@@ -127,21 +143,27 @@ class Adapters:
                 layer.weight.requires_grad_(True)
                 continue
             made = torch.nn.Parameter(layer.weight.new_zeros(shapes[row.param]))
-            layer.register_parameter(kind, made)
             if row.share == "all" and here.tp > 1:
                 self._partial.append(made)
-            if kind == B:
-                self._layers[f"{where}.weight"] = Adapter(layer, self._owner(where, layer, here), lora.scale)
+            if kind == A:
+                a[where] = made
+            else:
+                self.layers[f"{where}.weight"] = Adapter(layer, a[where], made, self._owner(where, layer, here), lora.scale)
+        self._embedding = module.embedding if here.pp_rank == 0 and module.config.recompute_granularity is not None else None
+        self.attach()
         self.params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         self._start(here, seed)
-        self._hook = None
-        if here.pp_rank == 0 and module.config.recompute_granularity is not None:
-            self._hook = module.embedding.register_forward_hook(_differentiable)
 
-    def remove(self) -> None:
-        """Makes the layers what they were without the adapters."""
-        for adapter in self._layers.values():
-            adapter.remove()
+    def attach(self) -> None:
+        """Gives the layers the adapters."""
+        for adapter in self.layers.values():
+            adapter.attach()
+        self._hook = None if self._embedding is None else self._embedding.register_forward_hook(differentiable)
+
+    def detach(self) -> None:
+        """Makes the layers what they were without the adapters, which keep their values."""
+        for adapter in self.layers.values():
+            adapter.detach()
         if self._hook is not None:
             self._hook.remove()
 
@@ -172,17 +194,17 @@ class Adapters:
 
     def merge(self, params: Mapping[str, Tensor]) -> Merged:
         """The model's weights with the adapters added. `params`: the model's own parameters."""
-        return Merged(params, self._layers)
+        return Merged(params, self.layers)
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Within the block, the adapters are switched off."""
-        for adapter in self._layers.values():
+        for adapter in self.layers.values():
             adapter.on = False
         try:
             yield
         finally:
-            for adapter in self._layers.values():
+            for adapter in self.layers.values():
                 adapter.on = True
 
     def sum_gradients(self) -> None:
@@ -196,6 +218,6 @@ class Adapters:
             gradient.copy_(part.view_as(gradient))
 
 
-def _differentiable(_module: Any, _arguments: Any, embedded: Tensor) -> Tensor:
+def differentiable(_module: object, _arguments: object, embedded: Tensor) -> Tensor:
     """Layers are recomputed only where their input has a gradient, and the output of a frozen embedding has none."""
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded

@@ -167,7 +167,7 @@ def join_chunks(chunks: Sequence[GPTModel]) -> Any:
     return whole
 
 
-def _scale(factor: float, _module: Any, _arguments: Any, embedded: Tensor) -> Tensor:
+def _scale(factor: float, _module: object, _arguments: object, embedded: Tensor) -> Tensor:
     """The token embeddings times `factor`, which transformers rounds to the dtype of the weights."""
     return embedded * torch.tensor(factor, dtype=embedded.dtype)
 
@@ -175,7 +175,7 @@ def _scale(factor: float, _module: Any, _arguments: Any, embedded: Tensor) -> Te
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 
 
-def recomputation(recompute: Recompute | None, arch: Architecture) -> dict[str, Any]:
+def recomputation(recompute: Recompute | None, arch: Architecture) -> dict[str, object]:
     """The fields of megatron-core's TransformerConfig that select the activations that backward passes recompute."""
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

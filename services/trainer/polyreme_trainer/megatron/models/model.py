@@ -5,6 +5,7 @@ that leave have the adapters merged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -37,6 +38,14 @@ from polyreme_trainer.megatron.offload.host_memory import HostMemory
 from polyreme_trainer.megatron.parallel.context import context_ranks
 
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What of a model is trained: adapters, or all weights; with the gradient buffers. Without both, nothing."""
+
+    adapters: Adapters | None = None
+    ddp: list[DistributedDataParallel] = field(default_factory=list)
 
 
 class ShardedModel:
@@ -96,9 +105,10 @@ class ShardedModel:
             self.module.requires_grad_(False)
 
     def make_trainable(self, lora: LoraConfig | None, seed: int = 0) -> None:
-        """Makes new adapters the trained parameters, in place of earlier ones; with None, the weights. An earlier optimizer is unusable then."""
+        """Makes new adapters the trained parameters, in place of earlier ones; with None, the weights. An earlier optimizer is unusable then,
+        unless the earlier adapters are trained again with `train`."""
         if self.adapters is not None:
-            self.adapters.remove()
+            self.adapters.detach()
         self.module.requires_grad_(True)
         self.adapters = None if lora is None else Adapters(self.module, self.arch, self.rank, lora, seed)
         self._trained = self._params if self.adapters is None else self.adapters.params
@@ -107,6 +117,21 @@ class ShardedModel:
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
         with self.device.megatron():
             self.ddp = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
+
+    @property
+    def trained(self) -> Trained:
+        """What is trained now."""
+        return Trained(self.adapters, self.ddp)
+
+    def train(self, trained: Trained) -> None:
+        """Trains the adapters of an earlier `trained` again, with their values, and makes their optimizer usable. Without adapters, and without
+        gradient buffers, nothing is trained."""
+        if self.adapters is not None:
+            self.adapters.detach()
+        self.adapters, self.ddp = trained.adapters, trained.ddp
+        if self.adapters is not None:
+            self.adapters.attach()
+        self._trained = self._params if self.adapters is None else self.adapters.params
 
     def use(self, *others: "ShardedModel") -> None:
         """Moves the weights of this model and of `others` to the device. With `trainer.offload.idle_models`, all other models leave it."""

@@ -4,7 +4,7 @@ Invariant: the logits of a micro-batch never exist together while log-probabilit
 (`logprobs.BLOCK_LOGITS`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, overload
 
@@ -29,14 +29,32 @@ class Policy(ShardedModel):
 
     @overload
     def logprobs(
-        self, ids: Tensor | PackedIds, targets: Tensor, temperature: float = ..., *, with_entropy: Literal[False] = ...
+        self,
+        ids: Tensor | PackedIds,
+        targets: Tensor,
+        temperature: float = ...,
+        *,
+        with_entropy: Literal[False] = ...,
+        runs: Sequence[int] = ...,
     ) -> Tensor: ...
     @overload
     def logprobs(
-        self, ids: Tensor | PackedIds, targets: Tensor, temperature: float = ..., *, with_entropy: Literal[True]
+        self,
+        ids: Tensor | PackedIds,
+        targets: Tensor,
+        temperature: float = ...,
+        *,
+        with_entropy: Literal[True],
+        runs: Sequence[int] = ...,
     ) -> tuple[Tensor, Tensor]: ...
     def logprobs(
-        self, ids: Tensor | PackedIds, targets: Tensor, temperature: float = 1.0, *, with_entropy: bool = False
+        self,
+        ids: Tensor | PackedIds,
+        targets: Tensor,
+        temperature: float = 1.0,
+        *,
+        with_entropy: bool = False,
+        runs: Sequence[int] = (),
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities of each token's target after its sequence up to it, differentiable in the weights: fp32 [k], in nats.
 
@@ -45,6 +63,7 @@ class Policy(ShardedModel):
             targets: int64, of the shape of `ids`; positions with IGNORE are skipped. The k others are in their order.
             temperature: the divisor of the logits, as in sampling.
             with_entropy: also return the entropy of each target's distribution, fp32 [k], differentiable.
+            runs: the number of targets of each run, k in all; the output layer's products are computed run by run. Empty: one run.
         """
         flat, tokens = targets.reshape(-1), PackedIds.of(ids)
         mine = self.context.take(tokens, flat, IGNORE)
@@ -53,7 +72,7 @@ class Policy(ShardedModel):
         start, valid = self._columns
         group = parallel_state.get_tensor_model_parallel_group() if self.rank.tp > 1 else None
         head = Head(self._product, start, valid, temperature, group, with_entropy)
-        results = token_logprobs(hidden, self._head_weight, mine[wanted], head)
+        results = by_run(hidden, self._head_weight, mine[wanted], head, runs)
         if self.context.ranks > 1:
             columns = [result.new_zeros(len(mine)).index_copy(0, wanted, result) for result in results]
             results = self.context.join(tokens, torch.stack(columns, dim=1))[flat != IGNORE].unbind(1)
@@ -94,6 +113,19 @@ class Policy(ShardedModel):
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T with the kernel of the model's spec."""
         return self.spec.linear(x, weight, None, parallel_state.get_tensor_model_parallel_group(), False)
+
+
+def by_run(hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, runs: Sequence[int]) -> tuple[Tensor, ...]:
+    """`token_logprobs` of each run, joined."""
+    if len(runs) < 2:
+        return token_logprobs(hidden, weight, targets, head)
+    sizes = list(runs)
+    parts = [
+        token_logprobs(each, weight, wanted, head)
+        for each, wanted in zip(hidden.split(sizes), targets.split(sizes), strict=True)
+        if len(wanted)
+    ]
+    return tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
 
 def build_policy(

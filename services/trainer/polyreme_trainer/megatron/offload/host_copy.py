@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def tensors_in(content: Any) -> Iterator[Tensor]:
+def tensors_in(content: object) -> Iterator[Tensor]:
     """The tensors in mappings, tuples and lists of any depth."""
     if isinstance(content, Tensor):
         yield content

@@ -3,7 +3,7 @@
 Invariant: the data ranks' shares of a step are disjoint and together cover it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,7 @@ class DataShard:
         multiple: int = 1,
         group: int = 1,
         joins_beginnings: bool = False,
+        runs: Sequence[int] = (),
     ) -> Iterator[MicroBatch]:
         """This rank's share of `indices`. Every rank has the same number of micro-batches; some of them may be empty.
 
@@ -60,14 +61,21 @@ class DataShard:
             multiple: the number of a micro-batch's positions is a multiple of this.
             group: the number of micro-batches is a multiple of this.
             joins_beginnings: see `pack`.
+            runs: the number of sequences of each run that has adapters of its own. A micro-batch has the sequences of each run that it would
+                have alone; several runs fit into one micro-batch. Empty: there is one run.
         """
         together = sequences.together
         rows = indices[::together] // together
         # The tokens and the cost of each row, whose sequences stay together.
         tokens, costs = (each.reshape(-1, together).sum(axis=1) for each in (sequences.lengths, cost.of(sequences.lengths)))
-        for part in plan_ranks(tokens, costs, rows, self.ranks, self.micro_batch_tokens, group)[self.rank]:
-            every = (part[:, None] * together + np.arange(together)).ravel()
-            yield pack(sequences, every, self.device, multiple, joins_beginnings)
+        plans = [
+            plan_ranks(tokens, costs, part, self.ranks, self.micro_batch_tokens, group)[self.rank]
+            for part in (np.split(rows, np.cumsum(runs)[:-1] // together) if runs else [rows])
+        ]
+        for parts in zip(*plans, strict=True):
+            every = (np.concatenate(parts)[:, None] * together + np.arange(together)).ravel()
+            sizes = [together * len(part) for part in parts] if runs else ()
+            yield pack(sequences, every, self.device, multiple, joins_beginnings, sizes)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the data-parallel ranks and the stages in place, and returns it. Collective.

@@ -34,7 +34,7 @@ def facts() -> dict[str, Any]:
     }
 
 
-def reduce_once(kind: str) -> dict[str, Any]:
+def reduce_once(kind: str) -> dict[str, object]:
     """Sums 4 MiB over all processes, each on its own device, after the imports of a learner's rank.
 
     Raises RuntimeError for a wrong sum or a failed collective.

@@ -42,12 +42,14 @@ class LossTerm(Generic[T]):
     Attributes:
         sequences, indices: the sequences, and which of them.
         forward: computes the model's output for the loss; None for the role's own.
+        runs: the number of sequences of each run that has adapters of its own, see `DataShard.micro_batches`.
     """
 
     sequences: Sequences
     indices: IntArray
     loss: Loss[T]
     forward: Forward | None = None
+    runs: Sequence[int] = ()
 
     @property
     def predictions(self) -> int:
@@ -112,9 +114,13 @@ class Role(Generic[Model]):
             The losses' results for this rank's micro-batches.
         """
         assert self.optimizer is not None, f"role {self.name} is frozen"
-        self.model.use()
         if not self.has_gradient:
             self.clear_gradient()
+        return self.accumulate(*terms)
+
+    def accumulate(self, *terms: LossTerm[T]) -> list[T]:
+        """As `forward_backward`, for all roles that have their adapters in the pass. Each of them has a gradient."""
+        self.model.use()
         with self._balanced(terms):
             return [result for term in terms for result in self._run(term, backward=True)]
 
@@ -192,7 +198,13 @@ class Role(Generic[Model]):
                 nullcontext if routing is None else partial(routing.micro_batch, batch, self.replays),
             )
             for batch in self.shard.micro_batches(
-                term.sequences, term.indices, self.cost, model.alignment, model.rank.micro_batch_group, model.joins_beginnings
+                term.sequences,
+                term.indices,
+                self.cost,
+                model.alignment,
+                model.rank.micro_batch_group,
+                model.joins_beginnings,
+                term.runs,
             )
         )
         results = run_whole(jobs, backward) if self.shard.stages is None else run_stages(model, jobs, backward)

@@ -48,7 +48,7 @@ class MlflowTracker:
         return tracker_id
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Dotted keys and values as text."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -134,7 +134,7 @@ class Evaluator:
         several = answer_metrics(_groups(scores, count), _groups(responses, count), name == "accuracy", settings.pattern)
         return _Result({name: sum(scores) / len(scores), **several}, part_means(answers), lines)
 
-    async def _write(self, version: int, lines: Sequence[dict[str, Any]]) -> None:
+    async def _write(self, version: int, lines: Sequence[dict[str, object]]) -> None:
         """Writes the file of a version's answers. If this fails, emits a notice, since the result itself is known."""
         path = self._config.run_dir / "samples" / f"evaluation_{version:04d}.jsonl"
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -152,7 +152,7 @@ def _groups(values: Sequence[Value], count: int) -> list[Sequence[Value]]:
     return [values[start : start + count] for start in range(0, len(values), count)]
 
 
-def answer_line(answer: ScoredAnswer) -> dict[str, Any]:
+def answer_line(answer: ScoredAnswer) -> dict[str, object]:
     """The line of an answer, with the fields of a training sample's line."""
     return {
         "prompt": answer.prompt.text,

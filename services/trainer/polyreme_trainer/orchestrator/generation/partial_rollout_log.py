@@ -26,7 +26,7 @@ class Recoverable(Protocol):
     def cuts(self) -> int:
         """How often something was taken back. The parts before are then replaced."""
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Its progress at this moment; equal as long as nothing is added or taken back."""
 
     def part_since(self, mark: Any) -> bytes:

@@ -146,7 +146,7 @@ class TeacherClient:
         except TeacherReplyError as error:
             raise TeacherError(str(error)) from None
 
-    async def _request(self, path: str, body: dict[str, Any] | None, only: _Server | None) -> Any:
+    async def _request(self, path: str, body: dict[str, object] | None, only: _Server | None) -> object:
         """The JSON of a 200, from the server `only` or from the least busy one. Raises TeacherError, UnavailableError."""
         failures, since = 0, time.monotonic()
         while True:

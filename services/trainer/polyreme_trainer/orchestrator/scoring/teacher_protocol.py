@@ -93,7 +93,7 @@ def _bare(text: str) -> str:
     return text.lstrip(" \u0120\u2581")
 
 
-def _prompt_logprobs(choice: Any, ids: Sequence[int]) -> list[tuple[Any, Any]]:
+def _prompt_logprobs(choice: object, ids: Sequence[int]) -> list[tuple[object, object]]:
     rows = choice.get("prompt_logprobs") if isinstance(choice, Mapping) else None
     if not isinstance(rows, list):
         raise TeacherReplyError(
@@ -110,7 +110,7 @@ def _prompt_logprobs(choice: Any, ids: Sequence[int]) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _echo(choice: Any, count: int) -> list[tuple[Any, Any]]:
+def _echo(choice: object, count: int) -> list[tuple[object, object]]:
     found = choice.get("logprobs") if isinstance(choice, Mapping) else None
     numbers, texts = (found.get(name) if isinstance(found, Mapping) else None for name in ("token_logprobs", "tokens"))
     if not (

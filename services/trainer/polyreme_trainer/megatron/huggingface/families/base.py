@@ -263,7 +263,7 @@ class ModelFamily:
     expert: tuple[MappingRow, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
     biases: Mapping[str, tuple[MappingRow, ...]] = field(default_factory=dict)
     activation: Literal["silu", "gelu_tanh"] = "silu"
     post_norms: bool = False
@@ -332,7 +332,7 @@ class ModelFamily:
                 rows += self.biases[name]
         return self.with_rows(rows)
 
-    def with_rows(self, rows: Sequence[MappingRow], **options: Any) -> "ModelFamily":
+    def with_rows(self, rows: Sequence[MappingRow], **options: object) -> "ModelFamily":
         """The family with more rows in every layer, and with more options of megatron-core."""
         dense = (*self.dense_layer, *rows) if self.dense_layer else ()
         return replace(self, layer=(*self.layer, *rows), dense_layer=dense, options={**self.options, **options})

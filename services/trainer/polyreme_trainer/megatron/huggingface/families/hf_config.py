@@ -45,7 +45,7 @@ class HfConfig:
             raise ConfigError(f"a JSON object in {file}", type(fields).__name__, "Restore the file from the model's source.")
         return cls(fields, str(file))
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> "HfConfig":
+    def with_defaults(self, defaults: Mapping[str, object]) -> "HfConfig":
         """The same fields, with `defaults` for those that are absent. A null is not absent: it means that the feature is off."""
         return HfConfig({**defaults, **self._fields}, self.source)
 

@@ -31,8 +31,9 @@ class _RmsNorm(Function):
         x, weight, rstd = ctx.saved_tensors
         wide, factor = x.to(rstd.dtype), weight.to(rstd.dtype)
         product = (grad * wide).mul_(rstd)  # the terms of the weight's gradient
-        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
-        mean = (product.flatten(0, -2) @ factor).view_as(rstd).div_(x.shape[-1])
+        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        # Not by a matrix product, whose order of additions depends on the number of rows, see `shared_pass`.
+        mean = product.mul_(factor).sum(-1, keepdim=True).div_(x.shape[-1])
         grad_x = torch.mul(grad, factor, out=product).mul_(rstd)  # the terms have already been summed
         return grad_x.addcmul_(wide, mean.mul_(rstd).mul_(rstd), value=-1).to(x.dtype), grad_weight, None
 

@@ -95,5 +95,5 @@ class ColumnParallel(ColumnParallelLinear):
 class RowParallel(RowParallelLinear):
     """megatron-core's layer with `linear` as its matrix product. The tensor ranks split the input features; the output is the sum over ranks."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> Tensor:
         return linear(input, weight, bias, self.tp_group, False)

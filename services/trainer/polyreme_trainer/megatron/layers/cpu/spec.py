@@ -87,7 +87,7 @@ def _block(config: TransformerConfig, family: ModelFamily, has_experts: Sequence
     return TransformerBlockSubmodules(layer_specs=layer_specs(layer, mlp, has_experts), layer_norm=RmsNorm)
 
 
-def _residual(training: bool, fused: bool) -> Any:
+def _residual(training: bool, fused: bool) -> object:
     """The residual addition, in place of megatron-core's bias-dropout-add: there is no dropout, and each layer has added its own
     bias."""
     return _add_residual
