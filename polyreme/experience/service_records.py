@@ -21,7 +21,7 @@ MAX_ANSWER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """A sampled answer. `logprobs`: of each token, in nats."""
 
     text: str
@@ -45,7 +45,7 @@ class SampledGroup:
     prompt_tokens: int
     began: float
     seconds: float
-    answers: Sequence[Answer]
+    answers: Sequence[SampledAnswer]
 
     def line(self) -> str:
         """As JSON, with as many answers as fit into MAX_ANSWER_BYTES, but at least one."""

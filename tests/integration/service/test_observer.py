@@ -13,7 +13,7 @@ from polyreme.cli.commands.samples import sample_text
 from polyreme.cli.commands.status import service_lines
 from polyreme.experience.metric_records import StageDone, StageStep
 from polyreme.experience.requests import RequestLog, in_lane
-from polyreme.experience.service_records import Answer, SampledGroup
+from polyreme.experience.service_records import SampledAnswer, SampledGroup
 from polyreme.hub.tiny_model import write_tiny_model
 from polyreme.rundir.reader import RunReader, SampleQuery
 from polyreme.rundir.run_records import read_summary
@@ -38,7 +38,7 @@ def step(loss: float) -> StageStep:
 
 
 def group(*texts: str) -> SampledGroup:
-    answers = [Answer(text, [5, 6], [-0.5, -1.5], "stop") for text in texts]
+    answers = [SampledAnswer(text, [5, 6], [-0.5, -1.5], "stop") for text in texts]
     return SampledGroup("sampler_weights/one", "What?", 3, 1000.0, 0.5, answers)
 
 

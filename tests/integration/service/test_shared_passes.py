@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 from polyreme_trainer.service.learner import ModelLearner
-from polyreme_trainer.service.snapshots import Canary
+from polyreme_trainer.service.snapshots import SnapshotProbe
 from polyreme_trainer.service.wire import Request
 from polyreme_trainer.testing.simulated_tenants import SimulatedStates, SimulatedTenantEngine
 from support.simulated_service import BASE, LONGEST, VOCAB, engine, sample
@@ -35,7 +35,7 @@ def batch(op: str, token: int) -> Request:
 
 @asynccontextmanager
 async def learning(
-    log: RequestLog, root: Path, canary: Canary | None = None, computing: SimulatedTenantEngine | None = None
+    log: RequestLog, root: Path, canary: SnapshotProbe | None = None, computing: SimulatedTenantEngine | None = None
 ) -> AsyncIterator[SimulatedTenantEngine]:
     """A learner, with an engine that has models already or with a new one."""
     computing = computing or engine()
@@ -103,8 +103,8 @@ async def test_a_request_that_ended_the_process_is_executed_alone(log: RequestLo
 async def test_a_snapshot_is_loaded_before_its_answer(log: RequestLog, tmp_path: Path) -> None:
     """Other models go on meanwhile."""
     stop, save = asyncio.Event(), Request("save_weights_for_sampler", SAVE)
-    canary = Canary.of(VOCAB, LONGEST, "float32")
-    async with learning(log, tmp_path, Canary(canary.ids, np.inf)):
+    canary = SnapshotProbe.of(VOCAB, LONGEST, "float32")
+    async with learning(log, tmp_path, SnapshotProbe(canary.ids, np.inf)):
         await results(log, await submit(log, 0, a=CREATE, b=CREATE))
         [saved], [other] = await submit(log, 1, a=save), await submit(log, 1, b=batch("forward", 3))
         await results(log, [other])
@@ -119,7 +119,7 @@ async def test_a_snapshot_is_loaded_before_its_answer(log: RequestLog, tmp_path:
 async def test_a_snapshot_that_samples_otherwise_is_refused(log: RequestLog, tmp_path: Path) -> None:
     stop = asyncio.Event()
     sampling = asyncio.create_task(sample(log, stop))
-    async with learning(log, tmp_path, Canary.of(VOCAB, LONGEST, "float32")):
+    async with learning(log, tmp_path, SnapshotProbe.of(VOCAB, LONGEST, "float32")):
         await results(log, await submit(log, 0, a=CREATE))
         [answer] = await results(log, await submit(log, 1, a=Request("save_weights_for_sampler", SAVE)))
     assert b"mismatch_kl" in answer and b'"server"' in answer

@@ -12,7 +12,7 @@ import numpy as np
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import LogPlace, tenant_in
-from polyreme.experience.service_records import Answer, SampledGroup, ServiceRecords
+from polyreme.experience.service_records import SampledAnswer, SampledGroup, ServiceRecords
 
 _DIGITS = 5
 
@@ -60,8 +60,8 @@ class SamplerReport:
             group = SampledGroup(name, self._decode(prompt), len(prompt), began, time.time() - began, answers)
             await self._records.add_sampled(path.parents[1].name, group)
 
-    def _answer(self, sequence: pb.SampledSequence) -> Answer:
+    def _answer(self, sequence: pb.SampledSequence) -> SampledAnswer:
         ids = np.frombuffer(sequence.tokens, "<i4").tolist()
         logprobs = np.frombuffer(sequence.logprobs, "<f4").astype(np.float64).round(_DIGITS).tolist()
         reason = "stop" if sequence.stop_reason == pb.STOP_REASON_STOP else "length"
-        return Answer(self._decode(ids), ids, logprobs, reason)
+        return SampledAnswer(self._decode(ids), ids, logprobs, reason)

@@ -64,7 +64,7 @@ def run_learner(config: ServeConfig) -> None:
     with gc_disabled():
         from polyreme_trainer.service.engine import ServiceEngine
         from polyreme_trainer.service.learner import ModelLearner
-        from polyreme_trainer.service.snapshots import Canary
+        from polyreme_trainer.service.snapshots import SnapshotProbe
         from polyreme_trainer.service.states import States
 
     with ServiceEngine.open(config.as_run(), config.learner.resident_models, config.learner.same_bits) as engine:
@@ -73,7 +73,7 @@ def run_learner(config: ServeConfig) -> None:
 
         async def execute(log: RequestLog, stop: asyncio.Event) -> None:
             logger.info("ready: %s", config.served_name)
-            canary = Canary.of(engine.vocabulary, min(config.sampler.max_model_len, engine.longest), engine.dtype)
+            canary = SnapshotProbe.of(engine.vocabulary, min(config.sampler.max_model_len, engine.longest), engine.dtype)
             await ModelLearner(log, engine, states, config.served_name, config.learner.max_models, canary).run(stop)
 
         asyncio.run(with_log(config, execute))

@@ -22,8 +22,8 @@ from polyreme.errors import RunFailedError
 from polyreme_trainer.algorithms.service_losses import LOSSES
 from polyreme_trainer.local import LocalEngine
 from polyreme_trainer.megatron.batches.batch import IGNORE, IntArray, MicroBatch, Sequences
-from polyreme_trainer.megatron.layers.shared_pass import Part, SharedPass
-from polyreme_trainer.megatron.models.model import Trained
+from polyreme_trainer.megatron.layers.shared_pass import AdapterRun, SharedPass
+from polyreme_trainer.megatron.models.model import TrainedParameters
 from polyreme_trainer.megatron.models.policy import Policy
 from polyreme_trainer.megatron.offload.fragments import MASTER, MOMENTS
 from polyreme_trainer.megatron.parallel.reshard import WEIGHTS
@@ -44,7 +44,7 @@ class _Tenant:
 
     lora: LoraConfig | None
     role: Role[Policy]
-    trained: Trained
+    trained: TrainedParameters
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ServiceEngine:
     def __init__(self, engine: LocalEngine, resident: int, same_bits: bool) -> None:
         self._engine, self.most = engine, resident
         self._model: Policy = engine.actor.model
-        self._model.train(Trained())
+        self._model.train(TrainedParameters())
         self._shared = SharedPass(self._model.module, self._model.arch, self._model.rank)
         self.same_bits = same_bits
         self._resident: dict[str, _Tenant] = {}
@@ -132,7 +132,7 @@ class ServiceEngine:
     def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
         """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained."""
         self._make_room(())
-        self._model.train(Trained())
+        self._model.train(TrainedParameters())
         if lora is None or self._base_is_changed:
             self._model.load_hf(self._engine.config.model.path)
         self._base_is_changed = lora is None
@@ -192,7 +192,7 @@ class ServiceEngine:
         for tenant in tenants:
             if backward and not tenant.role.has_gradient:
                 tenant.role.clear_gradient()
-        self._model.train(Trained())  # the adapters are those of the pass
+        self._model.train(TrainedParameters())  # the adapters are those of the pass
         inputs = [ids for call in calls for ids in call.batch.inputs]
         ends = [np.append(ids, 0) for ids in inputs]  # every input predicts a target; what follows the last one is not read
         sequences = Sequences(ends, np.ones(sum(map(len, inputs)), dtype=np.float32), SPECS[calls[0].loss].together)
@@ -200,7 +200,7 @@ class ServiceEngine:
 
         def logprobs(micro_batch: MicroBatch) -> Tensor:
             adapters = [tenant.trained.adapters for tenant in tenants]
-            self._shared.set([Part(*each) for each in zip(adapters, micro_batch.runs, strict=True)], self.same_bits)
+            self._shared.set([AdapterRun(*each) for each in zip(adapters, micro_batch.runs, strict=True)], self.same_bits)
             wanted = micro_batch.targets.clone()
             wanted[wanted != IGNORE] = micro_batch.take(targets)
             return self._model.logprobs(micro_batch.ids, wanted, runs=micro_batch.runs if self.same_bits else ())

@@ -19,7 +19,7 @@ from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import Facts
 from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, read_path
 from polyreme_trainer.service.observer.report import LearnerReport
-from polyreme_trainer.service.snapshots import Canary, Snapshot, load_snapshot
+from polyreme_trainer.service.snapshots import Snapshot, SnapshotProbe, load_snapshot
 from polyreme_trainer.service.states import States
 from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState, lora_of
 from polyreme_trainer.service.turns import LaneTurn, firsts, next_request
@@ -70,7 +70,7 @@ class ModelLearner:
         states: States,
         base_model: str,
         max_models: int,
-        canary: Canary | None = None,
+        canary: SnapshotProbe | None = None,
     ) -> None:
         self._log, self._engine, self._states, self._base_model, self._max_models = log, engine, states, base_model, max_models
         self._report = LearnerReport(log.records)

@@ -19,7 +19,7 @@ LOAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Canary:
+class SnapshotProbe:
     """The sequence on which learner and sampler are compared, int64 [n], and the largest `mismatch_kl` between them."""
 
     ids: NDArray[np.int64]
@@ -58,7 +58,7 @@ class Snapshot:
     logprobs: FloatArray
 
 
-async def load_snapshot(log: RequestLog, place: LogPlace, snapshot: Snapshot, canary: Canary) -> str | None:
+async def load_snapshot(log: RequestLog, place: LogPlace, snapshot: Snapshot, canary: SnapshotProbe) -> str | None:
     """Lets the sampler load a snapshot. Returns why it must not be used; None if it may, or if the sampler has not answered in time.
 
     Args:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme_trainer.service.batch import FloatArray, plan_passes
-from polyreme_trainer.service.snapshots import Canary
+from polyreme_trainer.service.snapshots import SnapshotProbe
 
 
 def floats(*values: float) -> FloatArray:
@@ -27,12 +27,12 @@ def test_a_batch_beyond_the_budget_is_alone() -> None:
 
 
 def test_the_canary_is_always_the_same_and_fits() -> None:
-    assert np.array_equal(Canary.of(100, 64, "float32").ids, Canary.of(100, 64, "float32").ids)
-    assert len(Canary.of(100, 5, "float32").ids) == 4
+    assert np.array_equal(SnapshotProbe.of(100, 64, "float32").ids, SnapshotProbe.of(100, 64, "float32").ids)
+    assert len(SnapshotProbe.of(100, 5, "float32").ids) == 4
 
 
 def test_a_sampler_with_other_weights_is_found() -> None:
-    canary, learned = Canary.of(100, 4, "float32"), floats(-1.0, -2.0, -3.0)
+    canary, learned = SnapshotProbe.of(100, 4, "float32"), floats(-1.0, -2.0, -3.0)
     assert canary.mismatch(learned, learned + np.float32(1e-4)) is None
     problem = canary.mismatch(learned, floats(-1.0, -2.1, -3.0))
     assert problem is not None and "at most 0.0001" in problem

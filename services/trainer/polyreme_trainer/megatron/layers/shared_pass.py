@@ -22,7 +22,7 @@ from polyreme_trainer.megatron.layers.lora import Adapters, Product, differentia
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterRun:
     """A run of tokens with the same adapters; None: with none."""
 
     adapters: Adapters | None
@@ -39,7 +39,7 @@ class SharedPass:
     """
 
     def __init__(self, module: Any, arch: Architecture, here: Rank) -> None:
-        self.parts: Sequence[Part] = ()
+        self.parts: Sequence[AdapterRun] = ()
         self.same_bits = True
         for row, _ in stage_rows(adapter_architecture(arch, LoraConfig()), here):
             where, _, kind = row.param.rpartition(".")
@@ -49,7 +49,7 @@ class SharedPass:
         if module.config.recompute_granularity is not None:
             module.embedding.register_forward_hook(differentiable)
 
-    def set(self, parts: Sequence[Part], same_bits: bool) -> None:
+    def set(self, parts: Sequence[AdapterRun], same_bits: bool) -> None:
         """Sets the parts of the passes that follow, whose tokens are in this order; tokens after them have no adapters."""
         self.parts, self.same_bits = parts, same_bits
 

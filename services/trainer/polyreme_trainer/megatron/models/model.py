@@ -41,7 +41,7 @@ DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16"
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedParameters:
     """What of a model is trained: adapters, or all weights; with the gradient buffers. Without both, nothing."""
 
     adapters: Adapters | None = None
@@ -119,11 +119,11 @@ class ShardedModel:
             self.ddp = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedParameters:
         """What is trained now."""
-        return Trained(self.adapters, self.ddp)
+        return TrainedParameters(self.adapters, self.ddp)
 
-    def train(self, trained: Trained) -> None:
+    def train(self, trained: TrainedParameters) -> None:
         """Trains the adapters of an earlier `trained` again, with their values, and makes their optimizer usable. Without adapters, and without
         gradient buffers, nothing is trained."""
         if self.adapters is not None:
