@@ -348,9 +348,13 @@ async def test_a_server_that_loses_a_process_plays_on(redis, run_id, tmp_path, c
         w.replicas[0].engine.step_seconds = 0.05
         playing = asyncio.create_task(w.play(client))
         await w.replicas[0].asked.wait()
-        for process in psutil.Process().children(recursive=True):
-            if "polyreme_environment.worker" in process.cmdline() and (process.ppid() == os.getpid()) == keepers:
-                process.kill()
+        processes = [
+            each for each in psutil.Process().children(recursive=True) if "polyreme_environment.worker" in each.cmdline()
+        ]
+        for process in [
+            each for each in processes if (each.ppid() == os.getpid()) == keepers
+        ]:  # a keeper's death ends its workers
+            process.kill()
         w.replicas[0].engine.step_seconds = 0.0
         group = await playing
         assert [len(sample.turns) for sample in group.samples] == [3, 3, 3]
