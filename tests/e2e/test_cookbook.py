@@ -84,11 +84,11 @@ FIRST, LAST = slice(0, 2), slice(-2, None)
 
 
 def test_sl_loop_learns_the_chats(small: Cookbook) -> None:
-    """The loss falls from about 11 to below 6 nats a token."""
+    """The loss falls from about 9 to below 4 nats a token."""
     steps = small.run("sl_loop", lora_rank=8, batch_size=4, max_length=256, learning_rate=0.01, save_every=5)
     losses = [step["train_mean_nll"] for step in steps]
     assert len(losses) == 12
-    assert losses[0] > 9 and losses[-1] < 6, losses
+    assert losses[0] > 8 and losses[-1] < 4, losses
 
 
 def test_dpo_prefers_the_chosen_answers(small: Cookbook) -> None:
