@@ -60,7 +60,7 @@ class Client:
     def sample(self, prompts: int, length: int, samples: int, answer: int) -> float:
         """Seconds until every prompt has its answers, with the weights of the first model."""
         sampler = self._models[0].save_weights_and_get_sampling_client().result()
-        options = types.SamplingParams(max_tokens=answer, temperature=1.0, stop=[0])
+        options = types.SamplingParams(max_tokens=answer, temperature=1.0, stop=[])
 
         def ask(first: int) -> list[Any]:
             given = [types.ModelInput.from_ints(tokens(number, length)) for number in range(first, first + prompts)]
