@@ -3,15 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from redis.asyncio import Redis
+from safetensors.numpy import save_file
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import LogPlace, RequestLog
+from polyreme_trainer.megatron.atomic import new_directory
 from polyreme_trainer.service.wire import Request
+from polyreme_trainer.testing.simulated_tenants import WEIGHT
 from support.simulated_service import LONGEST, sample
 
 PROMPT = [5, 9, 14, 7]
@@ -72,6 +76,15 @@ async def test_a_seed_decides_the_answers(sampler: Sampler) -> None:
     first, second = [await sampler.tokens(seed=None) for _ in range(2)]
     assert first != second, "without a seed, each request has its own"
     assert await sampler.ask(number=1) == await sampler.ask(number=1), "a repeated request has its first answer"
+
+
+async def test_a_name_that_is_saved_again_has_new_weights(sampler: Sampler, tmp_path: Path) -> None:
+    answers = []
+    for value in (1, 2):
+        with new_directory(tmp_path / "saved") as folder:
+            save_file({WEIGHT: np.full(32, value, dtype=np.uint8)}, folder / "model.safetensors")
+        answers.append(await sampler.tokens(weights=str(tmp_path / "saved")))
+    assert answers[0] != answers[1]
 
 
 async def test_stops_end_an_answer(sampler: Sampler) -> None:

@@ -11,8 +11,9 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,15 @@ class SampleRequest:
     def is_scoring(self) -> bool:
         """Whether the request is for the prompt's log-probabilities."""
         return self.prompt_logprobs and self.max_tokens == 1
+
+    @cached_property
+    def files(self) -> str | None:
+        """The files of the saved model as they are at first use, since its name may be saved again. None: the base model."""
+        if self.weights is None:
+            return None
+        with suppress(FileNotFoundError):  # the load says so
+            return f"{self.weights} {Path(self.weights).stat().st_mtime_ns}"
+        return self.weights
 
     @classmethod
     def unpack(cls, payload: bytes) -> "SampleRequest":
@@ -139,8 +149,8 @@ class ServedSampler:
                 self._running[asyncio.create_task(self._answer(place, request))] = place.id
 
     def _needs(self, request: SampleRequest) -> str | None:
-        """The model that has to be loaded for a request: None for the base model, on which also adapters run."""
-        return None if self._adapter(request) is not None else request.weights
+        """The files that have to be loaded for a request: None for the base model, on which also adapters run."""
+        return None if self._adapter(request) is not None else request.files
 
     def _adapter(self, request: SampleRequest) -> Path | None:
         """The adapter with which the engine answers a request."""
@@ -151,13 +161,14 @@ class ServedSampler:
 
     async def _load(self, place: LogPlace) -> bool:
         """Loads the model of a request. Returns False, and answers the request with an error, when it cannot be loaded."""
-        wanted = self._needs(self._requests[place.id])
+        request = self._requests[place.id]
+        wanted, weights = self._needs(request), request.weights
         try:
-            source = await asyncio.to_thread(self._weights.write, None if wanted is None else Path(wanted))
+            source = await asyncio.to_thread(self._weights.write, None if wanted is None or weights is None else Path(weights))
             await self._engine.load([source])
         except (OSError, KeyError, LoadError) as error:
             self._loaded = ""  # arena and engine may hold a mixture
-            await self._log.finish(place, _unloadable(wanted, error))
+            await self._log.finish(place, _unloadable(weights, error))
             return False
         await self._engine.resume()
         self._loads += 1
@@ -178,7 +189,7 @@ class ServedSampler:
         else:
             began = time.time()
             try:
-                async with self._report.busy():
+                with self._report.busy():
                     answer = await self._sample(place, request, room)
             except (OSError, LoadError) as error:
                 await self._log.finish(place, _unloadable(request.weights, error))
