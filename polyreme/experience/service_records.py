@@ -100,9 +100,11 @@ class ServiceRecords:
         await self._redis.xdel(self._records, until)
         await self._redis.xtrim(self._records, minid=until, approximate=False)
 
-    async def count(self, name: str, amounts: Mapping[str, float]) -> None:
-        """Adds to the counters of a tenant or a worker. They are not exact: an addition whose answer Redis loses as it ends counts twice."""
-        fields = [str(each) for field, amount in amounts.items() for each in (f"{name} {field}", amount)]
+    async def count(self, amounts: Mapping[str, Mapping[str, float]]) -> None:
+        """Adds to counters: tenant or worker -> field -> amount. They are not exact: what Redis adds as it ends may be added again."""
+        fields = [
+            str(each) for name, of in amounts.items() for field, amount in of.items() for each in (f"{name} {field}", amount)
+        ]
         await self._scripts.call("count", *fields, keys=[self._usage])
 
     async def counts(self) -> dict[str, dict[str, float]]:

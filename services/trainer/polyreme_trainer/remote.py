@@ -21,6 +21,7 @@ from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
 from polyreme.errors import RunFailedError, UnavailableError
+from polyreme.process.backoff import Backoff
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.objective import StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
@@ -29,7 +30,7 @@ from polyreme_trainer.learner.engine import RowsLoss
 CALL_SECONDS = 600.0
 """How long a call is sent again while the service does not answer."""
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
-_PAUSE_SECONDS = 0.2
+_PAUSE = Backoff(first=0.2, longest=1.0)
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ class RemoteService:
     def _send(self, endpoint: str, content: Mapping[str, object] | pb.ForwardBackwardRequest | None) -> httpx.Response:
         """The answer to a request, which is sent again until there is one. None: a GET."""
         deadline = time.monotonic() + CALL_SECONDS
+        attempt = 0
         while True:
             problem = "no answer"
             try:
@@ -198,7 +200,8 @@ class RemoteService:
                 problem = repr(error)
             if time.monotonic() > deadline:
                 raise UnavailableError(f"an answer of {self._http.base_url} to {endpoint}", problem, "Start `polyreme serve`.")
-            time.sleep(_PAUSE_SECONDS)
+            attempt += 1
+            time.sleep(_PAUSE.draw(attempt))
 
 
 def _datum(ids: NDArray[np.int32], weights: NDArray[np.float32]) -> pb.Datum:

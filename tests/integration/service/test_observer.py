@@ -23,6 +23,8 @@ from polyreme_trainer.learner.engine import RowsLoss
 from polyreme_trainer.remote import RemoteService
 from polyreme_trainer.service.observer.metrics import ServiceMetrics
 from polyreme_trainer.service.observer.observer import Observer
+from polyreme_trainer.service.observer.report import LearnerReport
+from polyreme_trainer.service.wire import Request
 from polyreme_trainer.stages.table import cross_entropy
 from support.configs import run_config
 from support.simulated_service import simulated_service
@@ -129,9 +131,8 @@ async def test_an_unloaded_model_is_a_run_that_is_done(world: World) -> None:
 
 async def test_prometheus_has_the_queue_and_each_tenants_tokens(world: World) -> None:
     await world.log.records.add_step(MODEL, 2, step(3.0))
-    await world.log.records.count(TENANT, {"trained_tokens": 20, "steps": 1})
-    await world.log.records.count(TENANT, {"sampled_tokens": 7})
-    await world.log.records.count("learner", {"busy_seconds": 1.5})
+    await world.log.records.count({TENANT: {"trained_tokens": 20, "steps": 1}, "learner": {"busy_seconds": 1.5}})
+    await world.log.records.count({TENANT: {"sampled_tokens": 7}})
     await world.log.submit(in_lane(MODEL, 0), b"{}\n")
     await world.observe(1)
     text = generate_latest(ServiceMetrics(world.observer).registry).decode()
@@ -139,6 +140,12 @@ async def test_prometheus_has_the_queue_and_each_tenants_tokens(world: World) ->
     assert 'polyreme_service_tokens_total{kind="trained",tenant="alice"} 20.0' in text
     assert 'polyreme_service_tokens_total{kind="sampled",tenant="alice"} 7.0' in text
     assert 'polyreme_service_busy_seconds_total{worker="learner"} 1.5' in text
+
+
+async def test_requests_of_one_pass_are_busy_once(world: World) -> None:
+    report, request = LearnerReport(world.log.records), Request("forward", {})
+    await report.executed({in_lane(MODEL, 0): request, in_lane(f"{MODEL}1", 0): request}, 10.0, 12.0)
+    assert (await world.log.records.counts())["learner"] == {"busy_seconds": 2.0}
 
 
 async def test_a_program_on_the_service_is_seen(redis: Redis, run_id: str, tmp_path: Path) -> None:

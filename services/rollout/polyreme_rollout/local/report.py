@@ -4,8 +4,8 @@ Invariant: a report changes no answer, and follows it, so that a request that is
 """
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +26,11 @@ class SamplerReport:
 
     def __init__(self, records: ServiceRecords, decode: Callable[[Sequence[int]], str]) -> None:
         self._records, self._decode = records, decode
-        self._running, self._since = 0, 0.0
+        self._running, self._since, self._busy = 0, 0.0, 0.0
 
-    @asynccontextmanager
-    async def busy(self) -> AsyncIterator[None]:
-        """Counts the time of the block once, whatever number of blocks runs at the same time."""
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Measures the time of the block once, whatever number of blocks runs at the same time. The next answer reports it."""
         if not self._running:
             self._since = time.monotonic()
         self._running += 1
@@ -38,9 +38,9 @@ class SamplerReport:
             yield
         finally:
             self._running -= 1
-            now, since = time.monotonic(), self._since
+            now = time.monotonic()
+            self._busy += now - self._since
             self._since = now
-        await self._records.count("sampler", {"busy_seconds": now - since})
 
     async def answered(
         self, place: LogPlace, weights: str | None, prompt: Sequence[int], began: float, answer: pb.SampleResponse
@@ -53,7 +53,8 @@ class SamplerReport:
         """
         answers = [self._answer(each) for each in answer.sequences]
         tokens = {"prompt_tokens": len(prompt), "sampled_tokens": sum(len(each.token_ids) for each in answers)}
-        await self._records.count(tenant_in(place.id), tokens)
+        busy, self._busy = self._busy, 0.0
+        await self._records.count({"sampler": {"busy_seconds": busy}, tenant_in(place.id): tokens})
         if weights is not None:
             path = Path(weights)
             name = f"{path.parent.name}/{path.name}"

@@ -154,9 +154,9 @@ class ModelLearner:
             begun[place] = await self._log.begin(place)
         results = self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
         seconds = (time.monotonic() - began) / len(requests)
+        await self._report.executed(requests, at, time.time())
         for place, request in requests.items():
             lost = f"the learner ended {begun[place] - 1} times while it executed this request; see its log"
-            await self._report.executed(place, request, at)
             if (snapshot := self._written.pop(place, None)) is not None:
                 self._loading[place] = asyncio.create_task(self._load(place, snapshot, results[place]))
                 continue

@@ -3,7 +3,8 @@
 Invariant: a report changes no result. The record of an optimizer step is there before its answer.
 """
 
-import time
+from collections import Counter
+from collections.abc import Mapping
 
 from polyreme.experience.metric_records import StageDone
 from polyreme.experience.requests import LogPlace, tenant_in
@@ -18,14 +19,16 @@ class LearnerReport:
     def __init__(self, records: ServiceRecords) -> None:
         self._records, self.meters = records, StepMeters()
 
-    async def executed(self, place: LogPlace, request: Request, began: float) -> None:
-        """Reports a request whose execution began at a Unix time and has just ended."""
-        ended, tokens = time.time(), self.meters.take_tokens(place.lane)
-        step = self.meters.executed(place.lane, request.fields.get(ARRIVED, began), began, ended)
-        if step is not None:
-            await self._records.add_step(place.lane, place.seq, step)
-        await self._records.count("learner", {"busy_seconds": ended - began})
-        await self._records.count(tenant_in(place.lane), {"trained_tokens": tokens, "steps": float(step is not None)})
+    async def executed(self, requests: Mapping[LogPlace, Request], began: float, ended: float) -> None:
+        """Reports requests of different models that were executed together. `began`, `ended`: Unix times."""
+        counts = {"learner": Counter({"busy_seconds": ended - began})}
+        for place, request in requests.items():
+            step = self.meters.executed(place.lane, request.fields.get(ARRIVED, began), began, ended)
+            if step is not None:
+                await self._records.add_step(place.lane, place.seq, step)
+            tokens = self.meters.take_tokens(place.lane)
+            counts.setdefault(tenant_in(place.lane), Counter()).update(trained_tokens=tokens, steps=int(step is not None))
+        await self._records.count(counts)
 
     async def unloaded(self, model: str, seq: int) -> None:
         """Reports the end of a model."""
