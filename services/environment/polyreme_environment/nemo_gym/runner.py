@@ -97,9 +97,8 @@ class NeMoGymRunner:
             raise EpisodeLostError("the servers of NeMo Gym are not there")
         url, body = f"http://127.0.0.1:{self._plan.agent_port}/run", {**row, "_ng_rollout_id": rollout}
         try:
-            reply, text = await posted(
-                url, body, _REPLY_BYTES
-            )  # without cookies of other episodes, which are the package's sessions
+            # Without cookies of other episodes, which are the package's sessions.
+            reply, text = await posted(url, body, _REPLY_BYTES)
         except httpx.TransportError as error:
             raise EpisodeLostError(f"the agent of NeMo Gym broke off: {error or type(error).__name__}") from None
         if not reply.is_success:

@@ -184,9 +184,8 @@ class VllmEngine:
     async def top_logprobs(self, ids: Sequence[int], count: int, salt: str, adapter: Path | None = None) -> Sequence[TopTokens]:
         rows = await self._prompt_logprobs(ids, count, salt, adapter)
         ranked = [sorted((value.rank, token, value.logprob) for token, value in row.items()) for row in rows]
-        return [
-            [(token, logprob) for _, token, logprob in row[:count]] for row in ranked
-        ]  # a prompt's own token may be a further one
+        # A prompt's own token may be a further one.
+        return [[(token, logprob) for _, token, logprob in row[:count]] for row in ranked]
 
     async def _prompt_logprobs(
         self, ids: Sequence[int], count: int, salt: str, adapter: Path | None
