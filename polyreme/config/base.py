@@ -81,6 +81,6 @@ class BaseConfig(Section):
         """Where others find the files of `path`: name and commit of a repository; else the path itself, without a commit."""
         return next(((each.name, each.revision) for each in self.names if each.path == path), (str(path), None))
 
-    def decisive_length(self) -> dict[str, Any]:
+    def decisive_length(self) -> dict[str, object]:
         """The operational fields that set the length of the training, when the learning rate depends on them."""
         return {}

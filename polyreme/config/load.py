@@ -68,12 +68,12 @@ def load_as(schema: type[AnySection], path: Path, overrides: Iterable[str] = ())
     return parse(tree, str(path), schema)
 
 
-def parse_any(tree: dict[str, Any], path: Path) -> RunConfig | StageConfig:
+def parse_any(tree: dict[str, object], path: Path) -> RunConfig | StageConfig:
     """Validates the tree of a run, or of the stage that its key `stage` names, without resolving paths. `path` names it in errors."""
     return parse(tree, str(path), _schema(tree, path))
 
 
-def _schema(tree: dict[str, Any], path: Path) -> type[RunConfig] | type[StageConfig]:
+def _schema(tree: dict[str, object], path: Path) -> type[RunConfig] | type[StageConfig]:
     stage = tree.get("stage")
     if stage is None:
         return RunConfig
@@ -110,12 +110,12 @@ def data_columns(path: Path) -> tuple[str, str]:
     return data.prompt_key, data.label_key
 
 
-def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
+def parse_config(tree: dict[str, object], source: str) -> RunConfig:
     """Validates a run's tree of plain values. `source` names its origin in errors. Raises ConfigError."""
     return parse(tree, source, RunConfig)
 
 
-def parse(tree: dict[str, Any], source: str, schema: type[AnySection]) -> AnySection:
+def parse(tree: dict[str, object], source: str, schema: type[AnySection]) -> AnySection:
     """Validates a tree of plain values against `schema`. `source` names its origin in errors. Raises ConfigError."""
     try:
         return schema.model_validate(tree)
@@ -125,7 +125,7 @@ def parse(tree: dict[str, Any], source: str, schema: type[AnySection]) -> AnySec
         ) from None
 
 
-def _read_tree(path: Path) -> dict[str, Any]:
+def _read_tree(path: Path) -> dict[str, object]:
     advice = "Pass the path of a run's or a stage's YAML file; `polyreme init FOLDER` writes a first run.yaml."
     try:
         tree = load_yaml(path.read_text(encoding="utf-8-sig"), str(path))

@@ -18,11 +18,11 @@ def _moved(key: str) -> Convert:
     return lambda value, tree: {key: value}
 
 
-def _kl(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _kl(value: object, tree: Mapping[str, object]) -> dict[str, object]:
     return {"algorithm.kl": {"place": "loss", "estimator": "k3", "coef": value} if value else None}
 
 
-def _normalize(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize(value: object, tree: Mapping[str, object]) -> dict[str, object]:
     return {"algorithm.advantage": {"kind": "group_norm", "std_floor": _OLD_FLOOR} if value else {"kind": "group_mean"}}
 
 
@@ -35,7 +35,7 @@ def _correction(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
     return {"algorithm.correction": [] if when == "none" else [{"kind": "token_tis", "cap": cap}]}
 
 
-def _lam(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _lam(value: object, tree: Mapping[str, object]) -> dict[str, object]:
     return {"algorithm.advantage.lam": {"alpha": value}} if value else {}
 
 
@@ -96,7 +96,7 @@ def upgrade(tree: Tree, *, keep_defaults: bool = False) -> list[str]:
     return changes
 
 
-def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(tree: Mapping[str, object]) -> dict[str, object]:
     return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
@@ -111,7 +111,7 @@ def _holder(tree: Tree, key: str) -> Tree | None:
     return tree if last in tree else None
 
 
-def _take(tree: Tree, key: str) -> tuple[Any, Any]:
+def _take(tree: Tree, key: str) -> tuple[object, object]:
     """Removes a key. Returns its value and the comments of its line, as `ruamel.yaml` keeps them, if there are any."""
     holder, last = _holder(tree, key), key.rpartition(".")[2]
     assert holder is not None

@@ -31,7 +31,7 @@ class Format:
 
     name: str
     columns: tuple[str, ...]
-    to_ours: Callable[[Fields], dict[str, Any]]
+    to_ours: Callable[[Fields], dict[str, object]]
     also: tuple[str, ...] = ()
 
 
@@ -57,11 +57,11 @@ def _instruction(row: Fields) -> str:
     return str(row["instruction"] + (f"\n{row['input']}" if row.get("input") else ""))
 
 
-def _alpaca(row: Fields) -> dict[str, Any]:
+def _alpaca(row: Fields) -> dict[str, object]:
     return {"prompt": _instruction(row), "response": row["output"]}
 
 
-def _alpaca_pair(row: Fields) -> dict[str, Any]:
+def _alpaca_pair(row: Fields) -> dict[str, object]:
     return {"prompt": _instruction(row), "chosen": row["chosen"], "rejected": row["rejected"]}
 
 
@@ -91,7 +91,7 @@ def _told(answer: object) -> object:
     return found if isinstance(found, str) else [found]
 
 
-def _completion(row: Fields) -> dict[str, Any]:
+def _completion(row: Fields) -> dict[str, object]:
     return {"prompt": row["prompt"], "response": _told(row["completion"])}
 
 
@@ -101,11 +101,11 @@ def _sharegpt(row: Fields) -> dict[str, object]:
     return {"messages": [{"role": "system", "content": system}, *messages] if system else messages}
 
 
-def _sharegpt_pair(row: Fields) -> dict[str, Any]:
+def _sharegpt_pair(row: Fields) -> dict[str, object]:
     return {"prompt": _sharegpt(row)["messages"], "chosen": _told(row["chosen"]), "rejected": _told(row["rejected"])}
 
 
-def _question_pair(row: Fields) -> dict[str, Any]:
+def _question_pair(row: Fields) -> dict[str, object]:
     """Orca's pairs: a question, perhaps with a system message."""
     asked = {"role": "user", "content": row["question"]}
     prompt = [{"role": "system", "content": row["system"]}, asked] if row.get("system") else row["question"]

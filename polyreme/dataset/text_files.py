@@ -139,7 +139,7 @@ def _object(fields: object, text: str, where: str) -> dict[str, object]:
     return fields
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str, where: str) -> object:
     """The value of a JSON text."""
     value, end = _parsed_at(text, _skip(text, 0), where)
     if rest := text[end:].strip():

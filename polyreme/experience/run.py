@@ -344,7 +344,7 @@ def fingerprint(model_files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Converts a value to JSON types. NumPy scalars and arrays become numbers and lists."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}

@@ -142,14 +142,14 @@ def _algorithm(values: Values) -> Fixed:
     return fixed
 
 
-def _clip(values: Values, stage: str) -> dict[str, Any]:
+def _clip(values: Values, stage: str) -> dict[str, object]:
     low = high = values[f"{RL}.clip_ratio"]
     if stage == "ray_dapo" and values.get(f"{RL}.clip_higher_enable"):
         low, high = values.get(f"{RL}.clip_ratio_low", low), values.get(f"{RL}.clip_ratio_high", high)
     return {"kind": "clip", "ratio": "token", "low": low, "high": high, "dual": None}
 
 
-def _kl(values: Values, stage: str) -> tuple[Any, str]:
+def _kl(values: Values, stage: str) -> tuple[object, str]:
     coef, reward, name = (values[f"{RL}.{key}"] for key in ("init_kl_coef", "use_kl_in_reward", "kl_penalty"))
     if not coef or stage == "ray_dapo" or (_is_gae(values) and not reward):
         return None, "init_kl_coef 0, DAPO, or a PPO without use_kl_in_reward"
@@ -208,7 +208,7 @@ def _rewards(values: Values) -> tuple[Any, str]:
     for name, weight in zip(names, weights, strict=False):
         ours, difference = VERIFIERS.get(name, ("", "a function of its own: write it"))
         reward = {"name": ours} if ours else placeholder(name)
-        label = reward["name"]
+        label = str(reward["name"])
         found[label] = reward | {"weight": found.get(label, {}).get("weight", 0) + weight}
         notes += [f"{name}: {difference}"] if difference else []
     origin = f"verifier_function: {', '.join(names)}"

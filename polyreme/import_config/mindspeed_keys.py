@@ -29,7 +29,7 @@ EXPERTS = ("a3b", "a22b", "deepseek", "moe")
 """Parts of the names of models with experts."""
 
 
-def _schedule(value: Any, values: Values) -> Any:
+def _schedule(value: object, values: Values) -> object:
     return (
         PART
         if value in SCHEDULES

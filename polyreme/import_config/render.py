@@ -64,7 +64,7 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if value != {}}
 
 
-def _lines(tree: Mapping[str, Any], prefix: str, comments: Mapping[str, str], indent: str) -> Iterator[str]:
+def _lines(tree: Mapping[str, object], prefix: str, comments: Mapping[str, str], indent: str) -> Iterator[str]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict):

@@ -13,7 +13,7 @@ from polyreme.import_config.rules import Noted, Off, Values
 TRAINER = "(trainer)"
 """Among the values: `grpo` or `rloo`, if the name of the file or program says which trainer reads it."""
 RLOO_KEYS = ("normalize_advantages", "reward_clip_range")
-Fixed = dict[str, tuple[Any, str]]
+Fixed = dict[str, tuple[object, str]]
 
 
 def is_rloo(values: Values) -> bool:
@@ -67,7 +67,7 @@ def batches(values: Values) -> Fixed:
     }
 
 
-def steps(value: Any, values: Values) -> Any:
+def steps(value: object, values: Values) -> object:
     """Optimizer steps, or a part of the run below 1, as iterations."""
     if isinstance(value, float) and 0 < value < 1:
         return part_of_run(value, values)

@@ -22,7 +22,7 @@ _writing = threading.Lock()  # the page has several threads
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-def read_notes(run_dir: Path) -> dict[str, Any]:
+def read_notes(run_dir: Path) -> dict[str, object]:
     """The run's `tags`, a list of texts, and its `note`. Empty where the file is missing or not what `write_notes` wrote."""
     try:
         return _stored(run_dir)
@@ -30,7 +30,7 @@ def read_notes(run_dir: Path) -> dict[str, Any]:
         return {"tags": [], "note": ""}
 
 
-def _stored(run_dir: Path) -> dict[str, Any]:
+def _stored(run_dir: Path) -> dict[str, object]:
     """As `read_notes`. Raises ValueError for another content, which a change must not replace."""
     try:
         return checked(json.loads((run_dir / NOTES).read_text()))

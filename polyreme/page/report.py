@@ -51,7 +51,7 @@ def report(
     Console().print(f"{len(runs.readers)} run(s) in {out}, {out.stat().st_size / 2**20:.1f} MiB", soft_wrap=True, highlight=False)
 
 
-def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
+def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, object]:
     """The data of the page: the responses of the server."""
     return {
         "runs": [answers.overview(name, reader, True) for name, reader in readers.items()],
@@ -66,7 +66,7 @@ def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
     }
 
 
-def newest_timeline(reader: RunReader) -> dict[str, Any]:
+def newest_timeline(reader: RunReader) -> dict[str, object]:
     """The timeline of the newest iterations."""
     newest = reader.contents().iterations
     return answers.timeline(reader, newest - TIMELINE_ITERATIONS + 1, newest)

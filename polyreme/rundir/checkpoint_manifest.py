@@ -90,5 +90,5 @@ def number_of(folder: Path) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
+def _digest(fields: Mapping[str, object]) -> str:
     return xxhash.xxh3_64(json.dumps(fields, sort_keys=True).encode()).hexdigest()

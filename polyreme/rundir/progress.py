@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from polyreme.experience.metric_records import (
     Alarm,
@@ -393,6 +393,9 @@ def _measured(record: StageEvaluation) -> Line:
     return {"step": record.step, "rows": record.rows, **record.metrics}
 
 
-def _keep_newest(by_number: dict[int, Any]) -> None:
+T = TypeVar("T")
+
+
+def _keep_newest(by_number: dict[int, T]) -> None:
     while len(by_number) > RECENT:
         del by_number[min(by_number)]

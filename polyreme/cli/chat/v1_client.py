@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from typing import Any
 
 from polyreme.config.security import EndpointSecurity, SecurityConfig
@@ -92,7 +93,7 @@ class V1Client:
                 f"the rest of an answer from {self._url}", str(error) or type(error).__name__, "Ask again."
             ) from None
 
-    def _open(self, path: str, body: dict[str, Any] | None) -> Any:
+    def _open(self, path: str, body: dict[str, object] | None) -> HTTPResponse:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._token}"} if self._token else {})
         request = urllib.request.Request(self._url + path, json.dumps(body).encode() if body else None, headers)
         try:
@@ -107,7 +108,7 @@ class V1Client:
             ) from None
 
 
-def _version(event: dict[str, Any]) -> str:
+def _version(event: dict[str, object]) -> str:
     fingerprint = str(event.get("system_fingerprint") or "")
     return fingerprint.removeprefix("policy-") if fingerprint.startswith("policy-") else ""
 

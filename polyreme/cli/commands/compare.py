@@ -119,7 +119,7 @@ def metric_rows(
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
 
-def result_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
+def result_rows(summaries: Sequence[Record]) -> dict[str, list[object]]:
     """The results in the runs' summaries, by name: the state, the metric of the best version before and after training, the speed."""
     rows = summary_rows([flat_settings(summary) for summary in summaries])
     decided = [
@@ -128,14 +128,14 @@ def result_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
     return {name: rows[name] for name in (_RESULTS[0], *decided, *_RESULTS[1:]) if name in rows}
 
 
-def summary_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
+def summary_rows(summaries: Sequence[Record]) -> dict[str, list[object]]:
     """The values by name, one per run; None for a run without it. Names without any value are omitted."""
     names = dict.fromkeys(name for summary in summaries for name in summary)
     rows = {name: [summary.get(name) for summary in summaries] for name in names}
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
 
-def settings_rows(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def settings_rows(settings: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
     """The dotted keys whose values differ between the runs, sorted, with one value per run; None for a key that is missing."""
     flat = [flat_settings(each) for each in settings]
     keys = sorted(set().union(*flat))
@@ -147,7 +147,7 @@ def _unit(histories: Sequence[Sequence[Record]]) -> str:
     return "STEPS" if all(record["kind"] == "step" for history in histories for record in history) else "ITERATIONS"
 
 
-def _iterations(run_dir: Path) -> list[dict[str, object]]:
+def _iterations(run_dir: Path) -> list[dict[str, Any]]:
     """The `iteration` records of a run, each iteration once; the `step` records of a stage, with the step as `iteration`."""
     found = read_run_file(run_dir)
     if found is None:
@@ -161,12 +161,12 @@ def _iterations(run_dir: Path) -> list[dict[str, object]]:
     return records
 
 
-def _mean(values: Iterable[Any]) -> float | None:
+def _mean(values: Iterable[object]) -> float | None:
     numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]], width: int | None) -> list[str]:
+def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[object]], width: int | None) -> list[str]:
     if not rows:
         return [f"{title}: no difference"]
     return fitted((title, *names), [(key, *map(_cell, values)) for key, values in rows.items()], width)

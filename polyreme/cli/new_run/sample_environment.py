@@ -33,14 +33,14 @@ def source() -> str:
     return inspect.getsource(guess_number)
 
 
-def tasks(count: int, seed: int) -> list[dict[str, Any]]:
+def tasks(count: int, seed: int) -> list[dict[str, object]]:
     """Prompts with their secrets, each number about as often as the others."""
     secrets = [_NUMBERS[index % len(_NUMBERS)] for index in range(count)]
     random.Random(seed).shuffle(secrets)
     return [{"prompt": _PROMPT, "answer": str(secret)} for secret in secrets]
 
 
-def conversations(count: int, seed: int) -> list[dict[str, Any]]:
+def conversations(count: int, seed: int) -> list[dict[str, list[dict[str, str]]]]:
     """Episodes for a model that cannot write a guess yet."""
     rng = random.Random(seed)
     return [{"messages": _episode(row, rng)} for row in tasks(count, seed)]

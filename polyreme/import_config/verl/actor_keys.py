@@ -36,7 +36,7 @@ def _targets(value: object, values: Values) -> object:
     return names if set(names) <= LAYERS else Lost(f"layers are {', '.join(sorted(LAYERS))} here")
 
 
-def _truncation(value: Any, values: Values) -> Any:
+def _truncation(value: object, values: Values) -> object:
     if value == "error" or values["data.filter_overlong_prompts"]:
         return PART
     return Lost("verl cuts long prompts; here they are left out")

@@ -14,7 +14,7 @@ from polyreme.import_config.rules import PART, Lost, Off, Values
 MODE = "trainer.v1.trainer_mode"
 """The key of verl's newer trainer with which samples may be older than the weights: colocate_async, separate_async."""
 ACTOR, CORRECTION, DISTILLATION = "actor_rollout_ref.actor", "algorithm.rollout_correction", "distillation"
-Fixed = dict[str, tuple[Any, str]]
+Fixed = dict[str, tuple[object, str]]
 """Our keys with value and reason, as `System.fixed` returns them."""
 PRESETS = {
     "gae": "ppo",
@@ -130,7 +130,7 @@ def _loss(mode: str, values: Values) -> dict[str, Any]:
     return {"kind": kind, "ratio": "token", "low": min(low, 1.0), "high": high, "dual": dual}
 
 
-def clip_ratio(value: Any, values: Values) -> Any:
+def clip_ratio(value: object, values: Values) -> object:
     """The fate of clip_ratio: verl's newer versions read the two other keys, which have defaults of their own."""
     bounds = [values.get(f"{ACTOR}.clip_ratio_{side}") for side in ("low", "high")]
     if all(bound is not None for bound in bounds) or value == 0.2:
@@ -181,7 +181,7 @@ def kl_in_reward(value: object, values: Values) -> object:
     return Lost("the KL has one place here; that of the loss was taken over") if both else PART
 
 
-def filter_metric(value: Any, values: Values) -> Any:
+def filter_metric(value: object, values: Values) -> object:
     """The fate of filter_groups.metric: here groups are compared by the scores of their rewards, before any penalty."""
     if not values.get("algorithm.filter_groups.enable") or value in (None, "acc"):
         return PART

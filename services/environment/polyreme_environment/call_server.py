@@ -60,10 +60,10 @@ def serve_calls(channel: socket.socket, what: str, load: Callable[[dict[str, Any
     return 0
 
 
-async def in_thread(threads: Executor, function: Callable[[], Any]) -> Any:
+async def in_thread(threads: Executor, function: Callable[[], object]) -> object:
     """What a function returns or raises in a thread. It ends when the function does, also if it is cancelled."""
 
-    def caught() -> tuple[Any, BaseException | None]:
+    def caught() -> tuple[object, BaseException | None]:
         try:
             return function(), None
         except BaseException as error:  # noqa: BLE001 not every exception can be set on a future
@@ -126,6 +126,6 @@ class _CallServer:
         del self._tasks[number]
         self._send({"number": number, **reply, "printed": self._output.take()})
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         with self._sending:
             self._channel.sendall(encode(message))

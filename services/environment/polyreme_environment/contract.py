@@ -65,7 +65,7 @@ class Moved:
     done: bool = False
     parts: dict[str, float] = field(default_factory=dict)
     calls: list[ToolCall] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, object]] = field(default_factory=list)
 
 
 def own_members(module: Any) -> dict[str, object]:
@@ -73,7 +73,7 @@ def own_members(module: Any) -> dict[str, object]:
     return {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
 
 
-def has_step(kind: Any) -> bool:
+def has_step(kind: object) -> bool:
     """Whether a class answers by `step`."""
     return callable(getattr(kind, "step", None))
 
@@ -86,7 +86,7 @@ def tool_names(kind: Any) -> list[str]:
     return [name for name in dict.fromkeys(found) if not name.startswith("_") and name not in RESERVED]
 
 
-def choose(classes: Mapping[str, object], name: str | None, where: str) -> Any:
+def choose(classes: Mapping[str, object], name: str | None, where: str) -> type[Any]:
     """The environment among the public classes of a module: of those with `step`, or if none has it, of those with tools.
 
     Raises:

@@ -34,7 +34,7 @@ class Episode:
         self._turn, self._is_stuck = asyncio.Lock(), False
         self._calls: set[asyncio.Task[Moved]] = set()
 
-    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+    async def reset(self, row: dict[str, object], seed: int) -> Moved:
         """Begins."""
         return await self._kept("reset", [row, seed])
 
@@ -51,7 +51,7 @@ class Episode:
         finally:
             self._worker.leave()
 
-    async def _kept(self, method: str, arguments: list[Any]) -> Moved:
+    async def _kept(self, method: str, arguments: list[object]) -> Moved:
         """A caller that is cancelled leaves the call to its end."""
         self._calls.add(task := asyncio.create_task(self._call(method, arguments)))
         task.add_done_callback(self._calls.discard)

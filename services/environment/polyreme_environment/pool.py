@@ -29,7 +29,7 @@ class PlayError(Exception):
 class HostedEpisode(Protocol):
     """One episode on a server. Its calls raise PlayError, EpisodeLostError or FullError."""
 
-    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+    async def reset(self, row: dict[str, object], seed: int) -> Moved:
         """Begins."""
         ...
 

@@ -46,7 +46,7 @@ class Toolbox:
         return part
 
     async def answer(
-        self, episode: Any, calls: Calls, limit: int, seconds: float, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+        self, episode: object, calls: Calls, limit: int, seconds: float, make: Callable[[Callable[[], object]], Awaitable[object]]
     ) -> list[ToolCall]:
         """Makes the calls, one after the other.
 
@@ -69,7 +69,11 @@ class Toolbox:
         return answers
 
     async def _result(
-        self, episode: Any, call: ParsedCall | Malformed, seconds: float, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+        self,
+        episode: object,
+        call: ParsedCall | Malformed,
+        seconds: float,
+        make: Callable[[Callable[[], object]], Awaitable[object]],
     ) -> tuple[str, str]:
         """The result of a call, and why it failed ("": it did not)."""
         try:
@@ -83,7 +87,7 @@ class Toolbox:
         except Exception as raised:  # noqa: BLE001 a tool may raise anything
             return "", _reason(raised)
 
-    def _bound(self, episode: Any, call: ParsedCall, seconds: float) -> Callable[[], Any]:
+    def _bound(self, episode: object, call: ParsedCall, seconds: float) -> Callable[[], object]:
         if call.name not in self._names:
             more = ", ..." * (len(self._names) > _NAMED)
             raise ValueError(

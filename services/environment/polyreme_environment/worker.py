@@ -87,7 +87,7 @@ class Player:
         first = begun(await self._made(episode, partial(episode.instance.reset, *positional, **named)), self._limit)
         return Moved(first, tools=episode.tools.schemas)
 
-    def _tools_for(self, row: dict[str, Any]) -> Toolbox:
+    def _tools_for(self, row: dict[str, object]) -> Toolbox:
         """The tools of an episode. Of a run's tools, its row may choose."""
         return self._toolbox.only(row[ALLOWED_TOOLS]) if self._selects and ALLOWED_TOOLS in row else self._toolbox
 
@@ -112,7 +112,7 @@ class Player:
                 episode.thread.shutdown(wait=False)
         return Moved()
 
-    async def _made(self, episode: _Played, method: Callable[[], Any]) -> Any:
+    async def _made(self, episode: _Played, method: Callable[[], object]) -> object:
         """What a method returns."""
         if inspect.iscoroutinefunction(method) or not self._threads:
             answer = method()

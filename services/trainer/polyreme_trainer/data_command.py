@@ -151,9 +151,9 @@ def map_tokens(rows: Iterator[Row], model: Path | None) -> Iterator[Row]:
     for where, fields in rows:
         if not isinstance(ids := fields.get("input_ids"), TokenIds):
             raise DataError(f"a column input_ids in {where}", f"columns {sorted(fields)}", "Name the files of the prompts.")
-        texts = {"prompt": template.render([ids])[0]}
-        if "labels" in fields:
-            texts["answer"] = template.decode([fields["labels"]], special=False)[0]
+        texts: dict[str, object] = {"prompt": template.render([ids])[0]}
+        if isinstance(labels := fields.get("labels"), TokenIds):
+            texts["answer"] = template.decode([labels], special=False)[0]
         yield Row(where, texts)
 
 

@@ -86,7 +86,7 @@ class ToolsEpisode:
         self._metrics.update(numbers)
         return text
 
-    def _arguments(self, name: str, method: str) -> dict[str, Any]:
+    def _arguments(self, name: str, method: str) -> dict[str, object]:
         return (self._given.get(name) or {}).get(f"{method}_kwargs") or {}
 
 
@@ -112,8 +112,8 @@ def tools_class(classes: Mapping[str, Any], options: Mapping[str, Any], where: s
     return type("VerlTools", (ToolsEpisode,), {**methods, "tools": tuple(objects), "_objects": objects, "__doc__": about})
 
 
-def _method(name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-    async def call(self: ToolsEpisode, /, **parameters: Any) -> str:
+def _method(name: str, schema: dict[str, object]) -> Callable[..., object]:
+    async def call(self: ToolsEpisode, /, **parameters: object) -> str:
         return await self._execute(name, parameters)
 
     call.schema = schema  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def _made(kind: Any, config: dict[str, Any], schema: Any, where: str) -> Any:
         raise ConfigError(f"a tool {kind.__name__} in {where} that loads", f"{type(error).__name__}: {error}", _FIX) from None
 
 
-def _text_of(response: Any, what: str) -> str:
+def _text_of(response: object, what: str) -> str:
     """The text of a ToolResponse, or a text as verl's earlier releases return it. Raises ContractError."""
     if isinstance(response, str):
         return response

@@ -79,7 +79,7 @@ async def _next(session: AgentSession, answered: "asyncio.Future[AgentTurn]") ->
         asking.cancel()
 
 
-def _told(asked: Asked, created: int) -> dict[str, Any]:
+def _told(asked: Asked, created: int) -> dict[str, object]:
     """A request as it is kept, for `_asked`, with the Unix time of its answer."""
     request = asked.request
     names = ("tools", "calls", "prompt", "stop", "wants_tokens", "instructions")

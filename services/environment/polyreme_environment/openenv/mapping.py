@@ -28,11 +28,11 @@ class ActionForm:
         has_tools: whether the environment has tools.
     """
 
-    template: dict[str, Any] | None
+    template: dict[str, object] | None
     structured: frozenset[str]
     has_tools: bool
 
-    def action(self, text: str) -> dict[str, Any] | None:
+    def action(self, text: str) -> dict[str, object] | None:
         """The action of an answer without a tool call."""
         if self.template is None:
             return None
@@ -86,7 +86,7 @@ def reset_fields(options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str
     return fields
 
 
-def _names(template: Any) -> list[str]:
+def _names(template: object) -> list[str]:
     """The names that stand for columns in a JSON value."""
     if isinstance(template, str):
         return [template[1:]] if _COLUMN.fullmatch(template) else []
@@ -101,7 +101,7 @@ def begun(reply: Mapping[str, Any], path: str | None) -> str | Sequence[Any] | N
     return _said(reply, path) or None
 
 
-def observed(reply: Mapping[str, Any], path: str | None, limit: int) -> Moved:
+def observed(reply: Mapping[str, object], path: str | None, limit: int) -> Moved:
     """What a reply to `step` says. Raises ContractError."""
     reward, done, parts = scored(reply)
     said = "" if done else _said(reply, path)
@@ -111,7 +111,7 @@ def observed(reply: Mapping[str, Any], path: str | None, limit: int) -> Moved:
     return moved((said or None, reward, done, parts), limit)
 
 
-def scored(reply: Mapping[str, Any]) -> tuple[float, bool, dict[str, float]]:
+def scored(reply: Mapping[str, object]) -> tuple[float, bool, dict[str, float]]:
     """The reward of a reply to `step` (null is 0), whether it ends the episode, and the numbers among its metadata. Raises ContractError."""
     metadata = reply.get("metadata") or _observation(reply).get("metadata")
     numbers = metadata.items() if isinstance(metadata, Mapping) else ()
@@ -138,7 +138,7 @@ def tool_schemas(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def tool_result(reply: Mapping[str, Any]) -> tuple[str, str]:
+def tool_result(reply: Mapping[str, object]) -> tuple[str, str]:
     """The text that a tool returned, and why it failed ("": it did not)."""
     observation = _observation(reply)
     if error := observation.get("error"):
@@ -167,18 +167,18 @@ def _said(reply: Mapping[str, Any], path: str | None) -> Any:
     return value if value is None or is_chat else _text(value)
 
 
-def _observation(reply: Mapping[str, Any]) -> dict[str, Any]:
+def _observation(reply: Mapping[str, object]) -> dict[str, object]:
     found = reply.get("observation")
     if not isinstance(found, Mapping):
         raise ContractError(f"expected an observation; found {found!r:.100}")
     return dict(found)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     """The object or list that a text is, or the text: the server says what is wrong with it."""
     try:
         value = json.loads(text)

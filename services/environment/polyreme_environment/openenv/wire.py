@@ -39,7 +39,7 @@ class OpenEnvSocket:
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
 
-    async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    async def ask(self, kind: str, data: dict[str, object]) -> dict[str, object]:
         """The data of the reply to a request of type `kind`: reset, step or mcp. Raises ServerLostError or OpenEnvError."""
         with suppress(ConnectionClosed):  # a full server says so before it closes, which is read below
             await self._socket.send(json.dumps({"type": kind, "data": data}))
@@ -91,7 +91,7 @@ async def opened(url: str, max_chars: int) -> AsyncIterator[OpenEnvSocket]:
         await socket.close()
 
 
-async def action_schema(url: str, seconds: float) -> dict[str, Any]:
+async def action_schema(url: str, seconds: float) -> dict[str, object]:
     """The JSON schema of the actions of a server. Raises ServerLostError."""
     try:
         async with httpx.AsyncClient(timeout=seconds, trust_env=False) as http:

@@ -22,8 +22,8 @@ class _Trace:
     """What is known of a trace: numbers of its nodes and calls, its errors, and the fields that were set."""
 
     counts: dict[str, int] = field(default_factory=lambda: {"nodes": 0, "calls": 0})
-    errors: list[Any] = field(default_factory=list)
-    fields: dict[str, Any] = field(default_factory=dict)
+    errors: list[object] = field(default_factory=list)
+    fields: dict[str, object] = field(default_factory=dict)
 
 
 class EpisodeDeltas:

@@ -79,7 +79,7 @@ class VerifiersRunner:
             "timeout": {"connect": self._config.max_seconds},
         }
         episode = EpisodeDeltas()
-        body = {"task_data": data, "client": model, "model": api_key, "sampling": {}}
+        body: dict[str, object] = {"task_data": data, "client": model, "model": api_key, "sampling": {}}
         try:
             return episode.result(await client.run(body, episode.add))
         except EnvServerLostError as lost:

@@ -59,7 +59,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        sources: Sequence[dict[str, Any]],
+        sources: Sequence[dict[str, object]],
         preload: Sequence[str],
         size: int,
         item_timeout: float,

@@ -122,7 +122,7 @@ class Classifier:
         values: list[float] = logits[:, self._label].float().tolist()
         return values
 
-    def _prompt(self, item: Item) -> Any:
+    def _prompt(self, item: Item) -> object:
         """The prompt as text, or the value of the row's prompt column."""
         if self._column is None:
             return item.prompt
@@ -173,7 +173,7 @@ def _reported(report: Loaded) -> Iterator[None]:
         set_tqdm_hook(previous)
 
 
-def _counted(tensors: Collection[Any], report: Loaded) -> Iterator[Any]:
+def _counted(tensors: Collection[object], report: Loaded) -> Iterator[object]:
     for done, tensor in enumerate(tensors, start=1):
         yield tensor
         report(done / len(tensors))

@@ -26,7 +26,7 @@ class Loaded:
     """A reward in its worker. `unwrap(call(item))` is an answer for `outcome_of`. If `call` returns a coroutine, await it first."""
 
     call: Callable[[Item], object]
-    unwrap: Callable[[Any], object]
+    unwrap: Callable[[object], object]
     version: str
     description: str
     reads_tokens: bool = False

@@ -126,7 +126,7 @@ def cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Scores [vocabulary] with minus infinity for the tokens outside top_k and top_p."""
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-    none: Any = None  # neither reads the tokens before
+    none: object = None  # neither reads the tokens before
     rows = scores[None]
     if sampling.top_k > 0:
         rows = TopKLogitsWarper(sampling.top_k)(none, rows)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -36,6 +36,7 @@ from polyreme_rollout.engine.protocol import (
     TopTokens,
 )
 
+T = TypeVar("T")
 MAX_COHORTS = 4
 """Cohorts beyond this number are computed again as one: each costs a pass of the model per step."""
 
@@ -225,7 +226,7 @@ class TransformersEngine:
             cohort.step(self._model)
         self._cohorts = [cohort for cohort in self._cohorts if any(row.running for row in cohort.rows)]
 
-    async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _compute(self, function: Callable[..., T], *arguments: object) -> T:
         """The result of a function in the thread of the model."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
@@ -254,13 +255,13 @@ def _rows(model: Any, ids: Sequence[int]) -> torch.Tensor:
     return model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
-def _logprobs(model: Any, ids: Sequence[int]) -> list[float]:
+def _logprobs(model: object, ids: Sequence[int]) -> list[float]:
     rows = _rows(model, ids)
     wanted = torch.tensor(list(ids[1:]), device=rows.device)
     return [float(value) for value in rows.gather(-1, wanted[:, None])[:, 0].tolist()]
 
 
-def _top_logprobs(model: Any, ids: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+def _top_logprobs(model: object, ids: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
     values, tokens = _rows(model, ids).topk(count, dim=-1)
     return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
 

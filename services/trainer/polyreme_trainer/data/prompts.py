@@ -230,7 +230,7 @@ def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Seque
         raise
 
 
-def _row(fields: Mapping[str, Any], where: str, data: DataConfig) -> DatasetRow:
+def _row(fields: Mapping[str, object], where: str, data: DataConfig) -> DatasetRow:
     answer, source = value_at(fields, data.label_key), prompt_in(fields, where, data)
     if _with_history(value_at(fields, data.prompt_key), answer) is not None:
         answer = None
@@ -240,7 +240,7 @@ def _row(fields: Mapping[str, Any], where: str, data: DataConfig) -> DatasetRow:
     return DatasetRow(where, source, label, metadata, value_at(fields, data.label_key) is not None)
 
 
-def prompt_in(fields: Mapping[str, Any], where: str, data: TextConfig) -> PromptSource:
+def prompt_in(fields: Mapping[str, object], where: str, data: TextConfig) -> PromptSource:
     """The prompt of a row, with its tools. Raises DataError."""
     prompt = column(fields, data.prompt_key, where, "data.prompt_key")
     if isinstance(data, DataConfig) and (turns := _with_history(prompt, value_at(fields, data.label_key))) is not None:
@@ -249,12 +249,12 @@ def prompt_in(fields: Mapping[str, Any], where: str, data: TextConfig) -> Prompt
     return read_prompt(structured(prompt, what, data), what, tools_in(fields, data))
 
 
-def structured(value: Any, what: str, data: TextConfig) -> Any:
+def structured(value: object, what: str, data: TextConfig) -> object:
     """The messages of a JSON text, for a template of messages; another value as it is. Raises DataError."""
     return value if data.template == "none" else messages_of(value, what)
 
 
-def tools_in(fields: Mapping[str, Any], data: TextConfig) -> Any:
+def tools_in(fields: Mapping[str, object], data: TextConfig) -> object:
     """The tools of a row as its column has them; None for a template without messages, whose texts are complete."""
     return None if data.tools_key is None or data.template == "none" else value_at(fields, data.tools_key)
 

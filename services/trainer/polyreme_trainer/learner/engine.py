@@ -156,7 +156,7 @@ class Engine(StepEngine, Protocol):
         ...
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, object]:
         """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
         ...
 
@@ -195,7 +195,7 @@ class StageEngine(Engine, Protocol):
         """
         ...
 
-    def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
+    def save(self, number: int, facts: Mapping[str, object], hf_path: Path | None) -> None:
         """Starts to write the checkpoint of step `number`.
 
         Args:
@@ -246,11 +246,11 @@ class TrainEngine(Engine, Protocol):
         """Takes the rows of `algorithm.ptx`. Every later step of the actor mixes some of them in."""
         ...
 
-    def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
+    def save_warm_start(self, step: int, facts: Mapping[str, int]) -> None:
         """Starts to write a checkpoint between two supervised steps; `step` counts the completed steps of all phases. As `save`."""
         ...
 
-    def load_warm_start(self) -> Mapping[str, Any] | None:
+    def load_warm_start(self) -> Mapping[str, int] | None:
         """Restores the newest intact checkpoint of a warm start. Returns its facts; None without one."""
         ...
 

@@ -166,10 +166,10 @@ class RunEngine(MegatronEngine):
         first = (iteration - 1) * steps
         return [rows.take(rows_of_step(len(rows), ptx.batch_size, first + step, seed)) for step in range(steps)]
 
-    def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
+    def save_warm_start(self, step: int, facts: Mapping[str, int]) -> None:
         self.saves.save_warm_start(step, self.trained, facts)
 
-    def load_warm_start(self) -> Mapping[str, Any] | None:
+    def load_warm_start(self) -> Mapping[str, int] | None:
         found = self.saves.find_warm_start()
         if found is None:
             return None

@@ -119,7 +119,7 @@ def part_means(samples: Sequence[SampleRecord]) -> dict[str, float]:
     }
 
 
-def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, Any]:
+def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, object]:
     """The staleness metrics: how many versions the samples are behind the trained policy."""
     versions = [[span[0] for span in sample.spans] for sample in samples if sample.spans] or [[iteration - 1]]
     lag = np.array([iteration - 1 - min(written_by) for written_by in versions])
@@ -131,7 +131,7 @@ def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, Any]
     }
 
 
-def carried(samples: Sequence[SampleRecord]) -> dict[str, Any]:
+def carried(samples: Sequence[SampleRecord]) -> dict[str, object]:
     """The metrics of partial rollouts: samples and tokens that newer versions continued. A part is the tokens that one version sampled."""
     parts = [len({version for version, _, _ in sample.spans}) for sample in samples]
     tokens = 0

@@ -18,7 +18,7 @@ class Api(Protocol):
         """The request. `history`: the conversation up to an answer, by the id of its turn. Raises RefusedRequestError."""
         ...
 
-    def reply(self, asked: Asked, turn: AgentTurn, /) -> dict[str, Any]:
+    def reply(self, asked: Asked, turn: AgentTurn, /) -> dict[str, object]:
         """The whole reply."""
         ...
 

@@ -20,7 +20,7 @@ from polyreme_environment.agents.request import (
     read_temperature,
 )
 
-OUTPUT: dict[str, tuple[Any, ...]] = {
+OUTPUT: dict[str, tuple[object, ...]] = {
     "ignore_eos": (False,),
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
@@ -106,7 +106,7 @@ class ChatEvents:
             yield self._chunk(turn, {"content": text})
 
     def end(self, turn: AgentTurn) -> Iterator[Event]:
-        calls = [{"index": place, **call} for place, call in enumerate(turn.message.get("tool_calls", ()))]
+        calls: list[Event] = [{"index": place, **call} for place, call in enumerate(turn.message.get("tool_calls", ()))]
         last = self._chunk(turn, {**({"tool_calls": calls} if calls else {}), **_fields(self._asked, turn)})
         (choice,) = last["choices"]
         choice |= {"logprobs": _logprobs(self._asked, turn), "finish_reason": _finish(turn), "stop_reason": turn.stopped_by}
@@ -150,7 +150,7 @@ def token_names(asked: Asked, turn: AgentTurn) -> list[str]:
     return [f"token_id:{id}" for id in turn.sampled.ids] if asked.get("return_tokens_as_token_ids") else list(turn.sampled.texts)
 
 
-def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, Any] | None:
+def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, object] | None:
     if not asked.get("logprobs"):
         return None
     pairs = zip(turn.logprobs(), token_names(asked, turn), strict=True)

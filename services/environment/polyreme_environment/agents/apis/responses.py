@@ -72,7 +72,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
     )
 
 
-def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def reply(asked: Asked, turn: AgentTurn) -> dict[str, object]:
     whole = {
         **_response(asked, turn),
         "status": "incomplete" if turn.is_cut else "completed",
@@ -168,7 +168,7 @@ def _no_logprobs(kind: str) -> Event:
     return {"logprobs": []} if kind == "output_text" else {}
 
 
-def _response(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, Any]:
+def _response(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, object]:
     same = {key: asked.get(key) for key in ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")}
     return {
         "id": f"{_PREFIX}{turn.id}",
@@ -217,7 +217,7 @@ def _wants_logprobs(asked: Asked) -> bool:
     return isinstance(include, list) and _LOGPROBS in include
 
 
-def _messages(items: Any) -> list[Message]:
+def _messages(items: object) -> list[Message]:
     """The messages of the input. Successive items of an answer are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -225,15 +225,15 @@ def _messages(items: Any) -> list[Message]:
     return [each for by_policy, group in groups for each in ([_answer(group)] if by_policy else map(_input, group))]
 
 
-def _kind(item: Mapping[str, Any]) -> Any:
+def _kind(item: Mapping[str, object]) -> object:
     return item.get("type") or "message"
 
 
-def _is_answer(item: Mapping[str, Any]) -> bool:
+def _is_answer(item: Mapping[str, object]) -> bool:
     return _kind(item) in ("reasoning", "function_call") or (_kind(item) == "message" and item.get("role") == "assistant")
 
 
-def _input(item: Mapping[str, Any]) -> Message:
+def _input(item: Mapping[str, object]) -> Message:
     match _kind(item):
         case "message":
             return {"role": item.get("role"), "content": item.get("content")}
@@ -259,7 +259,7 @@ def _answer(items: list[Mapping[str, Any]]) -> Message:
     return past_answer(parts, calls, "".join(thoughts))
 
 
-def _tool(tool: Mapping[str, Any]) -> Message:
+def _tool(tool: Mapping[str, object]) -> Message:
     if tool.get("type") != "function":
         raise bad(f"expected tools of type function; found {tool.get('type')!r:.100}. The run has no other tools: remove it.")
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

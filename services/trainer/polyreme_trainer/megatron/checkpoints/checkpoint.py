@@ -91,7 +91,7 @@ class RankContents:
         rank, ranks: this rank's number, and how many there are.
     """
 
-    contents: Mapping[str, Any]
+    contents: Mapping[str, object]
     models: Mapping[str, Any]
     rank: int
     ranks: int
@@ -320,7 +320,7 @@ def _receipt(temporary: Path, rank: int) -> Path:
     return temporary / f"written-{rank}.json"
 
 
-def _write_receipt(temporary: Path, rank: int, content: Mapping[str, Any]) -> None:
+def _write_receipt(temporary: Path, rank: int, content: Mapping[str, object]) -> None:
     receipt = _receipt(temporary, rank)
     unfinished = receipt.with_suffix(".part")
     unfinished.write_text(json.dumps(content))

@@ -92,7 +92,7 @@ class Saves:
         self,
         number: int,
         roles: Sequence[AnyRole],
-        facts: Mapping[str, Any],
+        facts: Mapping[str, object],
         hf_path: Path | None,
         exports: Mapping[str, Export],
     ) -> None:
@@ -118,7 +118,7 @@ class Saves:
         """Raises ConfigError for a checkpoint that does not fit. Collective."""
         self._frozen.check(self.frozen_directories, facts[FROZEN])
 
-    def _further_facts(self) -> dict[str, Any]:
+    def _further_facts(self) -> dict[str, object]:
         """The facts for the manifest that a resume checks. In rank 0's thread."""
         return {FROZEN: self._frozen.record(self.frozen_directories)}
 
@@ -148,7 +148,7 @@ class RunSaves(Saves):
             self.newest = loaded[0]
         return loaded
 
-    def save_warm_start(self, step: int, roles: Sequence[AnyRole], facts: Mapping[str, Any]) -> None:
+    def save_warm_start(self, step: int, roles: Sequence[AnyRole], facts: Mapping[str, object]) -> None:
         """Starts to write a checkpoint between two steps of a warm start. `step` counts the steps of all phases. Collective."""
         path = checkpoint_path(self._root, step, WARM_START)
         self._writer.start(Save(path, roles, lambda: {**facts, **super(RunSaves, self)._further_facts()}, keep=1))
@@ -159,7 +159,7 @@ class RunSaves(Saves):
             self.newest = saved.number
         return saved
 
-    def _further_facts(self) -> dict[str, Any]:
+    def _further_facts(self) -> dict[str, object]:
         further = {**super()._further_facts(), "warm_started": bool(self._trainer.sft)}
         return {**self._frozen.record(self._reference), **further}
 

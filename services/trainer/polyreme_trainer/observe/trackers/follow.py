@@ -64,7 +64,7 @@ def write_cursor(run_dir: Path, kind: str, cursor: Cursor) -> None:
     write_atomically(cursor_path(run_dir, kind), json.dumps(asdict(cursor)) + "\n")
 
 
-def read_lines(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+def read_lines(path: Path, offset: int) -> tuple[list[dict[str, object]], int]:
     """The whole lines after `offset`, up to BATCH_BYTES or one longer line, and the offset of the next line."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(offset)
@@ -105,7 +105,7 @@ def run_tracker(config: BaseConfig, run_id: str, section: TrackerSection, stoppi
             stopping.wait(POLL_SECONDS)
 
 
-def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:
+def send(tracker: Tracker, lines: list[dict[str, object]]) -> None:
     """Sends every point of the lines, in order."""
     for line in lines:
         for point in points(line):

@@ -33,7 +33,7 @@ class AgentPlay:
         grace: seconds in which the server may report the end of an agent after those of the episode.
     """
 
-    def __init__(self, call: Any, session: EpisodeSession, at_once: int, grace: float) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall, session: EpisodeSession, at_once: int, grace: float) -> None:
         self._call, self._session, self._at_once, self._grace = call, session, at_once, grace
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._outbox = Outbox(call)
@@ -73,7 +73,7 @@ class AgentPlay:
             if done:
                 return done
 
-    def _take(self, response: Any) -> Ending | None:
+    def _take(self, response: pb.RunResponse) -> Ending | None:
         if response is grpc.aio.EOF:
             raise NoEndingError("ended an episode without its ending")
         if response.HasField("withdrawal"):
