@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from polyreme.config.named_input import nameable, split_name
 from polyreme.config.reward import RewardConfig
@@ -94,7 +95,7 @@ def load_reward_config(path: Path) -> RewardConfig:
     try:
         return RewardConfig.model_validate(tree["reward"])
     except ValidationError as error:
-        problems = [{**e, "loc": ("reward", *e["loc"])} for e in error.errors()]
+        problems: list[ErrorDetails] = [{**e, "loc": ("reward", *e["loc"])} for e in error.errors()]
         explained = "; ".join(_explain(problem, RunConfig) for problem in problems)
         raise ConfigError(f"a valid reward section in {path}", explained, "Fix these keys.") from None
 
@@ -201,7 +202,7 @@ def _resolved_or_name(path: str, base: Path) -> str:
     return path if split_name(path) is not None and not is_ours else _resolved(path, base)
 
 
-def _explain(error: Any, schema: type[Section]) -> str:
+def _explain(error: ErrorDetails, schema: type[Section]) -> str:
     dotted = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         if dotted in OLD_KEYS:

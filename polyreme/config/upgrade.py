@@ -119,7 +119,7 @@ def _take(tree: Tree, key: str) -> tuple[object, object]:
     return holder.pop(last), None if comments is None else comments.items.pop(last, None)
 
 
-def _put(tree: Tree, key: str, value: Any, comment: Any) -> None:
+def _put(tree: Tree, key: str, value: object, comment: object) -> None:
     *parents, last = key.split(".")
     for parent in parents:
         if not isinstance(tree.get(parent), MutableMapping):

@@ -35,11 +35,11 @@ class Format:
     also: tuple[str, ...] = ()
 
 
-def _verl(row: Fields) -> dict[str, Any]:
+def _verl(row: Fields) -> dict[str, object]:
     return {"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"], "data_source": row["data_source"]}
 
 
-def _paddlenlp(row: Fields) -> dict[str, Any]:
+def _paddlenlp(row: Fields) -> dict[str, object]:
     asked, told = ([each] if isinstance(each, str) else list(each) for each in (row["src"], row["tgt"]))
     if len(asked) == 1 and len(told) == 1:
         return {"prompt": asked[0], "answer": told[0]}
@@ -65,7 +65,7 @@ def _alpaca_pair(row: Fields) -> dict[str, object]:
     return {"prompt": _instruction(row), "chosen": row["chosen"], "rejected": row["rejected"]}
 
 
-def _human_assistant(row: Fields) -> dict[str, Any]:
+def _human_assistant(row: Fields) -> dict[str, object]:
     """Anthropic's hh-rlhf: two whole dialogues as texts, which differ in the last answer."""
     mark = "\n\nAssistant:"
     prompt, found, chosen = row["chosen"].rpartition(mark)
@@ -77,7 +77,7 @@ def _human_assistant(row: Fields) -> dict[str, Any]:
     return {"prompt": prompt + mark, "chosen": chosen, "rejected": rejected}
 
 
-def _pair_of_messages(row: Fields) -> dict[str, Any]:
+def _pair_of_messages(row: Fields) -> dict[str, object]:
     *asked, chosen = row["chosen"]
     *other, rejected = row["rejected"]
     if asked != other:

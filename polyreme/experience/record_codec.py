@@ -109,7 +109,7 @@ def decode_group(payload: bytes) -> GroupRecord:
     return group
 
 
-def _trajectory_fields(sample: SampleRecord) -> dict[str, Any]:
+def _trajectory_fields(sample: SampleRecord) -> dict[str, object]:
     """The fields of a pb.Sample that only episodes have."""
     turns = [
         pb.Turn(

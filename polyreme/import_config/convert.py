@@ -57,7 +57,7 @@ def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Convert:
     usual: the limit if the file has none.
     """
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         tokens = values.get(length, usual)
         if not value or not tokens:
             return Off()
@@ -95,7 +95,7 @@ def refused(what: str, value: object, known: Iterable[object]) -> ConfigError:
     )
 
 
-def part_of_run(value: Any, values: Values) -> Any:
+def part_of_run(value: float, values: Values) -> object:
     """A fraction of the run, from 0 to 1, as iterations. It is rounded up, as transformers does."""
     iterations = values.get(ITERATIONS)
     if not value or iterations is None:
@@ -110,7 +110,7 @@ def minibatches(batch: float, mini: float, why: str) -> tuple[int, str]:
     return steps, f"CHECK: {batch:g} / {mini:g} is no whole number; {why}" if rest else why
 
 
-def placeholder(name: str, **options: object) -> dict[str, Any]:
+def placeholder(name: str, **options: object) -> dict[str, object]:
     """A reward that we do not have, as a Python file that the user must write: the run does not start without it."""
     label = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "reward"
     return {"name": label, "file": f"FILL_IN/{label}.py", **options}
@@ -170,7 +170,7 @@ def of_name(key: str, usual: str | None = None) -> Convert:
     return convert
 
 
-def trackers(value: Any, values: Values) -> Any:
+def trackers(value: str | list[str] | None, values: Values) -> object:
     """The supported trackers in a list of loggers. Files and TensorBoard are always written."""
     names = [value] if isinstance(value, str) else value or []
     known = [{"kind": name} for name in dict.fromkeys(names) if name in ("wandb", "swanlab", "mlflow", "trackio")]

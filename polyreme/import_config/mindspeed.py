@@ -195,7 +195,7 @@ def _optimizer(section: str, target: str, values: Values) -> Fixed:
     return {f"{target}.{key}": (value, f"{section}: {names[key]}") for key, value in found.items()}
 
 
-def _rewards(values: Values) -> tuple[Any, str]:
+def _rewards(values: Values) -> tuple[object, str]:
     """Every verifier is one of ours, with a CHECK where its values differ, or a file to be written; without rules, a reward model."""
     if not values[f"{RL}.rule_reward"]:
         return [{"model": "FILL_IN/reward-model"}], "CHECK: rule_reward: false; a directory with a sequence classifier"

@@ -5,8 +5,6 @@ Keys and defaults: openrlhf/cli/train_ppo_ray.py.
 Invariant: the tables below are the only place that knows the fate of OpenRLHF's options. The rules have the dotted names.
 """
 
-from typing import Any
-
 from polyreme.import_config.convert import NAME_OR_PATH, above, adapters, choice, given, of_name, overlong, path, positive, when
 from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
 from polyreme.import_config.openrlhf_parts import PER_GROUP, PRESETS, environment, fixed
@@ -44,7 +42,7 @@ def _datasets(value: object, values: Values) -> object:
     return [{"path": path(name, values), "weight": weight} for name, weight in zip(names, weights, strict=True)]
 
 
-def _clip_range(value: Any, values: Values) -> Any:
+def _clip_range(value: list[float], values: Values) -> object:
     if values[ESTIMATOR] not in PER_GROUP:
         return value
     if value[0] <= -10 and value[1] >= 10:

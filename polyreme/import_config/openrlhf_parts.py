@@ -4,7 +4,6 @@ Invariant: pure functions of the values under the dotted names, with OpenRLHF's 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from polyreme.import_config.convert import local, path, placeholder, product, ratio
 from polyreme.import_config.environments import TAKEN
@@ -208,7 +207,7 @@ def _correction_options(values: Values) -> tuple[str, str, str, tuple[float, flo
     return level, mode, gating, (bounds[0], bounds[1])
 
 
-def _last(threshold: Any) -> float:
+def _last(threshold: float | list[float]) -> float:
     return float(threshold[-1] if isinstance(threshold, list) else threshold)
 
 

@@ -122,7 +122,7 @@ def lost(
     """
     harmless = tuple(unless)
 
-    def convert(value: Any, values: Values) -> Lost | Off:
+    def convert(value: object, values: Values) -> Lost | Off:
         if any(value is each or value == each for each in harmless):
             return Off("this value changes nothing here")
         return Off(reason) if off and (reason := off(values)) else Lost(why)

@@ -5,7 +5,6 @@ Invariant: the table below is the only place that knows the fate of TRL's keys.
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.convert import (
@@ -67,7 +66,7 @@ OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "ada
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def _optimizer(value: Any, values: Values) -> Any:
+def _optimizer(value: object, values: Values) -> object:
     if value in OPTIMIZERS:
         return Off("Adam with decoupled weight decay, as here")
     if "adamw" in str(value):

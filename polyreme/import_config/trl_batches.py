@@ -4,7 +4,6 @@ Invariant: pure functions of the values, with TRL's defaults for those that a fi
 """
 
 import math
-from typing import Any
 
 from polyreme.import_config.convert import part_of_run, product, ratio
 from polyreme.import_config.hugging_face import has_warmup
@@ -76,7 +75,7 @@ def steps(value: object, values: Values) -> object:
     return ratio(value, per_iteration(values))
 
 
-def warmup_steps(value: Any, values: Values) -> Any:
+def warmup_steps(value: float, values: Values) -> object:
     """Optimizer steps of warm-up, or a part of the run below 1, as iterations; rounded up, so that a warm-up remains one."""
     if not value or not has_warmup(values, "lr_scheduler_type"):
         return Off("none")

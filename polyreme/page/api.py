@@ -23,7 +23,7 @@ from polyreme.page.notes import is_local, write_notes
 from polyreme.page.runs import Runs
 from polyreme.page.server_status import ServerStatus
 from polyreme.page.threads import TooBusyError
-from polyreme.rundir.reader import SampleQuery
+from polyreme.rundir.reader import RunReader, SampleQuery
 
 _LARGEST_PAGE = 500
 _HEADERS = {
@@ -123,7 +123,7 @@ def _curves(runs: Runs, body: bytes) -> object:
     return {name: answers.curves(readers[name], metrics) for name, metrics in wanted.items() if name in readers}
 
 
-def _samples(reader: Any, request: Request) -> Any:
+def _samples(reader: RunReader, request: Request) -> object:
     given = dict(request.query_params)
     offset, limit = max(0, int(given.pop("offset", 0))), max(0, min(_LARGEST_PAGE, int(given.pop("limit", 50))))
     whole = given.pop("whole", "") == "1"
@@ -138,6 +138,6 @@ def sample_filter(given: Mapping[str, str]) -> SampleQuery:
     return SampleQuery(**values)
 
 
-def _timeline(reader: Any, request: Request) -> Any:
+def _timeline(reader: RunReader, request: Request) -> object:
     given = request.query_params
     return answers.timeline(reader, int(given.get("first", 0)), int(given.get("last", 0)))

@@ -7,7 +7,6 @@ server's. A reader sees the old content or the new one.
 import json
 import threading
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -56,10 +55,10 @@ def write_notes(run_dir: Path, body: bytes) -> dict[str, object]:
     return notes
 
 
-def checked(value: Any) -> dict[str, Any]:
+def checked(value: object) -> dict[str, object]:
     """`value` as tags, each once, and a note. Raises ValueError."""
     match value:
-        case {"tags": list(tags), "note": str(note)} if len(value) == 2 and all(isinstance(tag, str) for tag in tags):
+        case {"tags": list(tags), "note": str(note), **rest} if not rest and all(isinstance(tag, str) for tag in tags):
             tags = list(dict.fromkeys(tag.strip() for tag in tags if tag.strip()))
             if len(tags) <= TAGS and all(len(tag) <= TAG_LENGTH and "," not in tag for tag in tags) and len(note) <= NOTE_LENGTH:
                 return {"tags": tags, "note": note}

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -72,7 +72,7 @@ def newest_timeline(reader: RunReader) -> dict[str, object]:
     return answers.timeline(reader, newest - TIMELINE_ITERATIONS + 1, newest)
 
 
-def chosen_samples(reader: RunReader, count: int) -> list[dict[str, Any]]:
+def chosen_samples(reader: RunReader, count: int) -> list[answers.Answer]:
     """At most `count` samples with details: half from the newest evaluation answers and samples, half from evenly spaced iterations."""
     newest = reader.find_samples(SampleQuery(order="newest"), limit=count // 2)[1]
     chosen = {sample["id"] for sample in newest}

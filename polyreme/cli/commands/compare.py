@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from polyreme.errors import ConfigError
+from polyreme.experience.metric_records import Line
 from polyreme.rundir.run_directory import flat_settings, no_run, read_run_file, read_settings
 from polyreme.rundir.run_records import read_records, read_summary
 from polyreme.terminal.table import fitted
@@ -147,7 +148,7 @@ def _unit(histories: Sequence[Sequence[Record]]) -> str:
     return "STEPS" if all(record["kind"] == "step" for history in histories for record in history) else "ITERATIONS"
 
 
-def _iterations(run_dir: Path) -> list[dict[str, Any]]:
+def _iterations(run_dir: Path) -> list[Line]:
     """The `iteration` records of a run, each iteration once; the `step` records of a stage, with the step as `iteration`."""
     found = read_run_file(run_dir)
     if found is None:

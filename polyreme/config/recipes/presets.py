@@ -6,9 +6,9 @@ another kind starts from the defaults of that kind.
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from polyreme.config.recipes.recipe import (
     Cispo,
@@ -122,7 +122,7 @@ def _merge(base: Mapping[str, object], overrides: Mapping[str, object]) -> dict[
     return merged
 
 
-def _explain(problem: Any) -> str:
+def _explain(problem: ErrorDetails) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden" and (old := f"algorithm.{problem['loc'][0]}.{problem['loc'][-1]}") in OLD_KEYS:
         return f"old key {old} ({REWRITE})"

@@ -23,6 +23,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from polyreme.errors import ConfigError
@@ -68,7 +69,7 @@ class Moved:
     tools: list[dict[str, object]] = field(default_factory=list)
 
 
-def own_members(module: Any) -> dict[str, object]:
+def own_members(module: ModuleType) -> dict[str, object]:
     """The classes and functions that a module defines itself."""
     return {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
 
@@ -78,7 +79,7 @@ def has_step(kind: object) -> bool:
     return callable(getattr(kind, "step", None))
 
 
-def tool_names(kind: Any) -> list[str]:
+def tool_names(kind: type[object]) -> list[str]:
     """The names of a class's tools, in the order of its definition, inherited ones last."""
     if has_step(kind) or "tools" in vars(kind):
         return list(getattr(kind, "tools", ()))

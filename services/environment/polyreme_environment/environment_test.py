@@ -19,12 +19,12 @@ import httpx
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.dataset.chat import Message
 from polyreme.errors import ConfigError, DataError, UnavailableError
 from polyreme.net import rpc
 from polyreme_environment.server import serve
 from polyreme_environment.tool_calls import write_call
 
-Message = dict[str, Any]
 Policy = Callable[[Sequence[Message], Sequence[Message]], Awaitable[str | None]]
 """The next answer to a conversation with tools; None: there is none, and the episode ends."""
 _ANSWER_SECONDS = 300.0

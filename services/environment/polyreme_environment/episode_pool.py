@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
@@ -57,8 +56,8 @@ class Episode:
         task.add_done_callback(self._calls.discard)
         return await asyncio.shield(task)
 
-    async def _call(self, method: str, arguments: list[Any]) -> Moved:
-        message: Mapping[str, Any] = {"episode": self._number, "method": method, "arguments": arguments}
+    async def _call(self, method: str, arguments: list[object]) -> Moved:
+        message: Mapping[str, object] = {"episode": self._number, "method": method, "arguments": arguments}
         read = partial(understood, limit=self._config.max_message_chars)
         async with self._turn:
             if self._is_stuck:

@@ -120,7 +120,7 @@ def _literal(values: Sequence[object]) -> Schema:
     return {**_type(kinds.pop()), "enum": list(values)}
 
 
-def _union(members: Sequence[Any]) -> Schema:
+def _union(members: Sequence[object]) -> Schema:
     found = [_type(member) for member in members if member is not type(None)]
     nullable = {"nullable": True} if type(None) in members else {}
     if len(found) == 1:

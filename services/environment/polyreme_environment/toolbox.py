@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable
 from copy import copy
 from functools import partial
-from typing import Any
 
 from polyreme.dataset.source import ALLOWED_TOOLS
 from polyreme.errors import ConfigError
@@ -27,7 +26,7 @@ class Toolbox:
         ConfigError: a tool cannot be described.
     """
 
-    def __init__(self, kind: Any, where: str) -> None:
+    def __init__(self, kind: type[object], where: str) -> None:
         self._names = tool_names(kind)
         for name in self._names:
             if not inspect.isfunction(getattr(kind, str(name), None)) or str(name) in RESERVED:
@@ -100,7 +99,7 @@ class Toolbox:
         return partial(tool, *bound.args, **bound.kwargs)
 
 
-def _schema(tool: Any, name: str, where: str) -> Schema:
+def _schema(tool: Callable[..., object], name: str, where: str) -> Schema:
     """The schema that a tool brings, or that of its signature."""
     return getattr(tool, "schema", None) or tool_schema(tool, name, where)
 

@@ -74,7 +74,7 @@ class Player:
         self._selects, self._seconds = bool(setup["tools"]), _SHARE * setup["seconds"]
         self._episodes: dict[int, _Played] = {}
 
-    async def play(self, call: Call) -> Mapping[str, Any]:
+    async def play(self, call: Call) -> Mapping[str, object]:
         """Makes one call. Raises what user code does, and ContractError."""
         methods: dict[str, Callable[..., Awaitable[Moved]]] = {"reset": self._reset, "step": self._step, "close": self._close}
         return vars(await methods[call["method"]](call["episode"], *call["arguments"]))

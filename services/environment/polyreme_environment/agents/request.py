@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyreme.dataset.chat import Chat, read_chat
+from polyreme.dataset.chat import Chat, Message, read_chat
 from polyreme.errors import DataError
 
-Message = dict[str, Any]
 Asked = Mapping[str, Any]
 """The JSON object of a request."""
 

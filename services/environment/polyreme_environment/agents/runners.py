@@ -7,7 +7,7 @@ import json
 import ssl
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx
 
@@ -141,7 +141,7 @@ class FunctionRunner:
         """Ends all workers and the processes that they started."""
         await self._workers.close()
 
-    async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
+    async def run(self, task: dict[str, object], base_url: str, api_key: str) -> Result:
         """See `Runner`. A function that goes on although its run was cancelled keeps its process from further runs."""
         worker = self._workers.take()
         try:

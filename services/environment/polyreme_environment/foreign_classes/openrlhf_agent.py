@@ -34,7 +34,7 @@ class InstanceEpisode:
     """An episode of an agent instance."""
 
     _agent_class: Any = None
-    _agent_options: Mapping[str, Any] = {}
+    _agent_options: Mapping[str, object] = {}
 
     async def reset(self, row: dict[str, Any]) -> str | None:
         """Begins. The row's own prompt begins the conversation, unless the agent returns another text."""
@@ -67,7 +67,7 @@ def agent_class(kind: Any, options: Mapping[str, Any]) -> type[InstanceEpisode]:
     )
 
 
-def _text_of(row: Mapping[str, Any]) -> str:
+def _text_of(row: Mapping[str, object]) -> str:
     """The row's prompt, without the chat template. Raises ContractError."""
     prompt = row.get("prompt")
     if isinstance(prompt, str):

@@ -92,7 +92,7 @@ class BaseTool:
     async def release(self, instance_id: str, **_: object) -> None: ...
 
 
-def _traced(function: Any) -> Any:
+def _traced(function: object) -> object:
     """verl's decorator of what it traces. Nothing is traced here."""
     return function
 

@@ -152,7 +152,7 @@ class McpClient:
             raise ConfigError(f"tools of the MCP server {self.name}", "none", "Fix environment.tools.")
         return tools
 
-    def _tool(self, listed: Message) -> Callable[..., Any]:
+    def _tool(self, listed: Message) -> Callable[..., object]:
         name = listed["name"]
 
         def tool(self_: object, /, **arguments: Any) -> str:

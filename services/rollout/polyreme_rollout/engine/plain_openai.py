@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
@@ -18,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from polyreme.dataset.chat import Chat, read_chat, render
 from polyreme.errors import DataError
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, NewTokens, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Codec(Protocol):
@@ -37,7 +40,7 @@ class Codec(Protocol):
 class TokenizerCodec:
     """The text of a Hugging Face tokenizer. `day`: the day that its chat template shows; None: today."""
 
-    def __init__(self, tokenizer: Any, stop_ids: tuple[int, ...], day: date | None = None) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_ids: tuple[int, ...], day: date | None = None) -> None:
         self._tokenizer, self.stop_ids, self._day = tokenizer, stop_ids, day
 
     @classmethod
@@ -59,11 +62,11 @@ class TokenizerCodec:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def decode_whole(self, ids: Sequence[int]) -> str:
         """The text with its special tokens."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class _Asked(BaseModel):

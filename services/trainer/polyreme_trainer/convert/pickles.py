@@ -1,6 +1,6 @@
 """Reads foreign files of torch.save without running code from them.
 
-Invariant: unpickling creates only tensors, numbers, strings and containers, to which argparse's Namespace belongs. Any other object becomes
+Invariant: unpickling creates only tensors, numbers, strings and containers, to which argparse's Namespace belongs. Every other object becomes
 an empty placeholder, and its class is not imported.
 """
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from polyreme_trainer.algorithms.metrics import Metrics
     from polyreme_trainer.algorithms.objective import Objective
 
+Facts = Mapping[str, Any]
+"""The facts of a checkpoint: JSON values."""
 IterationMetrics = Mapping[str, Any]
 """Metric name to number; None where a metric was not measured."""
 
@@ -156,7 +158,7 @@ class Engine(StepEngine, Protocol):
         ...
 
     @property
-    def facts(self) -> Mapping[str, object]:
+    def facts(self) -> Facts:
         """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
         ...
 
@@ -195,7 +197,7 @@ class StageEngine(Engine, Protocol):
         """
         ...
 
-    def save(self, number: int, facts: Mapping[str, object], hf_path: Path | None) -> None:
+    def save(self, number: int, facts: Facts, hf_path: Path | None) -> None:
         """Starts to write the checkpoint of step `number`.
 
         Args:
@@ -271,7 +273,7 @@ class TrainEngine(Engine, Protocol):
         """Writes the actor's weights into a free arena slot as `version`."""
         ...
 
-    def save(self, written: Written, version: int, facts: Mapping[str, object]) -> None:
+    def save(self, written: Written, version: int, facts: Facts) -> None:
         """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written. `facts`: JSON values."""
         ...
 

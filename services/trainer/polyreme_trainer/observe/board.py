@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyreme.rundir.progress import Line
+from polyreme.experience.metric_records import Line
 from polyreme.rundir.reader.scalars import scalars
 
 if TYPE_CHECKING:

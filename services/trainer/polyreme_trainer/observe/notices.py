@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from polyreme.config.notices import Event
-from polyreme.experience.metric_records import Alarm, Evaluation, MetricRecord, StageEvaluation, read_record
+from polyreme.experience.metric_records import Alarm, Evaluation, Line, MetricRecord, StageEvaluation, read_record
 from polyreme.experience.run import RunState
-from polyreme.rundir.progress import Line, comparable, evaluation_of
+from polyreme.rundir.progress import comparable, evaluation_of
 
 _ENDS: Mapping[RunState, Event] = {RunState.DONE: "done", RunState.STOPPED: "stopped", RunState.FAILED: "failed"}
 

@@ -157,7 +157,7 @@ def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, object] | None:
     return {"content": [{**each, "token": name} for each, name in pairs], "refusal": None}
 
 
-def _head(asked: Asked, turn: PartialTurn | AgentTurn, kind: str) -> dict[str, Any]:
+def _head(asked: Asked, turn: PartialTurn | AgentTurn, kind: str) -> dict[str, object]:
     return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": turn.created, "model": str(asked.get("model") or "")}
 
 

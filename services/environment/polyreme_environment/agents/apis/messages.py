@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn
 from polyreme_environment.agents.request import (
     SAMPLING,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     check_neutral,
@@ -167,7 +167,7 @@ def _assistant(message: Mapping[str, Any]) -> list[Message]:
     return [past_answer(parts, calls, thought)]
 
 
-def _user(message: Mapping[str, Any]) -> list[Message]:
+def _user(message: Mapping[str, object]) -> list[Message]:
     """The messages of a user's message: one for each result of a tool, and for the texts between them."""
     found: list[Message] = []
     for block in _content(message):

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count, groupby
 from typing import Any
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis.chat import error
-from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, token_fields
+from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, TokenLogprob, token_fields
 from polyreme_environment.agents.request import (
     IGNORED,
     SAMPLING,
     TOKEN_FIELDS,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     check_neutral,
@@ -207,7 +207,7 @@ def _thought(turn: PartialTurn | AgentTurn) -> _Item:
     return {"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": content, "status": "completed"}
 
 
-def _message(turn: PartialTurn | AgentTurn, status: str, logprobs: list[_Item]) -> _Item:
+def _message(turn: PartialTurn | AgentTurn, status: str, logprobs: list[TokenLogprob]) -> _Item:
     part = {"type": "output_text", "text": turn.said.content, "annotations": [], "logprobs": logprobs}
     return {"type": "message", "id": f"msg_{turn.id}", "role": "assistant", "content": [part], "status": status}
 

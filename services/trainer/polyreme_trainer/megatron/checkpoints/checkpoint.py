@@ -39,6 +39,7 @@ from polyreme.rundir.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
+from polyreme_trainer.learner.engine import Facts
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
@@ -73,7 +74,7 @@ class Checkpoint:
     path: Path
     iteration: int
     layout: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    facts: Facts
     files: Mapping[str, str]
 
     def intact(self) -> bool:
@@ -172,7 +173,7 @@ def give_up(temporary: Path, own: RankContents, error: OSError) -> None:
     _write_receipt(temporary, own.rank, {"error": str(error)})
 
 
-def complete(temporary: Path, path: Path, own: RankContents, facts: Mapping[str, Any], seconds: float) -> None:
+def complete(temporary: Path, path: Path, own: RankContents, facts: Facts, seconds: float) -> None:
     """Publishes the checkpoint `path`, and replaces an existing one, once every rank has written its files. On rank 0, after `write`.
 
     Args:
@@ -341,7 +342,7 @@ def _layout(roles: Sequence[AnyRole]) -> RankMesh:
     return RankMesh(rank.tp, rank.pp, copies, rank.ep, rank.vpp, rank.etp)
 
 
-def _models(roles: Sequence[AnyRole]) -> dict[str, Any]:
+def _models(roles: Sequence[AnyRole]) -> dict[str, object]:
     adapters = roles[0].model.adapters
     lora = {} if adapters is None else {"lora": adapters.lora.model_dump(mode="json")}
     return {"dtype": roles[0].model.dtype, "roles": [role.name for role in roles], **lora}

@@ -41,7 +41,7 @@ class HfTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], unread: tuple[str, ...] = ()) -> None:
-        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor. Any other bias in
+        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor. Another bias in
         the choice of experts is refused, because without it other experts would be chosen. `unread`: the starts of names that no model reads.
         """
         for name in self._files:

@@ -60,7 +60,7 @@ class Point:
 
 
 class Tracker(Protocol):
-    """An open run of a tracker. Any exception in its methods is a failure of the tracker and ends its process."""
+    """An open run of a tracker. An exception in its methods is a failure of the tracker and ends its process."""
 
     @property
     def tracker_id(self) -> str:

@@ -5,7 +5,6 @@ Invariant: the turns begin in the order of the requests. When the episode ends, 
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import grpc
 
@@ -60,10 +59,10 @@ class AgentPlay:
         finally:
             await _end([reading, writing, *self._turns.values()])
 
-    def _read(self) -> "asyncio.Task[Any]":
+    def _read(self) -> "asyncio.Task[pb.RunResponse]":
         return asyncio.create_task(self._call.read())
 
-    async def _wait(self, reading: "asyncio.Task[Any]") -> "set[asyncio.Task[Any]]":
+    async def _wait(self, reading: "asyncio.Task[pb.RunResponse]") -> "set[asyncio.Task[pb.RunResponse | None]]":
         """The tasks that have ended, at least one. Raises NoEndingError when the seconds of the episode and of grace have passed."""
         while True:
             left = min(self._session.clock.seconds_left + self._grace, _LOOK_SECONDS)
@@ -118,7 +117,7 @@ class AgentPlay:
         self._outbox.put(pb.RunRequest(answer=answer))
 
 
-async def _end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+async def _end(tasks: Iterable["asyncio.Task[object]"]) -> None:
     ending = list(tasks)
     for task in ending:
         task.cancel()

@@ -18,14 +18,14 @@ from polyreme.api.v1 import environment_pb2, environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME
 from polyreme.config.data import DataConfig
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.dataset.chat import read_tools, with_tools
+from polyreme.dataset.chat import Message, read_tools, with_tools
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_trainer.data.prompts import prompt_in
-from polyreme_trainer.data.tail import Message, Tools
+from polyreme_trainer.data.tail import Tools
 from polyreme_trainer.orchestrator.environment.agent_play import AgentPlay, NoEndingError
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task

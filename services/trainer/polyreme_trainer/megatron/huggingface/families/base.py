@@ -1,6 +1,6 @@
 """The common parts of all model families: the sizes of a decoder, the rows of the mapping table, and the definition of a family.
 
-Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces. Any other model raises an error that names
+Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces. Every other model raises an error that names
 the reason before anything is allocated. The shape of every tensor follows from the rows and the sizes. The module is pure: it imports
 neither torch nor transformers.
 """
