@@ -21,7 +21,7 @@ from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, holds_path, known_keys, required_keys, subsections, words
 from polyreme.config.stage import STAGES, StageConfig
 from polyreme.config.upgrade import OLD_KEYS, REWRITE
-from polyreme.config.yaml_text import load_yaml
+from polyreme.config.yaml_text import Tree, load_yaml
 from polyreme.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -143,7 +143,7 @@ def _read_tree(path: Path) -> dict[str, object]:
     return tree
 
 
-def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
+def _override(tree: Tree, override: str) -> Tree:
     key, equals, text = override.partition("=")
     if not equals or not key:
         advice = (
@@ -173,7 +173,7 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     return tree
 
 
-def resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> None:
+def resolve_paths(tree: Tree, section: type[Section], base: Path) -> None:
     """Makes the tree's relative paths absolute, in place. Runs before validation, so it leaves values that do not fit the schema alone."""
     for name, field in section.model_fields.items():
         if holds_path(field) and isinstance(field.default, Path):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 Tree = MutableMapping[str, Any]
-Convert = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+Convert = Callable[[Any, Tree], dict[str, object]]
 """Today's values by dotted key for the value of an old key, given the whole old configuration."""
 
 _OLD_FLOOR = 1e-4
@@ -26,7 +26,7 @@ def _normalize(value: object, tree: Mapping[str, object]) -> dict[str, object]:
     return {"algorithm.advantage": {"kind": "group_norm", "std_floor": _OLD_FLOOR} if value else {"kind": "group_mean"}}
 
 
-def _correction(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _correction(value: object, tree: Tree) -> dict[str, object]:
     """`importance_sampling` and `importance_cap`, which are one value today."""
     old = tree["algorithm"]
     when, cap = old.get("importance_sampling", "auto"), old.get("importance_cap", 2.0)
@@ -73,12 +73,12 @@ def upgrade(tree: Tree, *, keep_defaults: bool = False) -> list[str]:
         tree: the mapping of a YAML file, unchecked. A comment at the end of an old key's line moves to its successor.
         keep_defaults: whether the defaults of version 0.1.0 are written also into the file of a run that has no old key.
     """
-    before: dict[str, Any] = _plain(tree)
+    before: Tree = _plain(tree)
     found = [key for key in OLD_KEYS if _holder(tree, key) is not None]
     keep_defaults = keep_defaults and "stage" not in tree
     if not found and not keep_defaults:
         return []
-    added: dict[str, Any] = {}
+    added: dict[str, object] = {}
     changes = []
     for key in found:
         value, comment = _take(tree, key)

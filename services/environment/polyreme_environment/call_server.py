@@ -22,11 +22,13 @@ from polyreme_environment.contract import ContractError, LostError
 _STACK_BYTES = 2 << 20
 """Of each thread. It counts as data memory, whose limit the default of 8 MiB would exhaust."""
 Call = dict[str, Any]
-Answer = Callable[[Call], Awaitable[Mapping[str, Any]]]
+Setup = Call
+"""The first message."""
+Answer = Callable[[Call], Awaitable[Mapping[str, object]]]
 """Makes a call. Returns the fields of its reply."""
 
 
-def serve_calls(channel: socket.socket, what: str, load: Callable[[dict[str, Any]], tuple[str, str, Answer]]) -> int:
+def serve_calls(channel: socket.socket, what: str, load: Callable[[Setup], tuple[str, str, Answer]]) -> int:
     """Runs a worker on its socket until the socket closes. Returns the exit status.
 
     The first message has `memory_mib` and what `load` needs. Then each message is a call with its `number`, or `number` and `cancel`, the seconds

@@ -28,6 +28,9 @@ from typing import Any
 
 from polyreme.errors import ConfigError
 
+Reply = Mapping[str, Any]
+"""The JSON object that answers a call; it is checked where it is read."""
+
 ROLES = ("user", "system", "tool")
 RESERVED = ("reset", "step", "close")
 """Methods that are no tools."""
@@ -131,7 +134,7 @@ def moved(answer: object, limit: int) -> Moved:
     return Moved([] if done else messages, finite(reward, "reward of step"), bool(done), numbers)
 
 
-def understood(reply: Mapping[str, Any], limit: int) -> Moved:
+def understood(reply: Reply, limit: int) -> Moved:
     """A worker's reply, which user code in its process could have written. Raises ContractError, or what reading another form raises."""
     said = [{"role": role, "content": content} for role, content in reply["messages"]]
     numbers = {str(name): finite(value, "part") for name, value in reply["parts"].items()}

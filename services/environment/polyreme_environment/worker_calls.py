@@ -8,12 +8,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
-from polyreme_environment.contract import ContractError
+from polyreme_environment.contract import ContractError, Reply
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import EpisodeLostError, PlayError, WorkerLostError
 
@@ -25,7 +25,6 @@ _STUCK: Mapping[str, object] = {}
 """In place of the reply to a call that cannot be cancelled."""
 _NO_CALL = -1
 """At fault where something else killed the process."""
-Reply = Mapping[str, Any]
 T = TypeVar("T")
 
 

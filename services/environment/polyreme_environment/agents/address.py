@@ -22,13 +22,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from polyreme.dataset.chat import Message
 from polyreme.errors import StoreError
 from polyreme_environment.agents.apis import APIS, Api, chat, responses
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn, encoded, server_sent
 from polyreme_environment.agents.request import (
     TOKEN_FIELDS,
     Asked,
-    Message,
     RefusedRequestError,
     TurnRequest,
     bad,

@@ -156,7 +156,7 @@ def check_unicode(value: object, what: str) -> None:
         raise bad(f"expected valid Unicode in {what}; found {error}. Fix the request.") from None
 
 
-def past_answer(content: list[Any], calls: list[Message], thought: str) -> Message:
+def past_answer(content: list[object], calls: list[Message], thought: str) -> Message:
     """An answer that comes back, from the parts of its text, its calls and its thought."""
     more = {"tool_calls": calls, "reasoning_content": thought}
     return {"role": "assistant", "content": content, **{key: value for key, value in more.items() if value}}

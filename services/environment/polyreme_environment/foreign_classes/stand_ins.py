@@ -9,6 +9,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict
 
@@ -78,8 +79,8 @@ class BaseTool:
     def get_openai_tool_schema(self) -> Any:
         return getattr(self, "tool_schema", None)
 
-    async def create(self, instance_id: str | None = None, **_: object) -> tuple[str | None, ToolResponse]:
-        return instance_id, ToolResponse()
+    async def create(self, instance_id: str | None = None, **_: object) -> tuple[str, ToolResponse]:
+        return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, object], **_: object

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import ContractError, finite
+from polyreme_environment.foreign_classes.stand_ins import BaseTool
 
 TOOL_METHODS = frozenset({"get_openai_tool_schema", "create", "execute", "calc_reward", "release"})
 _KEYS = {"class_name", "config", "tool_schema"}
@@ -36,7 +37,7 @@ class ToolsEpisode:
 
     rewards_calls = True
     tools: tuple[str, ...] = ()
-    _objects: Mapping[str, Any] = {}
+    _objects: Mapping[str, BaseTool] = {}
 
     def __init__(self) -> None:
         self.reward = 0.0
@@ -74,7 +75,7 @@ class ToolsEpisode:
             name, instance = self._instances.popitem()
             await self._objects[name].release(instance, **self._arguments(name, "release"))
 
-    async def _execute(self, name: str, parameters: dict[str, Any]) -> str:
+    async def _execute(self, name: str, parameters: dict[str, object]) -> str:
         arguments = self._arguments(name, "execute")
         answer = await self._objects[name].execute(self._instances[name], parameters, **arguments)
         if not isinstance(answer, tuple) or len(answer) != 3 or not isinstance(answer[2] or {}, Mapping):
@@ -96,8 +97,8 @@ def tools_class(classes: Mapping[str, Any], options: Mapping[str, Any], where: s
     Raises:
         ConfigError: the options or a schema are not what verl has, or two tools have one name.
     """
-    methods: dict[str, Any] = {}
-    objects: dict[str, Any] = {}
+    methods: dict[str, object] = {}
+    objects: dict[str, BaseTool] = {}
     for kind, config, schema in _listed(classes, options, where):
         tool = _made(kind, config, schema, where)
         found = tool.get_openai_tool_schema()
@@ -137,7 +138,7 @@ def _listed(classes: Mapping[str, Any], options: Mapping[str, Any], where: str) 
     return listed
 
 
-def _made(kind: Any, config: dict[str, Any], schema: Any, where: str) -> Any:
+def _made(kind: type[BaseTool], config: dict[str, object], schema: object, where: str) -> BaseTool:
     try:
         if schema is not None:
             schema = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)

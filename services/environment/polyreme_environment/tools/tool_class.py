@@ -16,7 +16,8 @@ from polyreme_environment.tools.calculator import calculate
 from polyreme_environment.tools.mcp import McpClient
 from polyreme_environment.tools.python import python_schema, python_tool
 
-Sources = Sequence[Mapping[str, Any]]
+Source = Mapping[str, Any]
+Sources = Sequence[Source]
 
 
 def sources_of(config: EnvironmentConfig) -> list[dict[str, object]]:
@@ -97,7 +98,7 @@ def make_class(sources: Sources) -> type[RowTools]:
     return type("RowTools", (RowTools,), {**tools, "tools": tuple(tools), "__doc__": f"The tools {', '.join(tools)}."})
 
 
-def _tools_of(source: Mapping[str, Any]) -> dict[str, Any]:
+def _tools_of(source: Source) -> dict[str, Any]:
     if "built_in" in source:
         return {source["built_in"]: BUILT_IN[source["built_in"]]}
     if "python" in source:

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgpack
 import zmq
@@ -34,7 +33,7 @@ class EnvServerLostError(Exception):
 class _Request:
     on_delta: Callable[[dict[str, object]], None] | None
     nbytes: int = 0
-    reply: "asyncio.Future[dict[str, Any]]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    reply: "asyncio.Future[dict[str, object]]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class EnvServerClient:

@@ -1,8 +1,8 @@
 """OpenAI's chat completions, with the fields by which vLLM's replies tell token ids. See `Api`."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, token_fields, usage
 from polyreme_environment.agents.request import (
     IGNORED,
@@ -10,7 +10,6 @@ from polyreme_environment.agents.request import (
     TOKEN_FIELDS,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     digest,
@@ -77,7 +76,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
     )
 
 
-def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def reply(asked: Asked, turn: AgentTurn) -> Event:
     choice = {
         "index": 0,
         "message": {**turn.message, "refusal": None, **_fields(asked, turn)},
@@ -122,7 +121,7 @@ class ChatEvents:
 events = ChatEvents
 
 
-def error(status: int, message: str, code: str) -> dict[str, Any]:
+def error(status: int, message: str, code: str) -> Event:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 

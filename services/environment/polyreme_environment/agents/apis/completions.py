@@ -1,15 +1,14 @@
 """OpenAI's completions: a prompt as text or tokens, without a chat template. See `Api`."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis.chat import OUTPUT, error, token_names, wants_usage
 from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, usage
 from polyreme_environment.agents.request import (
     SAMPLING,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     check_neutral,
@@ -98,7 +97,7 @@ def _choice(asked: Asked, turn: AgentTurn) -> dict[str, object]:
     return choice
 
 
-def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, object]:
     offsets, at = [], 0
     for each in turn.logprobs():
         offsets.append(at)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis.chat import error
 from polyreme_environment.agents.apis.completions import CompletionEvents, read_ids
 from polyreme_environment.agents.reply import AgentTurn, usage
@@ -10,7 +11,6 @@ from polyreme_environment.agents.request import (
     SAMPLING,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     digest,

@@ -1,7 +1,6 @@
 """Anthropic's messages: content blocks of texts, tool uses and their results. See `Api`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from polyreme.dataset.chat import Message
 from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn
@@ -29,7 +28,7 @@ _KEYS = Keys(
     frozenset(("model", "metadata", "service_tier", "cache_control", "inference_geo")),
 )
 _ERRORS = {401: "authentication_error", 429: "rate_limit_error"}
-_Block = dict[str, Any]
+_Block = Event
 
 
 def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
@@ -150,9 +149,11 @@ def _usage(turn: PartialTurn | AgentTurn, tokens: int) -> dict[str, int]:
     return {"input_tokens": turn.context_tokens, "output_tokens": tokens, **cache}
 
 
-def _assistant(message: Mapping[str, Any]) -> list[Message]:
+def _assistant(message: Mapping[str, object]) -> list[Message]:
     """An answer that comes back."""
-    parts, calls, thought = [], [], ""
+    parts: list[object] = []
+    calls: list[Message] = []
+    thought = ""
     for block in _content(message):
         match block.get("type"):
             case "tool_use":

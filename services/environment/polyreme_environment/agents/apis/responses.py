@@ -5,7 +5,6 @@ An answer is up to three kinds of items: the thought, the message and the calls.
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, groupby
-from typing import Any
 
 from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis.chat import error
@@ -49,7 +48,7 @@ _KEYS = Keys(
 )
 _LOGPROBS = "message.output_text.logprobs"
 _PREFIX = "resp_"
-_Item = dict[str, Any]
+_Item = Event
 
 
 def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
@@ -244,8 +243,10 @@ def _input(item: Mapping[str, object]) -> Message:
             raise bad(f"expected items of type {kinds} in `input`; found {kind!r:.100}. Remove it.")
 
 
-def _answer(items: list[Mapping[str, Any]]) -> Message:
-    parts, calls, thoughts = [], [], []
+def _answer(items: list[Mapping[str, object]]) -> Message:
+    parts: list[object] = []
+    calls: list[Message] = []
+    thoughts: list[str] = []
     for item in items:
         if _kind(item) == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
