@@ -4,16 +4,15 @@ Invariant: a row keeps every column that has no counterpart here. Pure.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from shlex import quote
-from typing import Any
 
 from polyreme.dataset.chat import read_answer, read_chat
 from polyreme.dataset.columns import value_at
+from polyreme.dataset.text_files import Fields
 from polyreme.errors import DataError
 
-Fields = Mapping[str, Any]
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError)
 """Errors of a conversion for a row that is not of its format."""
 

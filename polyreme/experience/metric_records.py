@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
-Metrics = Mapping[str, Any]
+MetricValues = Mapping[str, Any]
 """Metric name to number, a few to a list of counts; None where a metric was not measured."""
 Line = dict[str, Any]
 """The JSON object of a record, as it is stored. `read_record` makes it a record."""
@@ -42,7 +42,7 @@ class MetricRecord:
 class _Numbered(MetricRecord):
     """A record with metrics, which are fields of its JSON object: numbers by name, and what else is shown with them."""
 
-    metrics: Metrics = field(default_factory=dict)
+    metrics: MetricValues = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ Invariant: every key of the file is in the result exactly once for each of its r
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from polyreme.config.yaml_text import Tree
 from polyreme.errors import ConfigError
 from polyreme.import_config.rules import (
     LOSSES,
@@ -30,7 +30,7 @@ class Entry:
     key: str
     value: object
     target: str
-    ours: Any
+    ours: object
     note: str
     fate: Fate
 
@@ -49,7 +49,7 @@ class Imported:
         idle: keys without effect on training.
     """
 
-    values: dict[str, Any]
+    values: Tree
     comments: dict[str, str]
     lost: list[Entry]
     parts: list[Entry]
@@ -159,7 +159,7 @@ def _entries(system: System, key: str, value: object, values: Values) -> Iterato
             yield _entry(rule, key, value, values)
 
 
-def _entry(rule: Rule, key: str, value: Any, values: Values) -> Entry:
+def _entry(rule: Rule, key: str, value: object, values: Values) -> Entry:
     try:
         ours = value if rule.convert is None else rule.convert(value, values)
     except ConfigError:
@@ -168,7 +168,8 @@ def _entry(rule: Rule, key: str, value: Any, values: Values) -> Entry:
         raise ConfigError(f"a value of {key} that becomes {rule.target}", f"{_short(value)} ({error})", _WRITE) from error
     note = rule.note
     if isinstance(ours, Noted):
-        ours, note = ours.ours, "; ".join(filter(None, (rule.note, ours.note)))
+        note = "; ".join(filter(None, (rule.note, ours.note)))
+        ours = ours.ours
     match ours:
         case Lost():
             return Entry(key, value, "", None, ours.why, rule.fate if rule.fate in LOSSES else Fate.LOST)

@@ -6,8 +6,7 @@ Keys and defaults: mindspeed_rl/config_cls/*.py. Sections are `megatron_training
 Invariant: this module and `mindspeed_keys` are the only places that know MindSpeed RL's keys.
 """
 
-from typing import Any
-
+from polyreme.config.yaml_text import Tree
 from polyreme.import_config.convert import KL, minibatches, placeholder, product, ratio, refused
 from polyreme.import_config.environments import CLASS, PLACEHOLDER
 from polyreme.import_config.mindspeed_keys import (
@@ -203,7 +202,7 @@ def _rewards(values: Values) -> tuple[object, str]:
     if isinstance(names, Unresolved) or isinstance(weights, Unresolved):
         return [placeholder("reward")], f"CHECK: the file does not say which verifiers and weights: {names}, {weights}"
     weights = weights if f"{RL}.verifier_weight" in values else [1.0] * len(names)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Tree] = {}
     notes = []
     for name, weight in zip(names, weights, strict=False):
         ours, difference = VERIFIERS.get(name, ("", "a function of its own: write it"))

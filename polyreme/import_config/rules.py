@@ -51,7 +51,7 @@ class Off:
 class Noted:
     """The result of a conversion with a comment of its own, which says CHECK where the user must decide."""
 
-    ours: Any
+    ours: object
     note: str
 
 
@@ -150,7 +150,7 @@ class ForeignEnvironment:
     turns: int | None
     turns_origin: str
     key: str
-    value: Any
+    value: object
     loss: str
     tokens: int | None = None
 

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -38,8 +38,6 @@ MAIN = (
 STAGE_MAIN = ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "tokens_per_second", "time/step")
 """The same for stages."""
 _RESULTS = ("state", "rl_seconds", "samples_per_second", "step", "loss", "step_seconds")
-
-Record = Mapping[str, Any]
 
 
 def compare(
@@ -87,20 +85,20 @@ def compare(
     console.print("\n".join(lines), soft_wrap=True)
 
 
-def common_iterations(histories: Sequence[Sequence[Record]], last: int) -> tuple[int, int]:
+def common_iterations(histories: Sequence[Sequence[Line]], last: int) -> tuple[int, int]:
     """The first and the newest of the `last` newest iterations that every run has trained; (0, 0) when there are none."""
     numbers = [{record["iteration"] for record in history} for history in histories]
     common = sorted(set.intersection(*numbers))[-last:]
     return (common[0], common[-1]) if common else (0, 0)
 
 
-def own_iterations(history: Sequence[Record], last: int) -> tuple[int, int]:
+def own_iterations(history: Sequence[Line], last: int) -> tuple[int, int]:
     """The first and the newest of a run's `last` newest iterations; (0, 0) when there are none."""
     return common_iterations([history], last)
 
 
 def metric_rows(
-    histories: Sequence[Sequence[Record]], spans: Sequence[tuple[int, int]], names: Sequence[str] | None = None
+    histories: Sequence[Sequence[Line]], spans: Sequence[tuple[int, int]], names: Sequence[str] | None = None
 ) -> dict[str, list[float | None]]:
     """Means over some iterations, by metric, one value per run; None for a run that does not record the metric.
 
@@ -120,7 +118,7 @@ def metric_rows(
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
 
-def result_rows(summaries: Sequence[Record]) -> dict[str, list[object]]:
+def result_rows(summaries: Sequence[Line]) -> dict[str, list[object]]:
     """The results in the runs' summaries, by name: the state, the metric of the best version before and after training, the speed."""
     rows = summary_rows([flat_settings(summary) for summary in summaries])
     decided = [
@@ -129,7 +127,7 @@ def result_rows(summaries: Sequence[Record]) -> dict[str, list[object]]:
     return {name: rows[name] for name in (_RESULTS[0], *decided, *_RESULTS[1:]) if name in rows}
 
 
-def summary_rows(summaries: Sequence[Record]) -> dict[str, list[object]]:
+def summary_rows(summaries: Sequence[Line]) -> dict[str, list[object]]:
     """The values by name, one per run; None for a run without it. Names without any value are omitted."""
     names = dict.fromkeys(name for summary in summaries for name in summary)
     rows = {name: [summary.get(name) for summary in summaries] for name in names}
@@ -144,7 +142,7 @@ def settings_rows(settings: Sequence[Mapping[str, object]]) -> dict[str, list[ob
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
-def _unit(histories: Sequence[Sequence[Record]]) -> str:
+def _unit(histories: Sequence[Sequence[Line]]) -> str:
     return "STEPS" if all(record["kind"] == "step" for history in histories for record in history) else "ITERATIONS"
 
 

@@ -9,7 +9,7 @@ from polyreme.experience.metric_records import (
     GroupsPlanned,
     IterationTrained,
     Line,
-    Metrics,
+    MetricValues,
     StageEvaluation,
     StageStep,
     VersionServed,
@@ -53,7 +53,7 @@ def scalars(line: Line) -> Iterator[tuple[str, float, int]]:
             yield from _numbers(f"sft_{phase}/", {"loss": loss}, step)
 
 
-def _numbers(prefix: str, metrics: Metrics, step: int) -> Iterator[tuple[str, float, int]]:
+def _numbers(prefix: str, metrics: MetricValues, step: int) -> Iterator[tuple[str, float, int]]:
     return ((prefix + name, float(value), step) for name, value in metrics.items() if is_number(value))
 
 

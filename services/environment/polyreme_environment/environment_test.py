@@ -60,7 +60,7 @@ async def play(
 
 
 async def _play(
-    call: Any,
+    call: grpc.aio.StreamStreamCall,
     config: EnvironmentConfig,
     row: Mapping[str, object],
     prompt: Sequence[Message],

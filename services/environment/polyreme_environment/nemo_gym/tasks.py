@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.dataset.text_files import Fields
 from polyreme.errors import ConfigError
 from polyreme_environment.nemo_gym.servers import read_file, site_packages
 
@@ -43,7 +43,7 @@ def _data_sets(tree: Mapping[str, object]) -> list[Mapping[str, object]]:
     return [each for agents in sections for settings in agents.values() for each in (settings or {}).get("datasets") or ()]
 
 
-def row(task: Mapping[str, Any], number: int) -> dict[str, Any]:
+def row(task: Fields, number: int) -> dict[str, object]:
     """The row of a row of theirs."""
     given = (task.get("responses_create_params") or {}).get("input")
     said = [given] if isinstance(given, str) else [each.get("content") for each in given or () if each.get("role") == "user"]

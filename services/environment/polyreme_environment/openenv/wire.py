@@ -8,11 +8,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+from polyreme_environment.contract import Reply
 
 _PING_SECONDS = 20.0
 _CLOSE_SECONDS = 2.0
@@ -57,7 +58,7 @@ class OpenEnvSocket:
         return body
 
 
-def _described(body: dict[str, Any]) -> str:
+def _described(body: Reply) -> str:
     """What an error says. One of validation has its reasons apart."""
     reasons = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in body.get("errors") or ()]
     return ("; ".join(reasons) or str(body.get("message"))).encode(errors="replace").decode()

@@ -134,7 +134,7 @@ class McpClient:
         self._transport: _Transport | None = None
         self.name = config["url"] or " ".join(config["command"])
 
-    def tools(self) -> dict[str, Callable[..., Any]]:
+    def tools(self) -> dict[str, Callable[..., object]]:
         """The server's tools as methods, by name. Raises ConfigError when there are none."""
         found: list[Message] = []
         try:

@@ -22,6 +22,10 @@ ENTRY_POINTS = "polyreme.rewards"
 USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
 
 
+Source = Mapping[str, Any]
+"""Where a reward is loaded from, as the configuration says it, with its `options`."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A reward in its worker. `unwrap(call(item))` is an answer for `outcome_of`. If `call` returns a coroutine, await it first."""
@@ -33,7 +37,7 @@ class Loaded:
     reads_tokens: bool = False
 
 
-def load(source: Mapping[str, Any]) -> Loaded:
+def load(source: Source) -> Loaded:
     """Loads a reward.
 
     Args:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -20,6 +20,7 @@ from polyreme.dataset.columns import TokenIds, column_names, label_text, value_a
 from polyreme.dataset.formats import advice
 from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.dataset.strict_json import messages_of
+from polyreme.dataset.text_files import Fields
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompt_store import Prompt, PromptStore
 from polyreme_trainer.data.template import Template
@@ -55,7 +56,7 @@ class DatasetRow:
     where: str
     prompt: PromptSource
     label: str | TokenIds
-    metadata: dict[str, Any]
+    metadata: Fields
     has_column: bool = True
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyreme.config.trainer import SftPhase
+from polyreme.experience.metric_records import MetricValues
 from polyreme.experience.record_codec import decode_group
 from polyreme.experience.records import GroupRecord
 from polyreme.experience.trained_samples import TrainedSamples
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 Facts = Mapping[str, Any]
 """The facts of a checkpoint: JSON values."""
-IterationMetrics = Mapping[str, Any]
+IterationMetrics = MetricValues
 """Metric name to number; None where a metric was not measured."""
 
 

@@ -73,7 +73,7 @@ class Checkpoint:
 
     path: Path
     iteration: int
-    layout: Mapping[str, Any]
+    layout: Facts
     facts: Facts
     files: Mapping[str, str]
 
@@ -93,7 +93,7 @@ class RankContents:
     """
 
     contents: Mapping[str, object]
-    models: Mapping[str, Any]
+    models: Facts
     rank: int
     ranks: int
 
