@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any
 
 import grpc
 
@@ -37,7 +36,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """Registers this servicer with a server."""
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, server)
 
-    async def Run(self, requests: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:
+    async def Run(
+        self, requests: AsyncIterator[pb.RunRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.RunResponse]:
         if self._pool.draining:
             await _hear(requests)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
@@ -64,7 +65,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 self._metrics.ended.labels(how).inc()
 
     async def _play(
-        self, episode: HostedEpisode | AgentEpisode, requests: AsyncIterator[pb.RunRequest], context: Any
+        self, episode: HostedEpisode | AgentEpisode, requests: AsyncIterator[pb.RunRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.RunResponse]:
         began = time.monotonic()
         try:
@@ -137,7 +138,7 @@ async def _reply(episode: HostedEpisode, request: pb.RunRequest) -> Moved:
     return await episode.reset(_row(request), request.start.seed)
 
 
-def _row(request: pb.RunRequest) -> dict[str, Any]:
+def _row(request: pb.RunRequest) -> dict[str, object]:
     try:
         row = json.loads(request.start.row_json or "{}")
     except (ValueError, RecursionError) as error:

@@ -4,10 +4,13 @@ Invariant: every call of an episode has an outcome by its deadline, whatever use
 """
 
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme_environment.contract import Moved
+
+if TYPE_CHECKING:
+    from polyreme_environment.agents.agent_episode import AgentEpisode
 
 
 class FullError(Exception):
@@ -29,7 +32,7 @@ class PlayError(Exception):
 class HostedEpisode(Protocol):
     """One episode on a server. Its calls raise PlayError, EpisodeLostError or FullError."""
 
-    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+    async def reset(self, row: dict[str, object], seed: int) -> Moved:
         """Begins."""
         ...
 
@@ -62,6 +65,6 @@ class Pool(Protocol):
 
     async def close(self) -> None: ...
 
-    def episode(self) -> AbstractAsyncContextManager[Any]:
+    def episode(self) -> "AbstractAsyncContextManager[HostedEpisode | AgentEpisode]":
         """An episode, until the end of the block: a HostedEpisode, or an AgentEpisode. Raises FullError."""
         ...

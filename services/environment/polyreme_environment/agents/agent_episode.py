@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
@@ -55,7 +54,7 @@ class AgentEpisode:
         self._rewarded = rewarded
         self._deadline, self._idle_since = 0.0, 0.0
 
-    async def play(self, row: dict[str, Any], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
+    async def play(self, row: dict[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
         """Yields what the agent asks for, as it asks, and at last how it ended; nothing more when the answers end.
 
         Raises PlayError or EpisodeLostError.
@@ -67,7 +66,7 @@ class AgentEpisode:
         try:
             while True:
                 left = None if self._session.sampling else max(0.0, self._deadline - time.monotonic())
-                tasks: set[asyncio.Future[Any]] = {run, asking, reading}
+                tasks: set[asyncio.Task[object]] = {run, asking, reading}
                 await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if reading.done():
                     if (request := reading.result()) is None:
@@ -127,5 +126,5 @@ class AgentEpisode:
         return AgentMoved(reward=result.reward or 0.0, done=True, parts=result.metrics, rewards=rewards, seconds=seconds)
 
 
-def _read(answers: AsyncIterator[pb.RunRequest]) -> "asyncio.Future[pb.RunRequest | None]":
+def _read(answers: AsyncIterator[pb.RunRequest]) -> "asyncio.Task[pb.RunRequest | None]":
     return asyncio.ensure_future(anext(answers, None))

@@ -11,7 +11,6 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig, OnlineConfig
@@ -55,7 +54,7 @@ class _Turn:
         self._waiting, self._metrics = waiting, metrics
         self._wanted: _Wanted | None = None
 
-    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+    async def reset(self, row: dict[str, object], seed: int) -> Moved:
         """Waits for a turn that is asked for. A row is none of a product's sessions."""
         while (wanted := await self._waiting.get()) is not None:
             if not wanted.answer.done():

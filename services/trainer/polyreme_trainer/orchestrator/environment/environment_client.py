@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
@@ -19,14 +18,14 @@ from polyreme.api.v1 import environment_pb2, environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME
 from polyreme.config.data import DataConfig
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.dataset.chat import read_tools, with_tools
+from polyreme.dataset.chat import Message, read_tools, with_tools
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_trainer.data.prompts import prompt_in
-from polyreme_trainer.data.tail import Message, Tools
+from polyreme_trainer.data.tail import Tools
 from polyreme_trainer.orchestrator.environment.agent_play import AgentPlay, NoEndingError
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
@@ -154,7 +153,9 @@ class EnvironmentClient:
         finally:
             call.cancel()
 
-    async def _play_turns(self, call: Any, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
+    async def _play_turns(
+        self, call: grpc.aio.StreamStreamCall, server: _EnvironmentServer, task: Task, session: EpisodeSession
+    ) -> Ending:
         """Plays an episode whose turns follow each other."""
         spent = 0.0
         try:
@@ -196,9 +197,9 @@ class EnvironmentClient:
         seed = sequence_seed(self._seed, admission.index, admission.attempt, session.number, 0)
         return environment_pb2.Start(row_json=json.dumps(row), seed=seed)
 
-    def _begin(self, ask: Any, task: Task) -> tuple[Tools, list[Message]]:
+    def _begin(self, ask: environment_pb2.Ask, task: Task) -> tuple[Tools, list[Message]]:
         """The tools of an episode, with those of its row, and its first messages; none for the row's own prompt as it is."""
-        messages = [{"role": message.role, "content": message.content} for message in ask.messages]
+        messages: list[Message] = [{"role": message.role, "content": message.content} for message in ask.messages]
         tools = read_tools(ask.tools_json, "an environment")
         if tools is None:
             return None, messages
@@ -239,7 +240,7 @@ class EnvironmentClient:
         return min(usable, key=lambda s: (s.playing / s.capacity, s.lease.id), default=None)
 
 
-def _new_messages(ask: Any) -> list[Message]:
+def _new_messages(ask: environment_pb2.Ask) -> list[Message]:
     """What follows a turn. The first ones are the results of its tool calls."""
     if not ask.messages:
         raise EpisodeError("expected new messages after a turn; found none")
