@@ -5,7 +5,7 @@ sequence's length on CPU.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,17 @@ from polyreme_trainer.megatron.parallel.context import gather_tokens
 Attend = Callable[[Tensor, Tensor, Tensor, Packing], Tensor]
 """The attention of rotated queries and keys, see `Attention.attend`."""
 Pair = tuple[Tensor, Tensor]
+
+
+class Context(Protocol):
+    """What autograd hands from a forward pass to its backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    copies: Copies
+    positions: int
+    scale: float | None
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
@@ -116,7 +127,7 @@ class _MergedAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         query: Tensor,
         key1: Tensor,
         key2: Tensor,
@@ -137,7 +148,7 @@ class _MergedAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key1, key2, value1, value2, mask, output, joined = ctx.saved_tensors
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         (grad,), scale = grads, ctx.scale
@@ -152,13 +163,13 @@ class _Pad(Function):
     """[t, ...] -> [p, ...]. Causal attention gives positions of padding no gradient, so the backward pass drops them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
         ctx.save_for_backward(scatter)
         return x.index_select(0, gather)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (scatter,) = ctx.saved_tensors
         return grads[0].index_select(0, scatter), None, None
 
@@ -167,13 +178,13 @@ class _Copy(Function):
     """[t, ...] -> [p, ...], each token at all its places. Its gradient is the sum of theirs, always in the same order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
+    def forward(ctx: Context, x: Tensor, copies: Copies) -> Tensor:
         ctx.copies = copies
         return x.index_select(0, copies.tokens)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows = grads[0].flatten(1)
         summed = torch.nn.functional.embedding_bag(ctx.copies.order, rows, ctx.copies.starts, mode="sum")
         return summed.unflatten(1, grads[0].shape[1:]), None
@@ -183,14 +194,14 @@ class _Unpad(Function):
     """[p, ...] -> [t, ...]. Positions of padding, and copies, get the gradient 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scatter: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, scatter: Tensor) -> Tensor:
         ctx.save_for_backward(scatter)
         ctx.positions = len(x)
         return x.index_select(0, scatter)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (scatter,) = ctx.saved_tensors
         return grads[0].new_zeros(ctx.positions, *grads[0].shape[1:]).index_copy_(0, scatter, grads[0]), None
 
