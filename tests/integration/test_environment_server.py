@@ -122,7 +122,7 @@ async def test_an_episode_and_what_the_service_says_about_it(config):
             assert (await client.get("/ready")).status_code == 200
             metrics = (await client.get("/metrics")).text
             assert 'polyreme_environment_ended_total{how="done"} 1.0' in metrics
-        assert lease.facts["episodes"] == 256 and lease.facts["version"].startswith("Count-")
+        assert lease.facts["episodes"] == {"": 256} and lease.facts["versions"][""].startswith("Count-")
 
 
 @pytest.mark.parametrize(
@@ -332,6 +332,7 @@ async def test_a_server_that_dies_costs_its_episodes_one_try(redis, run_id, tmp_
             w.replicas[0].engine.step_seconds = 0.05
             playing = asyncio.create_task(w.play(client))
             await w.replicas[0].asked.wait()
+        await client.refresh()  # the next one may take longer to start than the pauses between the tries
         w.replicas[0].engine.step_seconds = 0.0
         async with serve(config, run=w.run):
             await client.refresh()

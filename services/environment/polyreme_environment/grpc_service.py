@@ -1,11 +1,11 @@
 """EnvironmentService over gRPC.
 
-Invariant: this module only translates; `pool` plays. An episode ends with its stream, for whatever reason.
+Invariant: this module only translates; a pool plays. An episode ends with its stream, for whatever reason.
 """
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -24,22 +24,28 @@ NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Serves Run for one pool."""
+    """Serves Run for pools, by the names of their environments."""
 
-    def __init__(self, pool: Pool, metrics: EnvironmentMetrics) -> None:
-        self._pool, self._metrics = pool, metrics
+    def __init__(self, pools: Mapping[str, Pool], metrics: EnvironmentMetrics) -> None:
+        self._pools, self._metrics = pools, metrics
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers this servicer with a server."""
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, server)
 
     async def Run(self, requests: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:
-        if self._pool.draining:
+        if (first := await anext(requests, None)) is None:
+            return
+        if (pool := self._pools.get(first.start.environment)) is None:
+            found = f"expected one of the environments {sorted(self._pools)}; found {first.start.environment!r:.100}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, found)
+            return  # for the type checker: abort raises
+        if pool.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
         how = "left"
         try:
-            async with self._pool.episode() as episode:
-                async for response in self._play(episode, requests, context):
+            async with pool.episode() as episode:
+                async for response in self._play(episode, first, requests, context):
                     if response.HasField("ending"):
                         how = "failed" if response.ending.error else "done"
                     yield response
@@ -56,31 +62,35 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 self._metrics.ended.labels(how).inc()
 
     async def _play(
-        self, episode: HostedEpisode | AgentEpisode, requests: AsyncIterator[pb.RunRequest], context: Any
+        self,
+        episode: HostedEpisode | AgentEpisode,
+        first: pb.RunRequest,
+        requests: AsyncIterator[pb.RunRequest],
+        context: Any,
     ) -> AsyncIterator[pb.RunResponse]:
         began = time.monotonic()
         try:
             if isinstance(episode, AgentEpisode):
-                async for response in _play_agent(episode, requests):
+                async for response in _play_agent(episode, first, requests):
                     yield response
                 return
             parts: dict[str, float] = {}
-            async for request in requests:
+            request: pb.RunRequest | None = first
+            while request is not None:
                 began = time.monotonic()
                 moved = await _reply(episode, request)
                 parts |= moved.parts
                 yield _response(replace(moved, parts=parts), time.monotonic() - began)
-                if moved.done:
-                    return
+                request = None if moved.done else await anext(requests, None)
         except _BadRequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except PlayError as error:
             yield pb.RunResponse(ending=pb.Ending(error=str(error), seconds=time.monotonic() - began))
 
 
-async def _play_agent(episode: AgentEpisode, requests: AsyncIterator[pb.RunRequest]) -> AsyncIterator[pb.RunResponse]:
-    if (first := await anext(requests, None)) is None:
-        return
+async def _play_agent(
+    episode: AgentEpisode, first: pb.RunRequest, requests: AsyncIterator[pb.RunRequest]
+) -> AsyncIterator[pb.RunResponse]:
     async with aclosing(episode.play(_row(first), requests)) as moves:
         async for moved in moves:
             if moved.withdrawn:

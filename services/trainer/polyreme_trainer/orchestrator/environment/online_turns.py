@@ -68,7 +68,7 @@ class OnlineTurns:
                 await server.channel.close(_CLOSE_SECONDS)
         for name in leases.keys() - self._servers.keys():
             server = self._servers[name] = _Server(leases[name], rpc.connect(leases[name].address, self._config.security))
-            count = int(server.lease.facts.get("episodes", 1))
+            count = int(server.lease.facts["episodes"][""])
             server.streams = [asyncio.create_task(self._serve(server)) for _ in range(count)]
             logger.info("environment server %s at %s joined", name, server.lease.address)
 
