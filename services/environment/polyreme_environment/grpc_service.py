@@ -18,6 +18,7 @@ from polyreme.api.v1.experience_pb2 import ToolCall
 from polyreme_environment.agents.agent_episode import AgentEpisode, AgentMoved
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
+from polyreme_environment.online.pool import OnlineTurn
 from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool, WorkerLostError
 
 NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
@@ -63,14 +64,14 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
     async def _play(
         self,
-        episode: HostedEpisode | AgentEpisode,
+        episode: HostedEpisode | AgentEpisode | OnlineTurn,
         first: pb.RunRequest,
         requests: AsyncIterator[pb.RunRequest],
         context: Any,
     ) -> AsyncIterator[pb.RunResponse]:
         began = time.monotonic()
         try:
-            if isinstance(episode, AgentEpisode):
+            if isinstance(episode, AgentEpisode | OnlineTurn):
                 async for response in _play_agent(episode, first, requests):
                     yield response
                 return
@@ -89,7 +90,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
 
 async def _play_agent(
-    episode: AgentEpisode, first: pb.RunRequest, requests: AsyncIterator[pb.RunRequest]
+    episode: AgentEpisode | OnlineTurn, first: pb.RunRequest, requests: AsyncIterator[pb.RunRequest]
 ) -> AsyncIterator[pb.RunResponse]:
     async with aclosing(episode.play(_row(first), requests)) as moves:
         async for moved in moves:
