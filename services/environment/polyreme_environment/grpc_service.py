@@ -3,10 +3,11 @@
 Invariant: this module only translates; a pool plays. An episode ends with its stream, for whatever reason.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,9 @@ from polyreme_environment.online.pool import OnlineTurn
 from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool, WorkerLostError
 
 NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
+_CLOSE_SECONDS = 2.0
+"""Seconds in which a caller may end its call after the last message. A caller whose write fails since the call has ended sees gRPC's INTERNAL in place
+of the status, and no message that it has not read; so a call that is refused has sent its start."""
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
@@ -50,6 +54,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                     if response.HasField("ending"):
                         how = "failed" if response.ending.error else "done"
                     yield response
+            if isinstance(episode, AgentEpisode | OnlineTurn):
+                await _left(context)  # turns are still told
         except FullError as error:
             how = ""
             self._metrics.refused.inc()
@@ -112,6 +118,15 @@ def _response(moved: Moved, seconds: float) -> pb.RunResponse:
     agent = moved.agent if isinstance(moved, AgentMoved) else None
     ask = pb.Ask(messages=messages, reward=moved.reward, seconds=seconds, tools_json=tools, calls=calls, agent=agent)
     return pb.RunResponse(ask=ask)
+
+
+async def _left(context: grpc.aio.ServicerContext) -> None:
+    """Waits for the caller to end its call."""
+    left = asyncio.Event()
+    context.add_done_callback(lambda _: left.set())
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await left.wait()
 
 
 class _BadRequestError(Exception):

@@ -56,7 +56,7 @@ class OnlineTurn:
         self._wanted, self._metrics = wanted, metrics
 
     async def play(self, row: Mapping[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
-        """Yields the request, and the end after its answer. Nothing more when nobody wants it any more. See `AgentEpisode.play`."""
+        """Yields the request, and the end after its answer, or a withdrawal when nobody wants it any more. See `AgentEpisode.play`."""
         wanted = await self._wanted()
         left, is_answered = asyncio.create_task(wanted.left.wait()), False
         reading = asyncio.create_task(_read(answers))
@@ -65,7 +65,10 @@ class OnlineTurn:
                 yield AgentMoved(agent=wanted.request)
                 while not is_answered:
                     await asyncio.wait((left, reading), return_when=asyncio.FIRST_COMPLETED)
-                    if left.done() or (request := reading.result()) is None:
+                    if left.done():
+                        yield AgentMoved(withdrawn=wanted.request.number)
+                        return
+                    if (request := reading.result()) is None:
                         return
                     is_answered = request.HasField("answer")
                     wanted.said.put_nowait(request.answer if is_answered else request.delta)
