@@ -53,23 +53,23 @@ class _EnvironmentServer:
     rests_until: float = 0.0
     unreached_since: float | None = None  # None: its newest call was answered
 
-    @property
-    def capacity(self) -> int:
-        return int(self.lease.facts.get("episodes", 1))
+    def capacity(self, environment: str) -> int:
+        return int(self.lease.facts["episodes"].get(environment, 0))
 
 
 class EnvironmentClient:
-    """A host of episodes: all environment servers with a lease.
+    """A host of the episodes of an environment: all environment servers with a lease.
 
     Args:
         run: provides the leases and receives the notices.
         config: `start_timeout` and `security` are used.
         data: says which columns of a row are its prompt, tools and label.
         seed: the run's seed.
+        name: of the environment; "": the run's.
     """
 
-    def __init__(self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int) -> None:
-        self._config, self._data, self._seed = config, data, seed
+    def __init__(self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int, name: str = "") -> None:
+        self._config, self._data, self._seed, self._name = config, data, seed, name
         # An agent gives its reward at its end, for which it has step_timeout seconds after a bound.
         self._grace = config.step_timeout + _AGENT_SECONDS if config.is_agent else 0.0
         self._leases = LiveServers(run, "environment")
@@ -195,7 +195,7 @@ class EnvironmentClient:
         row = {**json.loads(task.prompt.metadata_json or "{}"), self._data.label_key: task.prompt.label}
         admission = task.admission
         seed = sequence_seed(self._seed, admission.index, admission.attempt, session.number, 0)
-        return environment_pb2.Start(row_json=json.dumps(row), seed=seed)
+        return environment_pb2.Start(row_json=json.dumps(row), seed=seed, environment=self._name)
 
     def _begin(self, ask: environment_pb2.Ask, task: Task) -> tuple[Tools, list[Message]]:
         """The tools of an episode, with those of its row, and its first messages; none for the row's own prompt as it is."""
@@ -236,8 +236,8 @@ class EnvironmentClient:
                 self._changed.notify()
 
     def _choose(self, now: float) -> _EnvironmentServer | None:
-        usable = [s for s in self._servers.values() if s.playing < s.capacity and s.rests_until <= now]
-        return min(usable, key=lambda s: (s.playing / s.capacity, s.lease.id), default=None)
+        usable = [s for s in self._servers.values() if s.playing < s.capacity(self._name) and s.rests_until <= now]
+        return min(usable, key=lambda s: (s.playing / s.capacity(self._name), s.lease.id), default=None)
 
 
 def _new_messages(ask: environment_pb2.Ask) -> list[Message]:
