@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from simulated_side import fleet
 from simulated_side.runs import COUNT, Stretch, measured
 
 from polyreme.experience.embedded_redis import EmbeddedServer
@@ -158,15 +159,41 @@ async def measure(server: EmbeddedServer, folder: Path, options: argparse.Namesp
     return {"linear_at_64": linear, "orchestrator_ms_per_sample": cost, **found}
 
 
+async def measure_fleet(server: EmbeddedServer, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    ideal = fleet.OPEN / fleet.episode_seconds(options.step)
+    table = Table(title=f"{fleet.OPEN} episodes per replica, each of {fleet.TURNS} turns; {options.step} s per token")
+    columns = ("replicas", "open", "samples/s", "of ideal", "linear", "orchestrator s/1,000", "core", "peak MiB", "files", "log B/sample")
+    for column in columns:
+        table.add_column(column, justify="right")
+    rates = dict[int, float]()
+    for replicas in options.replicas:
+        async with fleet.fleet_run(server, folder / f"fleet-{replicas}", replicas, options.step) as started:
+            window = await fleet.measured(started, server.pid, replicas, options.seconds)
+        rates[replicas] = window.tokens_rate / replicas
+        cores, rate = window.cores(), window.samples_rate
+        cost = cores["orchestrator"] / rate * 1000
+        linear = rates[replicas] / rates[min(options.replicas)]
+        print(f"{replicas} replicas: {linear:.3f}; cores: {', '.join(f'{name} {core:.3f}' for name, core in cores.items())}", flush=True)
+        row = (rate / replicas / ideal, linear, cost, cores["orchestrator"])
+        table.add_row(
+            *(str(replicas), str(window.open_episodes), f"{rate:.2f}", *(f"{number:.3f}" for number in row)),
+            *(f"{window.peak_mib:.0f}", str(window.files), f"{window.log_bytes:.0f}"),
+        )
+    Console(width=140).print(table)
+    found = {"linear_at_fleet": linear, "orchestrator_seconds_per_1000": cost, "orchestrator_peak_mib": window.peak_mib}
+    return {**found, "log_bytes_per_sample": window.log_bytes, "samples_per_second_of_a_core": 1000 / cost}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--slots", type=int, default=8, help="samples that a replica decodes at once")
     parser.add_argument("--step", type=float, default=0.01, help="seconds per token")
     parser.add_argument("--seconds", type=float, default=18.0, help="measured time of each run")
+    parser.add_argument("--fleet", action="store_true", help="episodes with tools, at --replicas 64 1000")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer.start(Path(folder) / "redis") as server:
-        found = asyncio.run(measure(server, Path(folder), options))
+        found = asyncio.run((measure_fleet if options.fleet else measure)(server, Path(folder), options))
     measurements = {name: round(value, 3) for name, value in found.items()}
     met = found["linear_at_64"] >= TARGET["linear_at_64"]
     print(json.dumps({"bench": "scale", "measured": measurements, "target": TARGET, "met": met}))
