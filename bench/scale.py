@@ -162,7 +162,18 @@ async def measure(server: EmbeddedServer, folder: Path, options: argparse.Namesp
 async def measure_fleet(server: EmbeddedServer, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     ideal = fleet.OPEN / fleet.episode_seconds(options.step)
     table = Table(title=f"{fleet.OPEN} episodes per replica, each of {fleet.TURNS} turns; {options.step} s per token")
-    columns = ("replicas", "open", "samples/s", "of ideal", "linear", "orchestrator s/1,000", "core", "peak MiB", "files", "log B/sample")
+    columns = (
+        "replicas",
+        "open",
+        "samples/s",
+        "of ideal",
+        "linear",
+        "orchestrator s/1,000",
+        "core",
+        "peak MiB",
+        "files",
+        "log B/sample",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     rates = dict[int, float]()
@@ -173,7 +184,10 @@ async def measure_fleet(server: EmbeddedServer, folder: Path, options: argparse.
         cores, rate = window.cores(), window.samples_rate
         cost = cores["orchestrator"] / rate * 1000
         linear = rates[replicas] / rates[min(options.replicas)]
-        print(f"{replicas} replicas: {linear:.3f}; cores: {', '.join(f'{name} {core:.3f}' for name, core in cores.items())}", flush=True)
+        print(
+            f"{replicas} replicas: {linear:.3f}; cores: {', '.join(f'{name} {core:.3f}' for name, core in cores.items())}",
+            flush=True,
+        )
         row = (rate / replicas / ideal, linear, cost, cores["orchestrator"])
         table.add_row(
             *(str(replicas), str(window.open_episodes), f"{rate:.2f}", *(f"{number:.3f}" for number in row)),

@@ -16,21 +16,22 @@ from pathlib import Path
 
 import httpx
 import psutil  # type: ignore[import-untyped]
+from simulated_side.runs import COUNT, cpu_seconds
 
 from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.leases import Registry
 from polyreme_rollout.engine.protocol import CHUNK_TOKENS
 from polyreme_rollout.testing.simulated_engine import Lengths
-from simulated_side.runs import COUNT, cpu_seconds
 from support.simulated_run import SimulatedRun, simulated_run
 
 OPEN, GROUP, TURNS, SLOTS = 10, 8, 3, 16  # episodes of a replica, samples of a group, turns of an episode, slots of a replica
 LENGTHS, LONGEST = Lengths(mean=64.0), 160  # tokens of a turn
 SHORTEST_TOOL, LONGEST_TOOL = 0.1, 100.0  # seconds, log-uniform
 REWARD_SERVERS_PER_REPLICA = 0.1
-STALENESS = 3
+STALENESS = 6
 START_SECONDS = 240.0
 LIMIT = 900.0  # seconds up to the window
+_BENCH = Path(__file__).resolve().parents[1]
 TOOL = f"""
 import asyncio, random
 class Tool:
@@ -110,7 +111,7 @@ def episode_seconds(step: float) -> float:
 async def fleet_run(server: EmbeddedServer, folder: Path, replicas: int, step: float) -> AsyncIterator[SimulatedRun]:
     (folder / "run").mkdir(parents=True)
     (folder / "tool.py").write_text(TOOL)
-    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = str(_BENCH)
     groups = math.ceil(OPEN * replicas / GROUP)
     context = TURNS * (LONGEST + 32) + 32
     async with simulated_run(
