@@ -1,7 +1,7 @@
 """A fleet: simulated replicas and learner, and every other process real, with episodes of several turns whose tools take their time.
 
 Invariant: the load of a replica is the same at all sizes: OPEN episodes, each of TURNS turns with a tool between two of them. Figures are of a
-window that begins when as many episodes have ended as are open, so the beginning, at which all of them start at once, does not count.
+window that begins when a fifth of the open episodes have ended, so the start of all of them at once does not count.
 """
 
 import asyncio
@@ -145,7 +145,7 @@ async def fleet_run(server: EmbeddedServer, folder: Path, replicas: int, step: f
 async def measured(started: SimulatedRun, redis_pid: int, replicas: int, seconds: float) -> Window:
     """Waits until the window begins, and for its seconds. Raises RuntimeError, with the logs, when the run ends or does not get there."""
     began = time.monotonic()
-    while (first := await _moment(started, redis_pid)).samples < OPEN * replicas:
+    while (first := await _moment(started, redis_pid)).samples < OPEN * replicas // 5:
         if started.children["train"].poll() is not None or time.monotonic() - began > LIMIT:
             raise RuntimeError(f"the run ended or stalled: {await started.run.state()}\n{started.logs()}")
         await asyncio.sleep(1.0)

@@ -35,7 +35,7 @@ STRAGGLER_CHECK_INTERVAL = 0.5
 SHARE_SECONDS = 10.0
 """Seconds after a version is first staged in which samples are kept for replicas that have yet to stage it."""
 GRANT_SECONDS_PER_REPLICA = 50e-6
-"""Seconds, for each replica, between two looks at all of them for waiting claims, which then cost a bounded share of the processor."""
+"""Seconds between two looks at all replicas for waiting claims, for each replica: such looks cost a bounded share of the processor."""
 CHECKS_PER_TIMEOUT = 10
 """Availability checks per timeout while a claim waits."""
 
@@ -85,6 +85,11 @@ class ReplicaPool:
         """The number of claims that wait for a replica."""
         return len(self._queue)
 
+    @property
+    def calls(self) -> int:
+        """The number of claims that callers hold."""
+        return len(self._claims)
+
     async def wait_for(self, count: int) -> None:
         """Waits for `count` replicas. Raises UnavailableError after `start_timeout`."""
         await self._servers.wait_for(count, self._start_timeout, "rollout.start_timeout")
@@ -106,11 +111,8 @@ class ReplicaPool:
         await self.take_commits(joined)
 
     async def take_commits(self, joined: Iterable[str] = ()) -> None:
-        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica.
-
-        Args:
-            joined: replicas that were no targets at an earlier call, whose commits it may have seen.
-        """
+        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica. `joined` have become
+        targets since the last call, which may have seen their commits."""
         changed = set(joined)
         for entry, commit in await self._experience.commits(self._last_commit):
             self._last_commit = entry
