@@ -38,7 +38,7 @@ For example, '[4]' places your mark in the center cell of the board.
 As Player {player}, you will be '{mine}', while your opponent is '{theirs}'.
 
 """
-_STEPS = 400
+_STEPS = 600
 _BOXES = [f"\\boxed{{{digit}}}{_STOP}" for digit in range(10)]
 
 
@@ -77,11 +77,11 @@ def _board(cells: Sequence[str]) -> str:
 
 
 def habits() -> list[Habit]:
-    """The habits with short prompts, as often as they are practised: sums as often as all others."""
+    """The habits with short prompts, as often as they are practised: sums twice as often as all others."""
     guesses = [f"Guess: {number}{_STOP}" for number in range(0, 1024, 64)]
     others = [Habit(["", _BOXED], _BOXES), Habit(["Too low", "Too high", _GUESS], guesses + _BOXES[:8])]
     added = [Habit([f"{_SHOWN_SUM}What is {x} + {y}?"], [f"{x + y}{_STOP}", f"0{_STOP}"]) for x, y in sums()]
-    return others * (len(added) // 2) + added
+    return others * (len(added) // 4) + added
 
 
 def moves() -> list[Habit]:
@@ -140,7 +140,7 @@ def _write_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **more, **ends))
     adam = torch.optim.Adam(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, _STEPS, 1e-4)
-    practised = [([_encoded(tokenizer, habit) for habit in kind], rows) for kind, rows in ((habits(), 20), (moves(), 4))]
+    practised = [([_encoded(tokenizer, habit) for habit in kind], rows) for kind, rows in ((habits(), 20), (moves(), 2))]
     for _ in range(_STEPS):
         losses = [_loss(model, [_row(*random.choice(kind), len(tokenizer)) for _ in range(rows)]) for kind, rows in practised]
         adam.zero_grad()
