@@ -106,7 +106,7 @@ def test_rl_loop_learns_the_answer(rl_loop: Steps) -> None:
 
 @pytest.mark.slow
 def test_arithmetic_learns_to_answer_its_sums(world: Cookbook) -> None:
-    """The model knows the sums, and answers half of them with 0: the right answers rise from 0.4 to 0.8."""
+    """The model knows the sums, and answers half of them with 0: the right answers rise from 0.5 to 0.8."""
     options = {
         "env": "arithmetic",
         "groups_per_batch": SUMS_PER_BATCH,
@@ -116,7 +116,7 @@ def test_arithmetic_learns_to_answer_its_sums(world: Cookbook) -> None:
     }
     steps = world.run("math_rl.train", lora_rank=8, learning_rate=0.002, eval_every=0, save_every=0, **options)
     before, after = means(steps, "env/all/correct", 2, 4)
-    assert len(steps) == SUM_BATCHES and after > before + 0.15, (before, after)
+    assert len(steps) == SUM_BATCHES and before < 0.65 and after > before + 0.15, (before, after)
 
 
 @pytest.mark.slow
