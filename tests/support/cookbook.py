@@ -86,7 +86,7 @@ def habits() -> list[Habit]:
 
 def moves() -> list[Habit]:
     """The drawn game."""
-    return [Habit([game(number)], [f"[{cell}]\n"] * 40 + _BOXES) for number, cell in enumerate(_DRAWN)]
+    return [Habit([game(number)], [f"[{cell}]\n"] * 20 + _BOXES) for number, cell in enumerate(_DRAWN)]
 
 
 def write_files(folder: Path) -> None:
