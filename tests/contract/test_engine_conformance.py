@@ -20,6 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "vllm-adapters": {"max_loras": 2, "max_lora_rank": 8},
     "vllm-no-prefix-caching": {"prefix_caching": False},
     "vllm-chunked-prefill": {"chunked_prefill": True, "max_num_batched_tokens": 16},  # half of a check's prompt, or less
 }

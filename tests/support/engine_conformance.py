@@ -6,23 +6,35 @@ VLLM: the section rollout.vllm as JSON. WEIGHTS: a Hugging Face directory; none:
 """
 
 import asyncio
+import itertools
 import json
 import sys
+import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import numpy as np
 import psutil  # type: ignore[import-untyped]
+from safetensors.numpy import load_file, save_file
 
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import ArenaSource, Manifest, TensorSpec, plan_manifest
 from polyreme_rollout.engine.load import load_engine
-from polyreme_rollout.engine.protocol import CHUNK_TOKENS, EngineRequest, InferenceEngine, LoadError, NewTokens, Sampling
+from polyreme_rollout.engine.protocol import (
+    CHUNK_TOKENS,
+    Adapter,
+    EngineRequest,
+    InferenceEngine,
+    LoadError,
+    NewTokens,
+    Sampling,
+    ServesAdapters,
+)
 from support.replicas import Learner, hf_weights, rollout_config
 
 PROMPT = (5, 6, 7, 8, 9)
@@ -50,15 +62,15 @@ class Subject:
     def salt(self) -> str:
         return f"load-{self.loads}"
 
-    def write(self, factor: float) -> ArenaSource:
-        """Writes a version whose tensors are the first ones times `factor`."""
-        arrays = {name: array * np.float32(factor) for name, array in self.arrays.items()}
+    def write(self, factor: float, arrays: Mapping[str, np.ndarray] | None = None) -> ArenaSource:
+        """Writes a version whose tensors are the first ones, or the given ones, times `factor`."""
+        arrays = {name: array * np.float32(factor) for name, array in (arrays or self.arrays).items()}
         staged = self.learner.write(self.loads, arrays)
         manifest = Manifest.from_proto(staged.manifest)
         return ArenaSource(staged.arena_path, self.learner.arena.nonce, staged.slot, staged.generation, manifest)
 
-    async def swap(self, factor: float) -> None:
-        await self.engine.load([self.write(factor)])
+    async def swap(self, factor: float, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        await self.engine.load([self.write(factor, arrays)])
         self.loads += 1
         await self.engine.resume()
 
@@ -279,6 +291,61 @@ async def sampled_tokens_have_the_log_probabilities_of_the_model(subject: Subjec
             assert np.allclose(given[-60:], answer.logprobs, atol=1e-4)
 
 
+async def a_request_has_the_adapter_that_it_names(subject: Subject) -> None:
+    """Two of several ranks in one batch, and none beside one: the tokens' log-probabilities are those of merged weights. An engine that has room
+    for two reads the third one's files again."""
+    engine = subject.engine
+    if not isinstance(engine, ServesAdapters) or not engine.max_loras:
+        return
+    ids, merged = [*PROMPT, 3, 2, 1], dict[Adapter | None, Sequence[float]]()
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = [random_adapter(Path(folder) / str(rank), subject.arrays, rank) for rank in (2, 8, 3)]
+        for adapter in adapters:
+            await subject.swap(1.0, merged_arrays(subject.arrays, adapter.folder))
+            merged[adapter] = await engine.logprobs(ids, subject.salt)
+        await subject.swap(1.0)
+        merged[None] = await engine.logprobs(ids, subject.salt)
+        assert all(not np.allclose(one, other, atol=1e-3) for one, other in itertools.combinations(merged.values(), 2))
+        for pair in itertools.product([*adapters, None], repeat=2):
+            for adapter in pair:
+                if adapter is not None:
+                    await engine.load_adapter(adapter)
+            asked = [replace(subject.request(40, RANDOM, seed), adapter=pair[seed % 2]) for seed in range(MAX_NUM_SEQS)]
+            for request, answer in zip(asked, await asyncio.gather(*map(subject.answer, asked)), strict=True):
+                whole, salt = [*PROMPT, *answer.ids], f"{subject.salt}-scored"
+                assert np.allclose((await engine.logprobs(whole, salt, request.adapter))[-40:], answer.logprobs, atol=1e-4)
+        for adapter, expected in merged.items():
+            assert np.allclose(await engine.logprobs(ids, f"{subject.salt}-scored", adapter), expected, atol=1e-4)
+            [*_, last] = await engine.top_logprobs(ids, 2, f"{subject.salt}-scored", adapter)
+            assert np.isclose(dict(last).get(ids[-1], expected[-1]), expected[-1], atol=1e-4)
+
+
+def random_adapter(folder: Path, arrays: Mapping[str, np.ndarray], rank: int) -> Adapter:
+    """Writes an adapter of some linear layers in PEFT's format, its factor 2."""
+    rng, pairs = np.random.default_rng(rank), dict[str, np.ndarray]()
+    for name, array in arrays.items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith(("q_proj", "o_proj", "up_proj", "down_proj") if rank == 3 else "_proj"):
+            shapes = {"A": (rank, array.shape[1]), "B": (array.shape[0], rank)}
+            pairs |= {
+                f"base_model.model.{layer}.lora_{key}.weight": rng.normal(0, 0.1, shapes[key]).astype("f4") for key in shapes
+            }
+    folder.mkdir()
+    save_file(pairs, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return Adapter.newest(folder)
+
+
+def merged_arrays(arrays: Mapping[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:
+    pairs, found = load_file(folder / "adapter_model.safetensors"), dict(arrays)
+    for name, a in pairs.items():
+        if "lora_A" in name:
+            layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            found[f"{layer}.weight"] = found[f"{layer}.weight"] + 2 * pairs[name.replace("lora_A", "lora_B")] @ a
+    return found
+
+
 async def a_failed_load_is_an_error_and_the_next_one_works(subject: Subject) -> None:
     await subject.swap(1.0)
     before = await subject.engine.weight_digests()
@@ -334,6 +401,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
         given_tokens_have_the_log_probabilities_of_the_version,
         given_tokens_wait_for_no_sample,
         sampled_tokens_have_the_log_probabilities_of_the_model,
+        a_request_has_the_adapter_that_it_names,
         a_failed_load_is_an_error_and_the_next_one_works,
         v1_serves_the_model_under_the_salt,
     )
