@@ -40,6 +40,8 @@ from support.replicas import Learner, hf_weights, rollout_config
 PROMPT = (5, 6, 7, 8, 9)
 CONTEXT, MAX_NUM_SEQS = 128, 4
 DEADLINE = 120.0
+MORE = 12
+"""Adapters, more than an engine keeps that has room for two."""
 GREEDY, RANDOM = Sampling(0.0, 1.0, -1, ()), Sampling(1.0, 1.0, -1, ())
 
 
@@ -292,8 +294,8 @@ async def sampled_tokens_have_the_log_probabilities_of_the_model(subject: Subjec
 
 
 async def a_request_has_the_adapter_that_it_names(subject: Subject) -> None:
-    """Two of several ranks in one batch, and none beside one: the tokens' log-probabilities are those of merged weights. An engine that has room
-    for two reads the third one's files again."""
+    """Two of several ranks in one batch, and none beside one: the tokens' log-probabilities are those of merged weights, also when the engine has
+    to read an adapter's files again."""
     engine = subject.engine
     if not isinstance(engine, ServesAdapters) or not engine.max_loras:
         return
@@ -314,6 +316,8 @@ async def a_request_has_the_adapter_that_it_names(subject: Subject) -> None:
             for request, answer in zip(asked, await asyncio.gather(*map(subject.answer, asked)), strict=True):
                 whole, salt = [*PROMPT, *answer.ids], f"{subject.salt}-scored"
                 assert np.allclose((await engine.logprobs(whole, salt, request.adapter))[-40:], answer.logprobs, atol=1e-4)
+        for number in range(MORE):  # the engine drops the first ones
+            await engine.load_adapter(random_adapter(Path(folder) / f"more-{number}", subject.arrays, 2))
         for adapter, expected in merged.items():
             assert np.allclose(await engine.logprobs(ids, f"{subject.salt}-scored", adapter), expected, atol=1e-4)
             [*_, last] = await engine.top_logprobs(ids, 2, f"{subject.salt}-scored", adapter)

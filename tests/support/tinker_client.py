@@ -117,20 +117,23 @@ def adapters(service: Any) -> dict[str, Any]:
     paths = [model.save_weights_for_sampler("saved").result().path for model in models]
     samplers = [service.create_sampling_client(model_path=path) for path in paths]
     asked = [(number, answers(samplers[number], seed)) for seed in range(3) for number in range(3)]
-    base = answers(service.create_sampling_client(base_model="tiny"), 0)
+    plain = service.create_sampling_client(base_model="tiny")
+    base = answers(plain, 0)
     measured = [(number, mismatch(models[number], answer.result())) for number, answer in asked]
     first, untrained = asked[0][1].result(), mismatch(models[0], base.result())
     moved(models[0], 8)
     service.create_rest_client().delete_checkpoint_from_tinker_path(paths[0]).result()
     assert models[0].save_weights_for_sampler("saved").result().path == paths[0]
     again = answers(service.create_sampling_client(model_path=paths[0]), 0).result()
+    alone = answers(plain, 0).result().sequences
     found = {
+        "base": [list(each.tokens) for each in alone] == [list(each.tokens) for each in base.result().sequences],
         "own": [value for _, value in measured],
         "others": [untrained, mismatch(models[1], asked[0][1].result()), mismatch(models[0], first)],
         "again": mismatch(models[0], again),
         "prompts": [prompt_difference(model, sampler) for model, sampler in zip(models[1:], samplers[1:], strict=True)],
     }
-    service.close().result()
+    service.close("success").result()
     return found
 
 

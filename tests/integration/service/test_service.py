@@ -130,6 +130,7 @@ def test_vllm_and_the_learner_agree_for_every_model(tmp_path: Path) -> None:
     limit = LIMITS["float32"].mismatch_kl
     with service(tmp_path, tmp_path / "model", "tiny", 64, "vllm", {"max_loras": 2, "kv_cache_mib": 64}) as running:
         outcome = tenant(running, "adapters", tmp_path).result()
+        assert outcome["base"], "the base model has no adapter, also beside others"
         assert max(*outcome["own"], outcome["again"]) < limit < 10 * limit < min(outcome["others"]), outcome
         whole = tenant(running, "full_parameters", tmp_path).result()
         assert max(whole["own"]) < limit, whole
