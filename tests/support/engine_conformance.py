@@ -1,4 +1,4 @@
-"""The checks that every inference engine passes. Run as a program: starts one engine and prints {check: null or traceback} as JSON.
+"""The checks that every inference engine passes. Run as a program: starts one engine and prints a line {check: null or traceback} after each.
 
 python -m support.engine_conformance ENGINE MODEL_FILES VLLM [WEIGHTS]
 
@@ -413,17 +413,19 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
 CLOSES = "closing_twice_leaves_a_dead_engine"
 
 
-async def run_checks(subject: Subject) -> dict[str, str | None]:
-    results: dict[str, str | None] = {}
+async def run_checks(subject: Subject) -> None:
     await subject.engine.open()
     await subject.swap(1.0)
     for name, check in CHECKS.items():
         try:
             await asyncio.wait_for(check(subject), DEADLINE)
-            results[name] = None
+            report(name, None)
         except Exception:  # noqa: BLE001 - is the check's result
-            results[name] = traceback.format_exc()
-    return results
+            report(name, traceback.format_exc())
+
+
+def report(check: str, problem: str | None) -> None:
+    print(json.dumps({check: problem}), flush=True)
 
 
 def main() -> None:
@@ -438,13 +440,12 @@ def main() -> None:
     config = rollout_config(Path(files), engine=name, max_model_len=CONTEXT, max_num_seqs=MAX_NUM_SEQS, vllm=vllm)
     engine = load_engine(config.rollout.engine)(config, Path(files))
     try:
-        results = asyncio.run(run_checks(Subject(engine, learner, arrays, vocab_size)))
+        asyncio.run(run_checks(Subject(engine, learner, arrays, vocab_size)))
     finally:
         engine.close()
         learner.arena.close()
     engine.close()
-    results[CLOSES] = None if engine.dead else "the engine is not dead after close()"
-    print(json.dumps(results))
+    report(CLOSES, None if engine.dead else "the engine is not dead after close()")
 
 
 if __name__ == "__main__":
