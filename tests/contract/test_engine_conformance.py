@@ -53,13 +53,13 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         (files / name).write_bytes(data)
     command = [sys.executable, "-m", "support.engine_conformance", engine, str(files), json.dumps(options), *weights]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    status: int | None = None
     with open(folder / "stdout", "wb") as stdout, open(folder / "stderr", "wb") as stderr, suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, env=environment, stdout=stdout, stderr=stderr, timeout=SECONDS, check=False)
+        status = subprocess.run(command, env=environment, stdout=stdout, stderr=stderr, timeout=SECONDS, check=False).returncode
     lines = [line for line in (folder / "stdout").read_text().splitlines() if line.startswith("{")]
-    missing = f"expected a result within {SECONDS:.0f} s; found none: {(folder / 'stderr').read_text()[-4000:]}"
-    return dict.fromkeys([*CHECKS, CLOSES], missing) | {
-        check: found for line in lines for check, found in json.loads(line).items()
-    }
+    found = {check: problem for line in lines for check, problem in json.loads(line).items()}
+    missing = f"expected a result within {SECONDS:.0f} s; found status {status}: {(folder / 'stderr').read_text()[-4000:]}"
+    return dict.fromkeys([*CHECKS, CLOSES], missing) | found | ({} if status == 0 else {CLOSES: missing})
 
 
 @pytest.mark.parametrize("check", [*CHECKS, CLOSES])

@@ -302,9 +302,9 @@ async def a_request_has_the_adapter_that_it_names(subject: Subject) -> None:
     ids, merged = [*PROMPT, 3, 2, 1], dict[Adapter | None, Sequence[float]]()
     with tempfile.TemporaryDirectory() as folder:
         adapters = [random_adapter(Path(folder) / str(rank), subject.arrays, rank) for rank in (2, 8, 3)]
-        for adapter in adapters:
-            await subject.swap(1.0, merged_arrays(subject.arrays, adapter.folder))
-            merged[adapter] = await engine.logprobs(ids, subject.salt)
+        for each in adapters:
+            await subject.swap(1.0, merged_arrays(subject.arrays, each.folder))
+            merged[each] = await engine.logprobs(ids, subject.salt)
         await subject.swap(1.0)
         merged[None] = await engine.logprobs(ids, subject.salt)
         assert all(not np.allclose(one, other, atol=1e-3) for one, other in itertools.combinations(merged.values(), 2))
