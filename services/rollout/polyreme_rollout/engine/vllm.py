@@ -51,6 +51,8 @@ from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 LOAD_TIMEOUT = 600.0
 SHUTDOWN_TIMEOUT = 10.0
+FIRST_LORA = 1 << 20
+"""The number of the first adapter. vLLM gives the lowest numbers to those of its own that it runs as it starts."""
 KNOWN_LORAS = 10_000
 """Adapters whose numbers are remembered. An older one is loaded again under a new number."""
 
@@ -115,7 +117,7 @@ class VllmEngine:
         self._day = day
         lora = llm.vllm_config.lora_config
         self.max_loras, self.max_lora_rank = (0, 0) if lora is None else (int(lora.max_loras), int(lora.max_lora_rank))
-        self._lora_ids, self._numbers = dict[str, int](), itertools.count(1)
+        self._lora_ids, self._numbers = dict[str, int](), itertools.count(FIRST_LORA)
         # The core then handles calls in order and between two steps, so a load may follow a pause that has not been answered.
         self._steps_end_first = not llm.vllm_config.scheduler_config.async_scheduling and self._pauses_at_once
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
