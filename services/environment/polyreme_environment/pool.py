@@ -4,13 +4,10 @@ Invariant: every call of an episode has an outcome by its deadline, whatever use
 """
 
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme_environment.contract import Moved
-
-if TYPE_CHECKING:
-    from polyreme_environment.agents.agent_episode import AgentEpisode
 
 
 class FullError(Exception):
@@ -65,6 +62,6 @@ class Pool(Protocol):
 
     async def close(self) -> None: ...
 
-    def episode(self) -> "AbstractAsyncContextManager[HostedEpisode | AgentEpisode]":
+    def episode(self) -> AbstractAsyncContextManager[Any]:
         """An episode, until the end of the block: a HostedEpisode, or an AgentEpisode. Raises FullError."""
         ...

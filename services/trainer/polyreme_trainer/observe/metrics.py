@@ -16,16 +16,15 @@ from polyreme.api.v1.experience_pb2 import (
     OUTCOME_TURNS,
 )
 from polyreme.config.run import RunConfig
-from polyreme.experience.metric_records import IterationTrained
+from polyreme.experience.metric_records import IterationTrained, MetricValues
 from polyreme.experience.records import GroupRecord, SampleRecord
-from polyreme_trainer.learner.engine import IterationMetrics
 from polyreme_trainer.observe.alarms import Observation, is_repetitive
 
 
 def iteration_record(
     iteration: int,
     groups: Sequence[GroupRecord],
-    trained: IterationMetrics,
+    trained: MetricValues,
     seconds: Mapping[str, float],
     now: float,
     config: RunConfig,
@@ -147,7 +146,7 @@ def carried(samples: Sequence[SampleRecord]) -> dict[str, object]:
 
 
 def timings(
-    groups: Sequence[GroupRecord], trained: IterationMetrics, seconds: Mapping[str, float], config: RunConfig
+    groups: Sequence[GroupRecord], trained: MetricValues, seconds: Mapping[str, float], config: RunConfig
 ) -> dict[str, float]:
     """The `timing/` metrics that the training itself does not measure, in seconds."""
     specs = config.reward.rewards if config.reward else []
@@ -191,7 +190,7 @@ def last_turn(sample: SampleRecord) -> int:
     return sample.turns[-1].start if sample.turns else 0
 
 
-def observe(iteration: int, groups: Sequence[GroupRecord], trained: IterationMetrics, changed_tensors: int) -> Observation:
+def observe(iteration: int, groups: Sequence[GroupRecord], trained: MetricValues, changed_tensors: int) -> Observation:
     """The iteration as the alarms see it."""
     samples = [sample for group in groups for sample in group.sampled]
     scores = [sample.score for group in groups for sample in group.scored]
