@@ -116,9 +116,9 @@ def _tables(
     """The table of a section, then those of its subsections except the ones named in `without`. `suffix` ends every heading.
 
     Args:
-        seen: the heading of each section's table so far, to which another place of the section refers.
+        seen: the heading of each section's table, to which another place of the section refers: the first of the shallowest places.
     """
-    heading = f"{f'`{place}`' if place else 'Top level'}{suffix}{variant}"
+    heading = _heading(place, suffix, variant)
     yield f"\n## {heading}\n\n"
     if (first := seen.setdefault(section, heading)) != heading:
         yield f"The keys of {first}.\n"
@@ -129,11 +129,19 @@ def _tables(
     for name, field in section.model_fields.items():
         mark = " ○" if is_operational(field) else ""
         yield f"| `{name}`{mark} | {_type(field)} | {_default(section, name).removeprefix('default ')} | {_description(field)} |\n"
+    inner = []
     for name, field in section.model_fields.items():
-        inner, listed = () if name in without else subsections(field), _lists(field.annotation)
-        for kind in inner:
-            deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
-            yield from _tables(kind, deeper, seen, suffix, f", {_name(kind)}" if len(inner) > 1 else "", without)
+        kinds, listed = () if name in without else subsections(field), _lists(field.annotation)
+        deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
+        inner += [(kind, deeper, f", {_name(kind)}" if len(kinds) > 1 else "") for kind in kinds]
+    for kind, deeper, own in inner:
+        seen.setdefault(kind, _heading(deeper, suffix, own))
+    for kind, deeper, own in inner:
+        yield from _tables(kind, deeper, seen, suffix, own, without)
+
+
+def _heading(place: str, suffix: str, variant: str) -> str:
+    return f"{f'`{place}`' if place else 'Top level'}{suffix}{variant}"
 
 
 def _lists(annotation: object) -> bool:

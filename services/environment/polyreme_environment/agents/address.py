@@ -171,7 +171,8 @@ class _EventStream(StreamingResponse):
         try:
             async for part in server_sent(writer, self._parts(first)):
                 yield part
-        except RefusedRequestError as refused:
+        except (RefusedRequestError, StoreError) as found:
+            refused = unavailable(found) if isinstance(found, StoreError) else found
             error = api.error(refused.status, refused.message, refused.code)
             yield encoded([{"type": "error", **error}], is_named=writer.is_named)
 

@@ -7,36 +7,18 @@ has `step_timeout` seconds to give its reward. While turns are sampled, the call
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.result import Result
 from polyreme_environment.agents.runners import Runner
 from polyreme_environment.agents.session import AgentSession, Asked, Withdrawn, agent_request
-from polyreme_environment.contract import Moved
-from polyreme_environment.pool import PlayError
+from polyreme_environment.pool import AgentMoved, PlayError
 
 _NO_REWARD = (
     "expected a reward, which the agent returns or sends by POST BASE_URL/reward; found none. An agent must also give one when its requests "
     "are refused because of a bound (code episode_over)"
 )
-
-
-@dataclass(frozen=True)
-class AgentMoved(Moved):
-    """A request of an agent, in place of messages, or the end.
-
-    Attributes:
-        withdrawn: the number of a request that is withdrawn, in place of all else; 0: none.
-        rewards: since the last one, by the numbers of their turns.
-        seconds: wall-clock seconds since the last one in which no turn was sampled.
-    """
-
-    agent: pb.AgentRequest = field(default_factory=pb.AgentRequest)
-    rewards: dict[int, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    withdrawn: int = 0
 
 
 class AgentEpisode:

@@ -4,7 +4,7 @@ Invariant: the turns begin in the order of the requests. When the episode ends, 
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import grpc
 
@@ -14,6 +14,7 @@ from polyreme_trainer.orchestrator.environment.episodes import Ending
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.environment.session import EpisodeSession
 from polyreme_trainer.orchestrator.environment.wire import Outbox, finite, read_calls
+from polyreme_trainer.orchestrator.tasks import end_all
 
 _LOOK_SECONDS = 5.0
 """Seconds after which the clock, which may have stood, is looked at again."""
@@ -57,7 +58,7 @@ class AgentPlay:
                         return ending
                     reading = self._read()
         finally:
-            await _end([reading, writing, *self._turns.values()])
+            await end_all([reading, writing, *self._turns.values()])
 
     def _read(self) -> "asyncio.Task[pb.RunResponse]":
         return asyncio.create_task(self._call.read())
@@ -115,10 +116,3 @@ class AgentPlay:
         answer.number = request.number
         answer.seconds_left = max(0.0, self._session.clock.seconds_left)
         self._outbox.put(pb.RunRequest(answer=answer))
-
-
-async def _end(tasks: Iterable["asyncio.Task[object]"]) -> None:
-    ending = list(tasks)
-    for task in ending:
-        task.cancel()
-    await asyncio.gather(*ending, return_exceptions=True)

@@ -96,6 +96,7 @@ class PartialRolloutLog:
     async def _save(self, paused: Container[int]) -> None:
         due = time.monotonic() - self._interval
         batch: list[tuple[_Tracked, object, PartialRolloutPart]] = []
+        size = 0
         for tracked in [
             each for each in self._tracked.values() if (each.admission.index in paused if paused else each.since <= due)
         ]:
@@ -106,9 +107,10 @@ class PartialRolloutLog:
                 continue
             payload = tracked.work.part_since(tracked.mark)
             batch.append((tracked, mark, PartialRolloutPart(index, tracked.admission.attempt, tracked.parts, payload)))
-            if sum(len(part.payload) for _, _, part in batch) > _BATCH_BYTES:
+            size += len(payload)
+            if size > _BATCH_BYTES:
                 await self._send(batch)
-                batch = []
+                batch, size = [], 0
         if batch:
             await self._send(batch)
 
