@@ -6,7 +6,11 @@ Invariant: a frame larger than FRAME_LIMIT is an error on both sides.
 import json
 import socket
 import struct
+from collections.abc import Mapping
 from typing import Any
+
+Setup = Mapping[str, Any]
+"""The first message to a worker."""
 
 HEADER = struct.Struct("<I")
 FRAME_LIMIT = 256 << 20

@@ -15,6 +15,9 @@ import xxhash
 
 from polyreme.errors import ConfigError
 
+CheckpointFacts = Mapping[str, Any]
+"""The facts of a checkpoint: JSON values."""
+
 MANIFEST = "checkpoint.json"
 _FORMAT = 6
 _BLOCK = 1 << 24

@@ -59,7 +59,7 @@ class Values:
         """`field_of` returns the expression of `name.field`, for configurations that the program defines itself; it raises Open."""
         self._field_of = field_of
         self.program = program
-        self.defaults: dict[str, Any] = {}
+        self.defaults: dict[str, object] = {}
         self._reading: list[ast.AST] = []
 
     def of(self, node: ast.expr) -> Any:
@@ -77,7 +77,7 @@ class Values:
             raise Open(node, "a value that is too large")
         return value
 
-    def _of(self, node: ast.expr) -> Any:
+    def _of(self, node: ast.expr) -> object:
         match node:
             case ast.Constant(value=bool() | int() | float() | str() | None as value):
                 return value
@@ -118,8 +118,8 @@ class Values:
         except Open as error:
             raise Open(test, f"a condition ({error.why})") from None
 
-    def _mapping(self, node: ast.Dict) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _mapping(self, node: ast.Dict) -> dict[str, object]:
+        found: dict[str, object] = {}
         for key, value in zip(node.keys, node.values, strict=True):
             found |= {str(self.of(key)): self.of(value)} if key is not None else self.of(value)
         return found
@@ -132,7 +132,7 @@ class Values:
             raise Open(part, "a conversion in a text")
         return format(text, "" if part.format_spec is None else self.of(part.format_spec))
 
-    def _arithmetic(self, node: ast.BinOp, left: Any, right: Any) -> Any:
+    def _arithmetic(self, node: ast.BinOp, left: Any, right: Any) -> object:
         if isinstance(node.op, ast.Pow) and abs(right) > 64:
             raise Open(node, "a value that is too large")
         repeats = isinstance(node.op, ast.Mult) and not (isinstance(left, int | float) and isinstance(right, int | float))
@@ -144,7 +144,7 @@ class Values:
             return f"{left}/{right}"  # a Path
         return _OPERATORS[type(node.op)](left, right)
 
-    def _named(self, node: ast.Name | ast.Attribute) -> Any:
+    def _named(self, node: ast.Name | ast.Attribute) -> object:
         dotted = self.name_of(node) or ""
         first, _, last = dotted.rpartition(".")
         if first == "torch" and last in _DTYPES:
@@ -211,7 +211,7 @@ class Values:
             self.defaults[name] = ast.unparse(usual)
         return usual
 
-    def _call(self, node: ast.Call) -> Any:
+    def _call(self, node: ast.Call) -> object:
         name = self.name_of(node.func) or ""
         if any(isinstance(each, ast.Starred) for each in node.args):
             raise Open(node, "a call with *")
@@ -231,9 +231,9 @@ class Values:
                 return getattr(value, node.func.attr)(*(self.of(each) for each in node.args))
         raise Open(node, f"the call {_short(node.func)}(...)")
 
-    def keywords(self, node: ast.Call) -> dict[str, Any]:
+    def keywords(self, node: ast.Call) -> dict[str, object]:
         """The keyword arguments of a call, with those of `**` mappings."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for word in node.keywords:
             found |= self.of(word.value) if word.arg is None else {word.arg: self.of(word.value)}
         return found

@@ -7,7 +7,6 @@ arrive here unless the test itself passes them to the program.
 import operator
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from polyreme.isolation.sandbox.inside import values
 
@@ -40,16 +39,16 @@ OPERATIONS: dict[str, Callable[..., object]] = {
 }
 
 
-def serve(fd: int, execute: Callable[[], Mapping[str, Any]]) -> None:
+def serve(fd: int, execute: Callable[[], Mapping[str, object]]) -> None:
     """Runs the program, then answers requests until the channel closes.
 
     First sends {"names": globals}. Requests are {"get": name} and {"do": operation, "args": values}. Replies are {"value": value, "args":
     arguments after the call}, {"library": [module, name or null]} for an object of Python's library, and {"raised": [type, message]}.
     """
-    objects: list[Any] = []
+    objects: list[object] = []
     numbers: dict[int, int] = {}
 
-    def reference(value: Any) -> int:
+    def reference(value: object) -> int:
         number = numbers.get(id(value))
         if number is None:
             number = numbers[id(value)] = len(objects)

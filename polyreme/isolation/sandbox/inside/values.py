@@ -79,7 +79,7 @@ _KINDS: dict[str, Callable[[Iterable[object]], object]] = {
 }
 
 
-def frame(message: Any) -> bytes:
+def frame(message: object) -> bytes:
     """One frame. Raises Unplain beyond FRAME_BYTES bytes."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > FRAME_BYTES:

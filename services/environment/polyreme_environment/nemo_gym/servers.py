@@ -6,10 +6,10 @@ Invariant: every process has the same configuration, in which the policy is a se
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from polyreme.config.yaml_text import Tree
 from polyreme.errors import ConfigError
 
 _KINDS = ("resources_servers", "responses_api_agents")
@@ -35,7 +35,7 @@ class GymPlan:
     """All of them, what each is told, and the port of the agent that runs the episodes."""
 
     servers: list[GymServer]
-    told: dict[str, Any]
+    told: Tree
     agent_port: int
 
 

@@ -1,7 +1,6 @@
 """What runs in the virtual environment that has verifiers. Nothing of it is imported here."""
 
 import json
-from typing import Any
 
 from polyreme.config.environment import EnvironmentConfig
 
@@ -45,5 +44,6 @@ if __name__ == "__main__":
 
 def configuration(config: EnvironmentConfig) -> str:
     """The configuration of the environment, as JSON."""
-    options: dict[str, Any] = {**config.options}
-    return json.dumps({**options, "taskset": {**(options.get("taskset") or {}), "id": config.verifiers}})
+    taskset = config.options.get("taskset")
+    chosen = taskset if isinstance(taskset, dict) else {}
+    return json.dumps({**config.options, "taskset": {**chosen, "id": config.verifiers}})

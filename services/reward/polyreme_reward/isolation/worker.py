@@ -10,13 +10,12 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from polyreme.errors import ConfigError
 from polyreme.isolation.confinement import confine, limit_memory, summary
-from polyreme.isolation.wire import encode, receive
+from polyreme.isolation.wire import Setup, encode, receive
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, outcome_of
 from polyreme_reward.plugins.load import Loaded, load
 
@@ -62,7 +61,7 @@ def main(channel: socket.socket) -> int:
     return 0
 
 
-def _run_module(channel: socket.socket, setup: dict[str, Any]) -> int:
+def _run_module(channel: socket.socket, setup: Setup) -> int:
     module = importlib.import_module(setup["module"])
     try:
         loaded = module.load(setup, lambda fraction: channel.sendall(encode({"loading": fraction})))

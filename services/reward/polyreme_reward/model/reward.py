@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
@@ -242,7 +242,7 @@ class ModelReward:
                 self._metrics.workers_replaced.labels("exit").inc()
                 return failed(Status.INVALID, f"expected a valid answer from the model's process; found {error}")
 
-    def _answer(self, done: Iterable[Sequence[Any]]) -> None:
+    def _answer(self, done: Iterable[tuple[int, int, float, str]]) -> None:
         for number, status, value, text in done:
             outcome = outcome_of(value) if status == Status.OK else failed(Status(status), str(text))
             self._inside.pop(number).end(outcome)

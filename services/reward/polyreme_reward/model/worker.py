@@ -8,12 +8,12 @@ Receives lists of [number, item]. Sends {"begin": numbers that are being scored,
 
 import select
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import Loaded
-from polyreme.isolation.wire import encode, receive
+from polyreme.isolation.wire import Setup, encode, receive
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
 from polyreme_reward.model.batches import next_batch
 
@@ -26,7 +26,7 @@ class Scorer(Protocol):
     def score(self, sequences: Sequence[list[int]], /) -> list[Outcome]: ...
 
 
-def load(setup: Mapping[str, Any], report: Loaded) -> Scorer:
+def load(setup: Setup, report: Loaded) -> Scorer:
     """Loads the Classifier of a setup message, and reports the fraction of its weights. Raises ConfigError."""
     try:
         from polyreme_reward.model.classifier import Classifier
@@ -39,7 +39,7 @@ def load(setup: Mapping[str, Any], report: Loaded) -> Scorer:
     return Classifier(setup["model"], setup["options"], report)
 
 
-def run(channel: socket.socket, classifier: Scorer, setup: Mapping[str, Any]) -> int:
+def run(channel: socket.socket, classifier: Scorer, setup: Setup) -> int:
     """Scores until the socket closes. Returns the exit status of the process."""
     waiting: list[tuple[int, list[int]]] = []  # number and token ids, oldest first
     while True:

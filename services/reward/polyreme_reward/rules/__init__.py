@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
-from typing import Any
+from typing import TypeVar
 
 from pydantic import ValidationError, validate_call
 
@@ -24,6 +24,8 @@ from polyreme_reward.rules.code import code
 from polyreme_reward.rules.math import math
 from polyreme_reward.rules.puzzles import knights_and_knaves
 from polyreme_reward.rules.shape import length, overlong, repetition, think_format
+
+T = TypeVar("T")
 
 Rule = Callable[[Item], object]
 
@@ -103,7 +105,7 @@ def _builtin(name: str) -> Builtin:
     return builtin
 
 
-def _with_options(name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+def _with_options(name: str, factory: Callable[..., T], options: Mapping[str, object]) -> T:
     try:
         return validate_call(factory)(**options)
     except ValidationError as error:

@@ -7,7 +7,7 @@ program.
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -135,13 +135,13 @@ def _assertion(text: str) -> Test:
     return passes
 
 
-def _equal(value: Any, wanted: Any) -> bool:
+def _equal(value: object, wanted: object) -> bool:
     """Equality of JSON values. Floats are compared to six digits, since the order of a sum may change the rest."""
     if isinstance(wanted, list) and isinstance(value, list):
         return len(wanted) == len(value) and all(map(_equal, value, wanted))
     if isinstance(wanted, dict) and isinstance(value, dict):
         return wanted.keys() == value.keys() and all(_equal(value[key], wanted[key]) for key in wanted)
-    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (value, wanted))
-    if numbers and (isinstance(value, float) or isinstance(wanted, float)):
-        return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-6)
+    numbers = [each for each in (value, wanted) if isinstance(each, int | float) and not isinstance(each, bool)]
+    if len(numbers) == 2 and any(isinstance(each, float) for each in numbers):
+        return math.isclose(*numbers, rel_tol=1e-6, abs_tol=1e-6)
     return bool(value == wanted)

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 from fastapi import FastAPI
@@ -49,6 +49,10 @@ from polyreme_rollout.engine.vllm_arguments import engine_arguments
 from polyreme_rollout.engine.vllm_environment import PASSED, engine_environment, foreign
 from polyreme_rollout.engine.vllm_openai import make_openai_app
 
+if TYPE_CHECKING:
+    from vllm.logprobs import Logprob
+    from vllm.lora.request import LoRARequest
+
 LOAD_TIMEOUT = 600.0
 SHUTDOWN_TIMEOUT = 10.0
 FIRST_LORA = 1 << 20
@@ -59,6 +63,7 @@ KNOWN_LORAS = 10_000
 _WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # shared by the tensor-parallel group on CPU
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "VllmEngine":
@@ -169,7 +174,7 @@ class VllmEngine:
         except Exception as error:  # noqa: BLE001 - the core passes on its worker's errors without their types
             raise LoadError(f"{type(error).__name__}: {error}") from None
 
-    def _lora_request(self, adapter: Adapter | None) -> Any:
+    def _lora_request(self, adapter: Adapter | None) -> "LoRARequest | None":
         """vLLM's name of an adapter. One that has been forgotten gets another number."""
         from vllm.lora.request import LoRARequest
 
@@ -195,7 +200,7 @@ class VllmEngine:
 
     async def _prompt_logprobs(
         self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None
-    ) -> Sequence[Mapping[int, Any]]:
+    ) -> "Sequence[Mapping[int, Logprob]]":
         """vLLM's log-probabilities of each of ids[1:], and of the `count` most likely tokens at its place."""
         # The engine computes log-probabilities of a prompt before any temperature. It samples at least one token.
         params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=count, detokenize=False)
@@ -203,7 +208,7 @@ class VllmEngine:
         name, lora = f"polyreme-logprobs-{uuid.uuid4().hex}", self._lora_request(adapter)
         outputs = self.llm.generate(prompt, params, name, lora_request=lora, priority=-1)
         try:
-            rows: Sequence[Any] = [answer.prompt_logprobs async for answer in outputs][-1]
+            rows: Sequence[Mapping[int, Logprob]] = [answer.prompt_logprobs async for answer in outputs][-1]
         except self._dead_error as error:
             raise EngineDeadError(f"vLLM's engine has exited: {error}") from None
         finally:
@@ -297,7 +302,7 @@ class VllmEngine:
                 os.killpg(pid, signal.SIGKILL)
             process.join(SHUTDOWN_TIMEOUT)
 
-    async def _call(self, awaitable: Any) -> Any:
+    async def _call(self, awaitable: Awaitable[T]) -> T:
         try:
             return await awaitable
         except self._dead_error as error:

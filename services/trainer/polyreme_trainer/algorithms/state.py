@@ -3,12 +3,12 @@
 Invariant: a state is immutable; an update returns a new one.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from polyreme.rundir.checkpoint_manifest import CheckpointFacts
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class AlgorithmState:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> "AlgorithmState":
+    def from_json(cls, tree: CheckpointFacts) -> "AlgorithmState":
         """The state that `to_json` wrote. Raises TypeError or KeyError for any other tree."""
         return cls(kl_coef=tree["kl_coef"], scores=Moments(**tree["scores"]))
 

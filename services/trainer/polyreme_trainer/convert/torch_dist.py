@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,18 @@ INDEX = ".metadata"
 _STACKED = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
 _NO_WEIGHTS = re.compile(r"^(optimizer\.|rng_state|rerun_state)|(_extra_state\d*(/|$)|rotary_pos_emb\.inv_freq$)")
+
+
+class _Stored(Protocol):
+    """Where the bytes of a piece of a tensor are."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
+_Chunk = tuple[tuple[int, ...], tuple[int, ...], _Stored]
+"""Place, shape and bytes of a piece."""
 
 
 class TorchDist(Mapping[str, Tensor]):
@@ -47,7 +59,7 @@ class TorchDist(Mapping[str, Tensor]):
             key, place = places[piece.param]
             self._pieces[piece.hf_name].append((key, place, piece))
 
-    def _check(self, arch: Architecture, rank: Rank, sizes: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def _check(self, arch: Architecture, rank: Rank, sizes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """For each parameter, the name of the stored tensor that contains it, and its position in the stack."""
         places: dict[str, tuple[str, tuple[int, ...]]] = {}
         expected: dict[str, tuple[int, ...]] = {}
@@ -95,7 +107,7 @@ class TorchDist(Mapping[str, Tensor]):
             raise ConfigError(f"{whole.numel()} numbers of {key} in {self._folder}", str(covered), "Restore the checkpoint.")
         return whole
 
-    def _chunk(self, stored: Any, key: str) -> Tensor:
+    def _chunk(self, stored: _Stored, key: str) -> Tensor:
         file = self._folder / stored.relative_path
         try:
             with file.open("rb") as stream:
@@ -126,9 +138,9 @@ def _named(key: str) -> str:
     return local_name(key.removeprefix("model."))
 
 
-def _chunks(index: Any) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]]:
+def _chunks(index: Any) -> dict[str, list[_Chunk]]:
     """For every tensor, the places of its pieces, their shapes, and where they are stored."""
-    chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]] = {}
+    chunks: dict[str, list[_Chunk]] = {}
     sizes = {
         (key, tuple(chunk.offsets)): tuple(chunk.sizes)
         for key, tensor in index.state_dict_metadata.items()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from polyreme.experience.metric_records import MetricValues
 from polyreme.experience.record_codec import decode_group
 from polyreme.experience.records import GroupRecord
 from polyreme.experience.trained_samples import TrainedSamples
+from polyreme.rundir.checkpoint_manifest import CheckpointFacts
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.manifest import Manifest, RemotePart
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from polyreme_trainer.algorithms.metrics import Metrics
     from polyreme_trainer.algorithms.objective import Objective
 
-Facts = Mapping[str, Any]
-"""The facts of a checkpoint: JSON values."""
 IterationMetrics = MetricValues
 """Metric name to number; None where a metric was not measured."""
 
@@ -159,7 +158,7 @@ class Engine(StepEngine, Protocol):
         ...
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> CheckpointFacts:
         """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
         ...
 
@@ -198,7 +197,7 @@ class StageEngine(Engine, Protocol):
         """
         ...
 
-    def save(self, number: int, facts: Facts, hf_path: Path | None) -> None:
+    def save(self, number: int, facts: CheckpointFacts, hf_path: Path | None) -> None:
         """Starts to write the checkpoint of step `number`.
 
         Args:
@@ -274,7 +273,7 @@ class TrainEngine(Engine, Protocol):
         """Writes the actor's weights into a free arena slot as `version`."""
         ...
 
-    def save(self, written: Written, version: int, facts: Facts) -> None:
+    def save(self, written: Written, version: int, facts: CheckpointFacts) -> None:
         """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written. `facts`: JSON values."""
         ...
 

@@ -18,10 +18,10 @@ from polyreme.experience.metric_records import MetricRecord, ServiceNotice
 from polyreme.experience.pass_rates import PassRate
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
+from polyreme.rundir.checkpoint_manifest import CheckpointFacts
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner import gates
-from polyreme_trainer.learner.engine import Facts
 from polyreme_trainer.weight_sync.publisher import Publisher
 from polyreme_trainer.weight_sync.replica_state import Commit
 
@@ -59,7 +59,7 @@ class RunClient:
     async def close(self) -> None:
         await self.run.redis.aclose()
 
-    async def begin(self, version: int, facts: Facts) -> None:
+    async def begin(self, version: int, facts: CheckpointFacts) -> None:
         """Begins the log at `version`. A fork's log starts with the pass rates in its checkpoint's facts."""
         rates = {prompt: PassRate.parse(text) for prompt, text in facts.get("pass_rates", {}).items()}
         await self.experience.begin(version, rates)

@@ -11,11 +11,12 @@ from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme.experience.trained_samples import TrainedSamples
+from polyreme.rundir.checkpoint_manifest import CheckpointFacts
 from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.mixing import rows_of_step
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import DeviceUse, Facts, IterationMetrics, PlannedBatch, Saved, Written
+from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.learning_rate import learning_rate
@@ -234,7 +235,7 @@ class RunEngine(MegatronEngine):
     def write(self, slot: int, version: int, term: int) -> Written:
         return replace(self.writer.write(slot, version, term), canary=self.probes.canary())
 
-    def save(self, written: Written, version: int, facts: Facts) -> None:
+    def save(self, written: Written, version: int, facts: CheckpointFacts) -> None:
         adapter = self.policy.adapter(*self.config.published(self.config.model.path))
         others = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
         exports = {name: model for name, model in others.items() if model}

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
 from polyreme.experience.trained_samples import TrainedSamples
-from polyreme.rundir.checkpoint_manifest import checkpoint_path, number_of, numbered
+from polyreme.rundir.checkpoint_manifest import CheckpointFacts, checkpoint_path, number_of, numbered
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import DeviceUse, Facts, IterationMetrics, PlannedBatch, RowsLoss, Saved, Written
+from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, RowsLoss, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.megatron.atomic import discard, new_directory
 
@@ -84,7 +84,7 @@ class SimulatedTrainEngine:
         self.newest_save: int | None = None
         self._pending: PendingSave | None = None
         self.trained_samples: TrainedSamples | None = None
-        self.facts: Facts = {}
+        self.facts: CheckpointFacts = {}
 
     @property
     def arena(self) -> Arena:
@@ -157,10 +157,10 @@ class SimulatedTrainEngine:
         sealed = seal(self._layout.stamped(self._run_id, term, version), view)
         return Written(sealed, slot, self._arena.complete(slot, version, term))
 
-    def save(self, written: Written, version: int, facts: Facts) -> None:
+    def save(self, written: Written, version: int, facts: CheckpointFacts) -> None:
         self._begin(self.hf_path(version), facts)
 
-    def _begin(self, path: Path, facts: Facts) -> None:
+    def _begin(self, path: Path, facts: CheckpointFacts) -> None:
         assert self._pending is None, "one save at a time"
         self._pending = PendingSave(path, self._weights, dict(facts))
 

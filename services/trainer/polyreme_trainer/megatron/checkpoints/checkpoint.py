@@ -32,6 +32,7 @@ from polyreme.errors import ConfigError, PolyremeError, UnavailableError
 from polyreme.experience.loading import Loaded, LoadReports, unreported
 from polyreme.rundir.checkpoint_manifest import (
     MANIFEST,
+    CheckpointFacts,
     digest_of,
     is_intact,
     number_of,
@@ -39,7 +40,6 @@ from polyreme.rundir.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
-from polyreme_trainer.learner.engine import Facts
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
@@ -73,8 +73,8 @@ class Checkpoint:
 
     path: Path
     iteration: int
-    layout: Facts
-    facts: Facts
+    layout: CheckpointFacts
+    facts: CheckpointFacts
     files: Mapping[str, str]
 
     def intact(self) -> bool:
@@ -93,7 +93,7 @@ class RankContents:
     """
 
     contents: Mapping[str, object]
-    models: Facts
+    models: CheckpointFacts
     rank: int
     ranks: int
 
@@ -173,7 +173,7 @@ def give_up(temporary: Path, own: RankContents, error: OSError) -> None:
     _write_receipt(temporary, own.rank, {"error": str(error)})
 
 
-def complete(temporary: Path, path: Path, own: RankContents, facts: Facts, seconds: float) -> None:
+def complete(temporary: Path, path: Path, own: RankContents, facts: CheckpointFacts, seconds: float) -> None:
     """Publishes the checkpoint `path`, and replaces an existing one, once every rank has written its files. On rank 0, after `write`.
 
     Args:

@@ -263,9 +263,8 @@ class EpisodeSession:
         more: dict[str, Any] = {} if text is None else {"arrived": text}
         if (next_part := self._shared.next_part(number, self.clock)) is not None:
             more["next_part"] = next_part
-        (sample,) = await self._sampler.sample(
-            wanted, rollouts, prefer=last.replicas[-1] if last and last.replicas else None, **more
-        )
+        prefer = last.replicas[-1] if last and last.replicas else None
+        (sample,) = await self._sampler.sample(wanted, rollouts, prefer=prefer, **more)
         return sample
 
     def _end_at(self, sample: PartialRollout, stop: Sequence[str], stop_ids: Sequence[int]) -> None:
