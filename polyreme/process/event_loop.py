@@ -12,8 +12,8 @@ import uvloop
 T = TypeVar("T")
 
 _ALLOCATIONS = 10_000
-"""Objects that a service makes before the garbage collector looks at them. Python's 700 are those of two requests, which are still running
-then: collections that find nothing take a fifth of a service's time."""
+"""Objects that a service makes before the garbage collector looks at them. Python's 700 are those of a few requests, which are still
+running then, so its collections find nothing."""
 
 
 def run_service(main: Coroutine[object, object, T]) -> T:
