@@ -121,7 +121,7 @@ def test_arithmetic_learns_to_answer_its_sums(world: Cookbook) -> None:
 
 @pytest.mark.slow
 def test_guess_number_learns_the_form_of_a_guess(world: Cookbook) -> None:
-    """Each of ten turns costs 1 if it has another form: the reward rises from -5.8 to about -2."""
+    """Each of ten turns costs 1 if it has another form: the reward rises from -8 to about -2.5."""
     options = {"renderer_name": "qwen3", "group_size": 4, "batch_size": 4, "max_tokens": 10, "max_steps": 8}
     steps = world.run("multiplayer_rl.guess_number.train", learning_rate=0.003, eval_every=0, save_every=0, **options)
     before, after = means(steps, "env/all/reward/total", 1, 3)
