@@ -121,7 +121,7 @@ def test_arithmetic_learns_to_answer_its_sums(world: Cookbook) -> None:
 
 @pytest.mark.slow
 def test_guess_number_learns_the_form_of_a_guess(world: Cookbook) -> None:
-    """Each of ten turns costs 1 if it has another form: the reward rises from -5.8 to about -2."""
+    """Each of ten turns costs 1 if it has another form: the reward rises from -8 to about -2.5."""
     options = {"renderer_name": "qwen3", "group_size": 4, "batch_size": 4, "max_tokens": 10, "max_steps": 8}
     steps = world.run("multiplayer_rl.guess_number.train", learning_rate=0.003, eval_every=0, save_every=0, **options)
     before, after = means(steps, "env/all/reward/total", 1, 3)
@@ -129,17 +129,17 @@ def test_guess_number_learns_the_form_of_a_guess(world: Cookbook) -> None:
 
 
 @pytest.mark.slow
-def test_tic_tac_toe_learns_to_play_to_the_end(world: Cookbook) -> None:
-    """A move that is not allowed costs a player 2 and ends the game, as every third does at first: the mean reward rises from -0.95 to -0.5."""
+def test_tic_tac_toe_learns_to_play_on(world: Cookbook) -> None:
+    """A move that is not allowed costs a player 2 and ends the game, as every third does at first: a player's moves rise from 1.6 to 2.6."""
     options = {"renderer_name": "qwen3", "batch_size": 16, "num_train_datapoints": 320, "num_test_datapoints": 4, "max_tokens": 6}
     steps = world.run("multiplayer_rl.text_arena.train", learning_rate=0.002, eval_every=0, save_every=0, **options)
-    before, after = means(steps, "env/all/reward/total", 5, 8)
-    assert len(steps) == 20 and before < -0.75 and after > before + 0.15, (before, after)
+    before, after = means(steps, "env/all/turns_per_episode", 5, 8)
+    assert len(steps) == 20 and before < 2.4 and after > 1.2 * before, (before, after)
 
 
 @pytest.mark.slow
 def test_distillation_learns_the_teachers_answers(world: Cookbook, rl_loop: Steps) -> None:
-    """The teacher is what rl_loop has trained; the KL to it falls."""
+    """The teacher is what rl_loop has trained; the KL to it falls from 0.8 to below 0.1."""
     saved = [json.loads(line) for line in (world.log("rl_loop") / "checkpoints.jsonl").read_text().splitlines()]
     teacher = [each["sampler_path"] for each in saved if "sampler_path" in each][-1]
     options = {"renderer_name": "qwen3", "teacher_model": MODEL, "teacher_checkpoint": teacher, "dataset": "deepmath"}

@@ -66,7 +66,7 @@ def game(moves: int) -> str:
     for number, cell in enumerate(_DRAWN[:moves]):
         player, symbol = number % 2, "OX"[number % 2]
         cells[int(cell)] = symbol
-        text += f"\n[Player {player}] [{cell}]\n[GAME] Player {player} placed their symbol ({symbol}) in cell {cell}.\n{_board(cells)}"
+        text += f"\n[Player {player}] [{cell}]\n\n[GAME] Player {player} placed their symbol ({symbol}) in cell {cell}.\n{_board(cells)}"
     return text
 
 
