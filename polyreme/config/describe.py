@@ -95,7 +95,7 @@ def _section_lines(section: Section, indent: str, described: bool = True) -> Ite
             yield f"{indent}{name}: {_flow(plain[name])}"
 
 
-def _comment(section: type[Section], name: str, value: Any, indent: str) -> list[str]:
+def _comment(section: type[Section], name: str, value: object, indent: str) -> list[str]:
     """The description of a field and, for a plain value, its type and default."""
     field = section.model_fields[name]
     if isinstance(value, Section):
@@ -144,7 +144,7 @@ def _heading(place: str, suffix: str, variant: str) -> str:
     return f"{f'`{place}`' if place else 'Top level'}{suffix}{variant}"
 
 
-def _lists(annotation: Any) -> bool:
+def _lists(annotation: object) -> bool:
     """Whether a list is among the values of a field."""
     return any(get_origin(each) in (list, tuple) for each in (annotation, *get_args(annotation)))
 
@@ -169,7 +169,7 @@ def _default(section: type[Section], name: str) -> str:
     return "" if isinstance(value, Section) else "default none" if value is None else f"default {_flow(value)}"
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     """A plain value in YAML's flow style, on one line."""
     plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000).removesuffix("...\n").rstrip("\n")
@@ -205,7 +205,7 @@ def _name(section: type[Section]) -> str:
     return f"kind {kind.default}" if kind else "section"
 
 
-def _bounds(marks: Iterable[Any]) -> Iterator[str]:
+def _bounds(marks: Iterable[object]) -> Iterator[str]:
     for mark in marks:
         for kind, sign in _SIGNS.items():
             if isinstance(mark, kind):

@@ -3,7 +3,7 @@
 Invariant: some part of the system reads every key, and an unknown key is an error.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -92,7 +92,7 @@ class RunConfig(BaseConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _secure_services_too(cls, tree: Any) -> Any:
+    def _secure_services_too(cls, tree: object) -> object:
         if not isinstance(tree, dict):
             return tree
         tree = {
@@ -374,7 +374,7 @@ class RunConfig(BaseConfig):
     def samples_per_iteration(self) -> int:
         return self.groups_per_iteration * self.group_size
 
-    def decisive_length(self) -> dict[str, Any]:
+    def decisive_length(self) -> dict[str, object]:
         return {} if self.trainer.optimizer.schedule == "constant" else {"iterations": self.iterations}
 
 

@@ -54,8 +54,7 @@ class Product:
     async def streamed(self, opened: dict[str, Any], *messages: Any) -> AsyncIterator[Any]:
         """The texts of a turn of a session, as they come."""
         client = openai.AsyncOpenAI(base_url=f"{self.url}", api_key=opened["api_key"], max_retries=0)
-        said = list(messages)
-        async with client, await client.chat.completions.create(model="policy", messages=said, stream=True) as chunks:
+        async with client, await client.chat.completions.create(model="policy", messages=list(messages), stream=True) as chunks:
             yield (text async for chunk in chunks if (text := chunk.choices[0].delta.content))
 
     async def played(self, task: str | None, reward: float, *messages: Any) -> dict[str, Any]:

@@ -9,23 +9,29 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any
 
 import grpc
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import ToolCall
-from polyreme_environment.agents.agent_episode import AgentEpisode, AgentMoved
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.online.pool import OnlineTurn
-from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool, WorkerLostError
+from polyreme_environment.pool import (
+    AgentMoved,
+    EpisodeLostError,
+    FullError,
+    HostedEpisode,
+    PlayError,
+    Pool,
+    StreamedEpisode,
+    WorkerLostError,
+)
 
 NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 _CLOSE_SECONDS = 2.0
-"""Seconds in which a caller may end its call after the last message. A caller whose write fails since the call has ended sees gRPC's INTERNAL in place
-of the status, and no message that it has not read; so a call that is refused has sent its start."""
+"""Seconds in which a caller may end its call after the last message. A caller whose write fails since the call has ended sees gRPC's INTERNAL in
+place of the status, and no message that it has not read; so a call that is refused has sent its start."""
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
@@ -38,7 +44,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """Registers this servicer with a server."""
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, server)
 
-    async def Run(self, requests: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:
+    async def Run(
+        self, requests: AsyncIterator[pb.RunRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.RunResponse]:
         if (first := await anext(requests, None)) is None:
             return
         if (pool := self._pools.get(first.start.environment)) is None:
@@ -54,7 +62,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                     if response.HasField("ending"):
                         how = "failed" if response.ending.error else "done"
                     yield response
-            if isinstance(episode, AgentEpisode | OnlineTurn):
+            if isinstance(episode, StreamedEpisode):
                 await _left(context)  # turns are still told
         except FullError as error:
             how = ""
@@ -70,14 +78,14 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
     async def _play(
         self,
-        episode: HostedEpisode | AgentEpisode | OnlineTurn,
+        episode: HostedEpisode | StreamedEpisode,
         first: pb.RunRequest,
         requests: AsyncIterator[pb.RunRequest],
-        context: Any,
+        context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[pb.RunResponse]:
         began = time.monotonic()
         try:
-            if isinstance(episode, AgentEpisode | OnlineTurn):
+            if isinstance(episode, StreamedEpisode):
                 async for response in _play_agent(episode, first, requests):
                     yield response
                 return
@@ -96,7 +104,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
 
 async def _play_agent(
-    episode: AgentEpisode | OnlineTurn, first: pb.RunRequest, requests: AsyncIterator[pb.RunRequest]
+    episode: StreamedEpisode, first: pb.RunRequest, requests: AsyncIterator[pb.RunRequest]
 ) -> AsyncIterator[pb.RunResponse]:
     async with aclosing(episode.play(_row(first), requests)) as moves:
         async for moved in moves:
@@ -139,7 +147,7 @@ async def _reply(episode: HostedEpisode, request: pb.RunRequest) -> Moved:
     return await episode.reset(_row(request), request.start.seed)
 
 
-def _row(request: pb.RunRequest) -> dict[str, Any]:
+def _row(request: pb.RunRequest) -> dict[str, object]:
     try:
         row = json.loads(request.start.row_json or "{}")
     except (ValueError, RecursionError) as error:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polyreme.api.v1.environment_pb2 import AgentRequest, Answer, Delta
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.conversation import AgentConversation
 from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn
-from polyreme_environment.agents.request import Message, RefusedRequestError, TurnRequest, bad
+from polyreme_environment.agents.request import RefusedRequestError, TurnRequest, bad
 from polyreme_environment.contract import ToolCall
 from polyreme_environment.tool_calls import ParsedCall, beginning
 

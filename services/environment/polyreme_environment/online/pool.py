@@ -17,13 +17,12 @@ from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig, OnlineConfig
 from polyreme.experience.online import OnlineSessions
 from polyreme.experience.run import Run
-from polyreme_environment.agents.agent_episode import AgentMoved
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn
 from polyreme_environment.agents.request import RefusedRequestError
 from polyreme_environment.agents.session import WAITING, AgentSession, Read, SessionLimits
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.online.session import turn_parts
-from polyreme_environment.pool import EpisodeLostError
+from polyreme_environment.pool import AgentMoved, EpisodeLostError
 
 _REFUSALS = {
     "unknown": (404, "expected the id of a session; found none with this id, or it ended long ago", "not_found"),

@@ -19,6 +19,7 @@ from polyreme.experience.online import OnlineSession
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn
 from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
 from polyreme_environment.agents.session import AgentSession, Asked, Read, agent_request
+from polyreme_environment.contract import Reply
 
 
 class TurnKeeper(Protocol):
@@ -106,7 +107,7 @@ async def _next(session: AgentSession, answered: "asyncio.Future[AgentTurn]") ->
         asking.cancel()
 
 
-def _told(asked: Asked, created: int) -> dict[str, Any]:
+def _told(asked: Asked, created: int) -> dict[str, object]:
     """A request as it is kept, for `_asked`, with the Unix time of its answer."""
     request = asked.request
     names = ("tools", "calls", "prompt", "stop", "wants_tokens", "instructions")
@@ -114,7 +115,7 @@ def _told(asked: Asked, created: int) -> dict[str, Any]:
     return {"created": created, "digest": request.digest.hex(), "after": asked.after, "messages": asked.messages, **fields}
 
 
-def _asked(told: dict[str, Any], number: int) -> Asked:
+def _asked(told: Reply, number: int) -> Asked:
     fields = {name: told[name] for name in ("tools", "calls", "wants_tokens", "instructions")}
     prompt = tuple(told["prompt"]) if isinstance(told["prompt"], list) else told["prompt"]
     request = TurnRequest(bytes.fromhex(told["digest"]), prompt=prompt, stop=tuple(told["stop"]), **fields)

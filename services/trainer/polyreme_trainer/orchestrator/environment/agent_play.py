@@ -5,7 +5,6 @@ Invariant: the turns begin in the order of the requests. When the episode ends, 
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 import grpc
 
@@ -34,7 +33,7 @@ class AgentPlay:
         grace: seconds in which the server may report the end of an agent after those of the episode.
     """
 
-    def __init__(self, call: Any, session: EpisodeSession, at_once: int, grace: float) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall, session: EpisodeSession, at_once: int, grace: float) -> None:
         self._call, self._session, self._at_once, self._grace = call, session, at_once, grace
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._outbox = Outbox(call)
@@ -61,10 +60,10 @@ class AgentPlay:
         finally:
             await end_all([reading, writing, *self._turns.values()])
 
-    def _read(self) -> "asyncio.Task[Any]":
+    def _read(self) -> "asyncio.Task[pb.RunResponse]":
         return asyncio.create_task(self._call.read())
 
-    async def _wait(self, reading: "asyncio.Task[Any]") -> "set[asyncio.Task[Any]]":
+    async def _wait(self, reading: "asyncio.Task[pb.RunResponse]") -> "set[asyncio.Task[pb.RunResponse | None]]":
         """The tasks that have ended, at least one. Raises NoEndingError when the seconds of the episode and of grace have passed."""
         while True:
             left = min(self._session.clock.seconds_left + self._grace, _LOOK_SECONDS)
@@ -74,7 +73,7 @@ class AgentPlay:
             if done:
                 return done
 
-    def _take(self, response: Any) -> Ending | None:
+    def _take(self, response: pb.RunResponse) -> Ending | None:
         if response is grpc.aio.EOF:
             raise NoEndingError("ended an episode without its ending")
         if response.HasField("withdrawal"):

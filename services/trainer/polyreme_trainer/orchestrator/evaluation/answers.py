@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import xxhash
 
@@ -108,7 +108,7 @@ class ScoredAnswer:
     parts: Sequence[RewardPart]
     tokens: int
     finish_reason: int
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, object] = field(default_factory=dict)
 
 
 class HeldOutAnswers(Protocol):

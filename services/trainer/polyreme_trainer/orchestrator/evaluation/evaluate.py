@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.config.evaluation import best_metric
@@ -45,7 +45,7 @@ class _Result:
 
     metrics: Mapping[str, float]
     parts: Mapping[str, float]
-    lines: Sequence[dict[str, Any]]
+    lines: Sequence[dict[str, object]]
 
 
 class Evaluator:
@@ -102,7 +102,7 @@ class Evaluator:
         await self._run.emit(record)
         return evaluation_of(record)[1]
 
-    def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> tuple[str, dict[str, Any] | None]:
+    def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> tuple[str, dict[str, object] | None]:
         """The digest of the set that decides about the best version, and the deciding metric with its value; None: it is the mean of the
         first set, which has no name."""
         config = self._config
