@@ -287,3 +287,17 @@ def test_a_check_may_raise_or_yield(config_file: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["vlm", "simulatedd"])
 def test_an_engine_that_nothing_declares_is_an_error(config_file: Path, name: str) -> None:
     assert f"one of simulated, transformers, vllm; found '{name}'" in errors(config_file, f"rollout.engine={name}")
+
+
+@pytest.mark.parametrize(("scored_by", "count"), [("environment", 0), ("reward", 1)])
+def test_a_set_that_its_environment_scores_needs_no_labels(config_file: Path, scored_by: str, count: int) -> None:
+    (config_file.parent / "games.jsonl").write_text('{"prompt": "play"}\n')
+    (config_file.parent / "play.py").write_text("def run(task, base_url, api_key): return 1.0\n")
+    played = f"{{file: {config_file.parent / 'play.py'}, function: run, correctness: true}}"
+    data = f"data: {config_file.parent / 'games.jsonl'}, answers: 2"
+    sets = f"eval_sets=[{{name: games, {data}, environment: {played}, scored_by: {scored_by}}}]"
+    result = found(config_file, sets, "eval_best=games/reward/environment")
+    assert [error.expected for error in result.errors if "games.jsonl" in str(error)] == [
+        f"a column answer in {config_file.parent / 'games.jsonl'}, for the reward exact"
+    ] * count
+    assert len(result.errors) == count
