@@ -233,11 +233,14 @@ class EnvironmentClient:
     def _grant(self) -> None:
         """Gives the servers' room to the waiting episodes. While some are left, it looks again after a moment."""
         now = time.monotonic()
-        while self._waiting and (self._waiting[0].done() or (server := self._choose(now))):
-            waiter = self._waiting.popleft()
-            if not waiter.done():  # else its episode was cancelled
-                server.playing += 1
-                waiter.set_result(server)
+        while self._waiting:
+            if self._waiting[0].done():  # its episode was cancelled
+                self._waiting.popleft()
+                continue
+            if (server := self._choose(now)) is None:
+                break
+            server.playing += 1
+            self._waiting.popleft().set_result(server)
         if any(server.rests_until <= now for server in self._servers.values()):
             self._deadline = now + self._config.start_timeout  # they are only full
         elif now > self._deadline:
