@@ -1,6 +1,6 @@
 """The sampler of the training service: answers the requests of its log with an inference engine.
 
-Where the engine has adapters for each request, those of all models run together on the base model. Any other model is loaded alone: its
+Where the engine has adapters for each request, those of all models run together on the base model. Every other model is loaded alone: its
 requests run together; a request for another one waits until they have ended, and no later one runs before it.
 
 Invariant: an answer depends on its request alone. So a request that is executed again after a restart has the same answer, up to the

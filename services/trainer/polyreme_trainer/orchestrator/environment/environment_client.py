@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
@@ -20,14 +19,14 @@ from polyreme.api.v1 import environment_pb2, environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME
 from polyreme.config.data import DataConfig
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.dataset.chat import read_tools, with_tools
+from polyreme.dataset.chat import Message, read_tools, with_tools
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_trainer.data.prompts import prompt_in
-from polyreme_trainer.data.tail import Message, Tools
+from polyreme_trainer.data.tail import Tools
 from polyreme_trainer.orchestrator.environment.agent_play import AgentPlay, NoEndingError
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
@@ -57,23 +56,23 @@ class _EnvironmentServer:
     rests_until: float = 0.0
     unreached_since: float | None = None  # None: its newest call was answered
 
-    @property
-    def capacity(self) -> int:
-        return int(self.lease.facts.get("episodes", 1))
+    def capacity(self, environment: str) -> int:
+        return int(self.lease.facts["episodes"].get(environment, 0))
 
 
 class EnvironmentClient:
-    """A host of episodes: all environment servers with a lease.
+    """A host of the episodes of an environment: all environment servers with a lease.
 
     Args:
         run: provides the leases and receives the notices.
         config: `start_timeout` and `security` are used.
         data: says which columns of a row are its prompt, tools and label.
         seed: the run's seed.
+        name: of the environment; "": the run's.
     """
 
-    def __init__(self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int) -> None:
-        self._config, self._data, self._seed = config, data, seed
+    def __init__(self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int, name: str = "") -> None:
+        self._config, self._data, self._seed, self._name = config, data, seed, name
         # An agent gives its reward at its end, for which it has step_timeout seconds after a bound.
         self._grace = config.step_timeout + _AGENT_SECONDS if config.is_agent else 0.0
         self._leases = LiveServers(run, "environment")
@@ -160,7 +159,9 @@ class EnvironmentClient:
         finally:
             call.cancel()
 
-    async def _play_turns(self, call: Any, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
+    async def _play_turns(
+        self, call: grpc.aio.StreamStreamCall, server: _EnvironmentServer, task: Task, session: EpisodeSession
+    ) -> Ending:
         """Plays an episode whose turns follow each other."""
         spent = 0.0
         try:
@@ -200,11 +201,11 @@ class EnvironmentClient:
         row = {**json.loads(task.prompt.metadata_json or "{}"), self._data.label_key: task.prompt.label}
         admission = task.admission
         seed = sequence_seed(self._seed, admission.index, admission.attempt, session.number, 0)
-        return environment_pb2.Start(row_json=json.dumps(row), seed=seed)
+        return environment_pb2.Start(row_json=json.dumps(row), seed=seed, environment=self._name)
 
-    def _begin(self, ask: Any, task: Task) -> tuple[Tools, list[Message]]:
+    def _begin(self, ask: environment_pb2.Ask, task: Task) -> tuple[Tools, list[Message]]:
         """The tools of an episode, with those of its row, and its first messages; none for the row's own prompt as it is."""
-        messages = [{"role": message.role, "content": message.content} for message in ask.messages]
+        messages: list[Message] = [{"role": message.role, "content": message.content} for message in ask.messages]
         tools = read_tools(ask.tools_json, "an environment")
         if tools is None:
             return None, messages
@@ -265,11 +266,11 @@ class EnvironmentClient:
                 )
 
     def _choose(self, now: float) -> _EnvironmentServer | None:
-        usable = [s for s in self._servers.values() if s.playing < s.capacity and s.rests_until <= now]
-        return min(usable, key=lambda s: (s.playing / s.capacity, s.lease.id), default=None)
+        usable = [s for s in self._servers.values() if s.playing < s.capacity(self._name) and s.rests_until <= now]
+        return min(usable, key=lambda s: (s.playing / s.capacity(self._name), s.lease.id), default=None)
 
 
-def _new_messages(ask: Any) -> list[Message]:
+def _new_messages(ask: environment_pb2.Ask) -> list[Message]:
     """What follows a turn. The first ones are the results of its tool calls."""
     if not ask.messages:
         raise EpisodeError("expected new messages after a turn; found none")

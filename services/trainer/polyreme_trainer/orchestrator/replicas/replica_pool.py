@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Set
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 
@@ -19,7 +18,7 @@ from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog
-from polyreme.experience.metric_records import ServiceNotice
+from polyreme.experience.metric_records import Line, ServiceNotice
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_trainer.orchestrator.replicas.claim import Claim, call_after
@@ -131,7 +130,7 @@ class ReplicaPool:
                 call_after(SHARE_SECONDS, self._grant_claims)
         self._grant_claims()
 
-    def _take_commit(self, commit: dict[str, Any]) -> None:
+    def _take_commit(self, commit: Line) -> None:
         """Takes one entry of the commits: a replica has staged or committed a version."""
         replica, version, term = commit["replica"], commit["version"], commit["term"]
         target = self.targets.get(replica)
