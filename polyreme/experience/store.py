@@ -43,6 +43,8 @@ LOADING_TIMEOUT = 300.0
 """Budget of a server that loads its data."""
 REPLICA_TIMEOUT = 2.0
 """Wait of a script's call for replicas, before it repeats the script. Less than SOCKET_TIMEOUT."""
+COMMANDS_AT_ONCE = 64
+"""Commands of a client that have no answer yet, each on its own connection. Beyond 100 connections the client itself refuses commands."""
 _REMINDER_INTERVAL = 10.0
 _RETRY = Backoff(first=0.02, longest=2.0)
 
@@ -88,10 +90,12 @@ class Store(Redis):
 
     Attributes:
         replicas: number of Redis's replicas that have what a script has changed before its call returns; 0: it waits for none.
+        room: of the commands that are sent at once; others wait in order.
     """
 
     reconnect_timeout = RECONNECT_TIMEOUT
     replicas = 0
+    room: asyncio.Semaphore
 
     async def execute_command(self, *args: object, **options: object) -> object:
         """As in Redis.
@@ -108,9 +112,10 @@ class Store(Redis):
         while True:
             try:
                 try:
-                    if self.replicas and args[0] == "EVALSHA":
-                        return await self._replicated(*args, **options)
-                    return await super().execute_command(*args, **options)
+                    async with self.room:
+                        if self.replicas and args[0] == "EVALSHA":
+                            return await self._replicated(*args, **options)
+                        return await super().execute_command(*args, **options)
                 finally:
                     if task and task.cancelling() > cancels:
                         # wait_for of Python 3.11, which the client uses, loses a cancellation that arrives as it completes or fails.
@@ -172,6 +177,7 @@ async def connect(url: str, reconnect_timeout: float | None = None) -> Store:
         )
     except ValueError as error:
         raise StoreError("a Redis URL such as redis://127.0.0.1:6379/0", str(error), "Fix the URL.") from None
+    client.room = asyncio.Semaphore(COMMANDS_AT_ONCE)
     try:
         client.reconnect_timeout = FIRST_CONNECT_TIMEOUT if reconnect_timeout is None else reconnect_timeout
         await _check(client)

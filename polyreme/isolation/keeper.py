@@ -56,9 +56,12 @@ class Keeper:
         stopping: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        readable = select.poll()  # select.select would not accept descriptors above 1023, which a busy server passes on
+        for file in (self._control.fileno(), wake_read):
+            readable.register(file, select.POLLIN)
         try:
             while not stopping:
-                ready, _, _ = select.select([self._control.fileno(), wake_read], [], [])
+                ready = {file for file, _ in readable.poll()}
                 if wake_read in ready:
                     with suppress(BlockingIOError):
                         os.read(wake_read, 4096)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import resource
 import signal
 import tempfile
 import time
@@ -130,6 +131,24 @@ async def test_a_fault_gets_its_status_and_its_neighbours_their_scores(plugin: d
         assert summary([answers[0], *answers[2:]]) == [("OK", 1.0), ("OK", 0.0), ("OK", 1.0)]
         assert summary(await scorer.score([item("a", "a")] * 20)) == [("OK", 1.0)] * 20
     assert not [p for p in descendants() if p.pid not in before]
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """More open files than `select` can name."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
+    files = [os.dup(0) for _ in range(1100)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("many_files")
+async def test_a_service_with_many_open_files_has_workers(plugin: dict[str, str]) -> None:
+    async with scoring(plugin, **LIMITS) as scorer:
+        assert summary(await scorer.score([item("a", "a")])) == [("OK", 1.0)]
 
 
 @pytest.fixture

@@ -318,3 +318,12 @@ async def test_a_client_waits_for_a_redis_that_is_known_to_exist(
     await asyncio.sleep(0.5)
     os.kill(own_server.pid, signal.SIGCONT)
     await (await waiting).aclose()
+
+
+async def test_commands_beyond_the_connections_wait(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    client = await connect(redis_url)
+    try:
+        assert await asyncio.gather(*(client.ping() for _ in range(1000))) == [True] * 1000
+    finally:
+        await client.aclose()
+    assert not caplog.records  # none was refused, and retried
