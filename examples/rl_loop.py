@@ -3,8 +3,9 @@
     python examples/running_total/prepare.py      # the demo's model (0.8M random weights) and its data
     python examples/rl_loop.py
 
-Both are in this process, or with POLYREME_ADDRESS=http://HOST:PORT on a training service (docs/serve.md). Result, in about 160 seconds of one core: the held-out accuracy of greedy answers rises from 0.31
-after the warm start to 1.00 after 32 iterations. `polyreme up` runs the same algorithm over processes and machines.
+Both are in this process, or with POLYREME_ADDRESS=http://HOST:PORT on a training service, whose key is in TINKER_API_KEY (docs/serve.md).
+Result, in about 160 seconds of one core: the held-out accuracy of greedy answers rises from 0.31 after the warm start to 1.00 after 32
+iterations. `polyreme up` runs the same algorithm over processes and machines.
 """
 
 import argparse

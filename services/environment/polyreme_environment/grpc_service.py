@@ -3,10 +3,11 @@
 Invariant: this module only translates; `pool` plays. An episode ends with its stream, for whatever reason.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,9 @@ from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool, WorkerLostError
 
 NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
+_CLOSE_SECONDS = 2.0
+"""Seconds in which a caller may send its start before it is refused, and end its call after an ending. A caller whose write fails since the call
+has ended sees gRPC's INTERNAL in place of the status, and no message that it has not read."""
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
@@ -35,6 +39,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
     async def Run(self, requests: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:
         if self._pool.draining:
+            await _hear(requests)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
         how = "left"
         try:
@@ -43,9 +48,12 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                     if response.HasField("ending"):
                         how = "failed" if response.ending.error else "done"
                     yield response
+            if isinstance(episode, AgentEpisode):
+                await _left(context)  # turns are still told
         except FullError as error:
             how = ""
             self._metrics.refused.inc()
+            await _hear(requests)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except EpisodeLostError as error:
             how = "lost"
@@ -101,6 +109,22 @@ def _response(moved: Moved, seconds: float) -> pb.RunResponse:
     agent = moved.agent if isinstance(moved, AgentMoved) else None
     ask = pb.Ask(messages=messages, reward=moved.reward, seconds=seconds, tools_json=tools, calls=calls, agent=agent)
     return pb.RunResponse(ask=ask)
+
+
+async def _hear(requests: AsyncIterator[pb.RunRequest]) -> None:
+    """Waits for the start of a call that is refused."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await anext(requests, None)
+
+
+async def _left(context: grpc.aio.ServicerContext) -> None:
+    """Waits for the caller to end its call."""
+    left = asyncio.Event()
+    context.add_done_callback(lambda _: left.set())
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await left.wait()
 
 
 class _BadRequestError(Exception):

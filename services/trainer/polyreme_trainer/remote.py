@@ -5,6 +5,7 @@ computed here: the service gets its gradient by the log-probabilities as the wei
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,18 +53,19 @@ class RemoteService:
 
     @classmethod
     @contextmanager
-    def open(cls, config: RunConfig, address: str, key: str = "tml-any") -> Iterator["RemoteService"]:
+    def open(cls, config: RunConfig, address: str, key: str = "") -> Iterator["RemoteService"]:
         """Creates a model of the service's base model, and unloads it with the block.
 
         Args:
             config: as for `LocalEngine`. Its model must be the service's.
             address: of the service, http://HOST:PORT.
-            key: the API key.
+            key: the API key; "": that of the variable TINKER_API_KEY, as for the SDK.
 
         Raises:
             UnavailableError: the service has not answered for CALL_SECONDS.
             RunFailedError: it refuses a request.
         """
+        key = key or os.environ.get("TINKER_API_KEY", "tml-any")
         with httpx.Client(base_url=f"{address}/api/v1", headers={"x-api-key": key}, timeout=60.0, trust_env=False) as http:
             opened = cls(http, config, "")
             session = opened._post("create_session", {"tags": [], "sdk_version": "polyreme"})["session_id"]

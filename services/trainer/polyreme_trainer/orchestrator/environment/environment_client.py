@@ -52,6 +52,7 @@ class _EnvironmentServer:
     channel: grpc.aio.Channel
     playing: int = 0
     rests_until: float = 0.0
+    unreached_since: float | None = None  # None: its newest call was answered
 
     @property
     def capacity(self) -> int:
@@ -115,12 +116,21 @@ class EnvironmentClient:
                     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # others play there too
                         server.rests_until = time.monotonic() + _PAUSE_SECONDS
                         continue
+                    if error.code() is grpc.StatusCode.UNAVAILABLE and not session.turns and self._may_return(server):
+                        self._lost(server, f"cannot be reached: {error.details()}")
+                        continue
                     plays_on = error.code() is grpc.StatusCode.ABORTED
                     raise self._lost(server, f"answered {error.code().name}: {error.details()}", plays_on=plays_on) from error
                 except asyncio.CancelledError:
                     if not rpc.channel_closed():
                         raise
                     raise self._lost(server, "left") from None
+
+    def _may_return(self, server: _EnvironmentServer) -> bool:
+        """Whether a server that has not begun an episode costs it no try: it may start again, or its lease end, within start_timeout."""
+        now = time.monotonic()
+        server.unreached_since = server.unreached_since or now
+        return now - server.unreached_since < self._config.start_timeout
 
     def _lost(self, server: _EnvironmentServer, how: str, *, plays_on: bool = False) -> HostLostError:
         now = time.monotonic()
@@ -136,7 +146,9 @@ class EnvironmentClient:
             if not self._config.is_agent:
                 return await self._play_turns(call, server, task, session)
             try:
-                return await AgentPlay(call, session, self._config.parallel_turns, self._grace).run()
+                ending = await AgentPlay(call, session, self._config.parallel_turns, self._grace).run()
+                server.unreached_since = None
+                return ending
             except NoEndingError as how:
                 raise self._lost(server, str(how)) from None
         finally:
@@ -151,6 +163,7 @@ class EnvironmentClient:
                     response = await call.read()
                 if response is grpc.aio.EOF:
                     raise self._lost(server, "ended an episode without its ending")
+                server.unreached_since = None
                 if response.HasField("ending"):
                     if response.ending.error:
                         raise EpisodeError(f"the environment failed: {response.ending.error}")
