@@ -75,15 +75,18 @@ class Service:
 
 
 @contextmanager
-def service(folder: Path, model: Path, name: str, length: int, engine: str = "transformers") -> Iterator[Service]:
+def service(
+    folder: Path, model: Path, name: str, length: int, engine: str = "transformers", vllm: Mapping[str, object] | None = None
+) -> Iterator[Service]:
     """Serves a model until the block ends.
 
     Args:
         name: the base model's name for clients.
         length: of prompt and answer.
+        vllm: the section sampler.vllm.
     """
     url, file = f"http://127.0.0.1:{(port := free_port())}", folder / "serve.yaml"
-    sampler = {"engine": engine, "max_model_len": length}
+    sampler = {"engine": engine, "max_model_len": length, "vllm": dict(vllm or {})}
     tree = {"output_dir": "out", "base_model": name, "port": port, "model": {"path": str(model)}, "sampler": sampler}
     file.write_text(yaml.safe_dump(tree))
     with open(folder / "serve.log", "wb") as log:

@@ -127,7 +127,7 @@ class SimulatedStates(States):
     def _write_tensors(self, path: Path, tensors: Any) -> None:
         save_file(dict(tensors), path)
 
-    def _read_tensors(self, path: Path) -> Any:
+    def _read_tensors(self, path: Path) -> object:
         return load_file(path)
 
 
