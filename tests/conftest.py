@@ -35,13 +35,21 @@ def pytest_configure() -> None:
 
 
 _ALL_REAL = re.compile(r"^pytestmark = (?:\[[^\]]*)?pytest\.mark\.real\b", re.MULTILINE)
+_NEEDS_REAL = re.compile(r"^(?!.*\bor\b).*(?<!not )\breal\b")
+"""An expression that only real tests fulfil."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignores the files of real tests if `-m` excludes them, since their imports take every process of the light tests seconds."""
-    if collection_path.suffix != ".py" or "not real" not in config.option.markexpr:
+    """Ignores the files from which `-m` selects nothing: those of real tests, or those without one. To import them takes every process
+    seconds."""
+    expression = config.option.markexpr
+    if not re.fullmatch(r"test_\w+\.py", collection_path.name):
         return None
-    return True if _ALL_REAL.search(collection_path.read_text()) else None
+    if "not real" in expression:
+        return True if _ALL_REAL.search(collection_path.read_text()) else None
+    if _NEEDS_REAL.match(expression):
+        return None if "mark.real" in collection_path.read_text() else True
+    return None
 
 
 @pytest.hookimpl(trylast=True)
