@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polyreme.config.base import NAME
 from polyreme.config.load import load_as
@@ -22,7 +22,7 @@ from polyreme.config.trainer import RECOMPUTE, ParallelConfig, Recompute
 class ServeLearner(Section):
     """The learner."""
 
-    threads: Operational[int] = Field(1, ge=1, description="Compute threads on CPU.")
+    parallel: Operational[ParallelConfig] = ParallelConfig()
     micro_batch_tokens: int = Field(
         8192, ge=1, description="Maximum tokens of one micro-batch. A longer sequence forms its own micro-batch."
     )
@@ -42,6 +42,16 @@ class ServeLearner(Section):
         gt=0,
         description="Maximum GiB of saved models on disk. Beyond it, those without a name are deleted, the oldest first, and then a save fails.",
     )
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> "ServeLearner":
+        if self.parallel.nodes > 1:
+            raise ValueError(
+                f"`parallel.nodes` = {self.parallel.nodes} must be 1: the learner of a training service is on one machine"
+            )
+        if self.parallel.pipeline > 1 and self.recompute is not None:
+            raise ValueError("`recompute` must be null with `parallel.pipeline` above 1: stages share the adapters of a pass")
+        return self
 
 
 class ServeSampler(Section):
@@ -124,7 +134,7 @@ class ServeConfig(Section):
         length = self.sampler.max_model_len
         rollout = {**self.sampler.model_dump(), "max_new_tokens": length - 1}
         trainer = {
-            "parallel": ParallelConfig(threads=self.learner.threads),
+            "parallel": self.learner.parallel,
             "micro_batch_tokens": self.learner.micro_batch_tokens,
             "recompute": self.learner.recompute,
             "optimizer": {"lr": 1e-4},

@@ -18,8 +18,8 @@ from polyreme_trainer.service import learner as learner_module
 from polyreme_trainer.service import states as states_module
 from polyreme_trainer.service.folders import Folders
 from polyreme_trainer.service.learner import ModelLearner
+from polyreme_trainer.service.states import States
 from polyreme_trainer.service.wire import Request, json_result
-from polyreme_trainer.testing.simulated_tenants import SimulatedStates
 from support.simulated_service import BASE, engine
 
 MODEL = f"{'a' * 32}:train:0"
@@ -56,7 +56,7 @@ class Service:
     async def learner(self) -> AsyncIterator[None]:
         """A new learner, which ends with the block as by a kill between two of its commands."""
         self.engine = engine()
-        learner = ModelLearner(self.log, self.engine, SimulatedStates(self.root, self.limit), BASE, 32)
+        learner = ModelLearner(self.log, self.engine, States(self.root, self.limit), BASE, 32)
         task = asyncio.create_task(learner.run(asyncio.Event()))
         try:
             yield
@@ -115,7 +115,7 @@ async def test_a_restart_begins_at_the_newest_state(
     assert [folder.name for folder in (service.root / MODEL / "states").iterdir()] == [str(len(LOOP) - 2)]
     async with service.learner():
         found += await service.ask(LOOP[-1])
-        assert service.engine.executed == ["put", "optim_step"], "with the gradient of the state"
+        assert service.engine.executed == ["load", "optim_step"], "with the gradient of the state"
     assert found == wanted
     assert await service.log.kept(MODEL) == [] and await service.log.lanes() == set()
 

@@ -9,8 +9,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
@@ -21,7 +22,7 @@ from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, re
 from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.snapshots import Snapshot, SnapshotProbe, load_snapshot
 from polyreme_trainer.service.states import States
-from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState, lora_of
+from polyreme_trainer.service.tenant_engine import TenantEngine, lora_of
 from polyreme_trainer.service.turns import LaneTurn, firsts, next_request
 from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
@@ -225,8 +226,9 @@ class ModelLearner:
         saved = self._states.newest_state(lane)
         seq = -1
         if saved is not None:
-            seq, state = saved
-            self._engine.put(lane, state)
+            folder, facts = saved
+            seq = facts.seq
+            self._engine.load(lane, folder, facts.lora, facts.steps)
             await self._log.forget(lane, seq)
         kept = [place for place in await self._log.kept(lane) if place.seq > seq]
         if kept:
@@ -243,7 +245,8 @@ class ModelLearner:
         """Saves the model after a request, so that a restart need not execute it again."""
         if place.lane not in self._engine.models:  # it could not be created
             return
-        self._states.save_state(place.lane, self._engine.take(place.lane), self._base_model, place.seq)
+        facts = Facts(self._base_model, self._engine.models[place.lane], place.seq, self._engine.steps(place.lane))
+        self._states.save_state(place.lane, partial(self._engine.save, place.lane, gradient=True), facts)
         self._saved[place.lane] = place.seq
 
     async def _unload(self, lane: str) -> None:
@@ -278,32 +281,29 @@ class ModelLearner:
         return json_result(type="create_model", model_id=lane)
 
     def _create_from(self, lane: str, seq: int, request: Request) -> bytes:
-        state = self._read_checkpoint(request)
-        self._check_room(state.lora)
-        self._engine.put(lane, state)
+        folder, facts = self._read_checkpoint(request)
+        self._check_room(facts.lora)
+        self._engine.load(lane, folder, facts.lora, facts.steps)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
     def _load_weights(self, lane: str, seq: int, request: Request) -> bytes:
-        state = self._read_checkpoint(request)
-        if state.lora != self._engine.models[lane]:
+        folder, facts = self._read_checkpoint(request)
+        if facts.lora != self._engine.models[lane]:
             raise TenantError(
                 "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
             )
-        self._engine.put(lane, state)
+        self._engine.load(lane, folder, facts.lora, facts.steps)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
-    def _read_checkpoint(self, request: Request) -> TenantState:
-        """The state of a checkpoint, with or without the moments. Raises TenantError when there is none, or it is not one to continue from."""
+    def _read_checkpoint(self, request: Request) -> tuple[Path, Facts]:
+        """The directory and the facts of a checkpoint, without steps if its moments are not asked for. Raises TenantError when there is none, or it is not one to continue from."""
         checkpoint = read_path(request.fields["path"])
         facts = self._states.facts(checkpoint, request.fields["tenant"])
         if checkpoint.kind != "weights":
             raise TenantError(f"expected a checkpoint that save_weights wrote; found {checkpoint}")
         if facts.base_model != self._base_model:
             raise TenantError(f"expected a checkpoint of {self._base_model}; found one of {facts.base_model}")
-        state = self._states.load(self._states.folder(checkpoint))
-        return (
-            state if request.fields["optimizer"] else TenantState(state.lora, 0, state.without("exp_avg", "exp_avg_sq").tensors)
-        )
+        return self._states.folder(checkpoint), facts if request.fields["optimizer"] else replace(facts, steps=0)
 
     def _optim_step(self, lane: str, seq: int, request: Request) -> bytes:
         given = AdamSettings.model_validate(request.fields["adam"])
@@ -312,13 +312,11 @@ class ModelLearner:
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
     def _save(self, lane: str, seq: int, request: Request) -> bytes:
-        checkpoint = SavedModel(lane, "weights", request.fields["name"])
-        state = self._engine.take(lane)
-        self._states.save(checkpoint, state, self._facts(lane, seq, request), request.fields["overwrite"])
+        checkpoint = self._save_files(lane, seq, request, "weights", partial(self._engine.save, lane, gradient=False))
         return json_result(type="save_weights", path=str(checkpoint))
 
     def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
-        checkpoint = self._save_files(lane, seq, request, "sampler_weights")
+        checkpoint = self._save_installed(lane, seq, request, "sampler_weights")
         if self._canary is not None:
             measured = self._engine.forward({lane: self._canary.call})[lane]
             assert isinstance(measured, BatchResult)
@@ -328,13 +326,15 @@ class ModelLearner:
         return json_result(type="save_weights_for_sampler", **named)
 
     def _save_external(self, lane: str, seq: int, request: Request) -> bytes:
-        return json_result(type="save_weights_external", path=str(self._save_files(lane, seq, request, "external_weights")))
+        return json_result(type="save_weights_external", path=str(self._save_installed(lane, seq, request, "external_weights")))
 
-    def _save_files(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
+    def _save_installed(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
         """Saves the files of the installed model: PEFT's, or all weights."""
+        return self._save_files(lane, seq, request, kind, partial(self._engine.write_sampler_weights, lane))
+
+    def _save_files(self, lane: str, seq: int, request: Request, kind: Kind, write: Callable[[Path], None]) -> SavedModel:
         checkpoint = SavedModel(lane, kind, request.fields["name"])
-        write = partial(self._engine.write_sampler_weights, lane)
-        self._states.save_files(checkpoint, write, self._facts(lane, seq, request), request.fields["overwrite"])
+        self._states.save(checkpoint, write, self._facts(lane, seq, request), request.fields["overwrite"])
         return checkpoint
 
     def _facts(self, lane: str, seq: int, request: Request) -> Facts:
