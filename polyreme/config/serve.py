@@ -27,9 +27,11 @@ class ServeLearner(Section):
         8192, ge=1, description="Maximum tokens of one micro-batch. A longer sequence forms its own micro-batch."
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
-    max_models: Operational[int] = Field(32, ge=1, description="Maximum number of models.")
+    max_models: Operational[int] = Field(
+        32, ge=1, description="Maximum number of models in memory. The others are on disk, and come back with their next request."
+    )
     resident_models: Operational[int] = Field(
-        8, ge=1, description="Maximum number of models on the device, and in one pass. The others are in the host's memory."
+        8, ge=1, description="Maximum number of models on the device, and in one pass. The others in memory are in the host's."
     )
     same_bits: bool = Field(
         True,
@@ -40,7 +42,8 @@ class ServeLearner(Section):
     checkpoints_gib: Operational[float] = Field(
         100.0,
         gt=0,
-        description="Maximum GiB of saved models on disk. Beyond it, those without a name are deleted, the oldest first, and then a save fails.",
+        description="Maximum GiB of checkpoints. Beyond it, those without a name are deleted, the oldest first, and then a save fails. While"
+        " checkpoints and models on disk have more, no new model is created.",
     )
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.megatron.atomic import discard, new_directory
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import FACTS, Facts, Folders, remove, size
@@ -61,6 +62,19 @@ class States(Folders):
     def unfinished(self) -> list[str]:
         """The models with a state to continue from."""
         return [model for model in self.models() if self._states(model).exists()]
+
+    def adapters(self) -> dict[str, LoraConfig | None]:
+        """The adapters of each model with a state; None: all parameters."""
+        found = {model: self.newest_state(model) for model in self.unfinished()}
+        return {model: state[1].lora for model, state in found.items() if state is not None}
+
+    def check_room(self) -> None:
+        """Raises TenantError when states and checkpoints take all of the disk's share."""
+        if (total := sum(size(self.root / model) for model in self.models())) >= self._limit:
+            raise TenantError(
+                f"expected less than {self._limit / 2**30:.3g} GiB of models on disk; found {total / 2**30:.3g}. "
+                "Unload some, or delete checkpoints."
+            )
 
     def remove(self, model: str) -> None:
         """Deletes the states of an unloaded model. Its checkpoints stay."""
