@@ -28,7 +28,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from learner import save_model
+from learner import CASES
+from learner_side.steps import save_model
 from weights_side.swaps import Stage, staged
 
 from polyreme.config.trainer import ParallelConfig
@@ -60,7 +61,7 @@ def bench_bytes(steps: int) -> dict[str, float]:
     device = Device("cpu", threads=2)
     init_parallel(ParallelConfig(), device)
     with tempfile.TemporaryDirectory() as folder:
-        save_model("20m", Path(folder))
+        save_model(CASES["20m"].shape, Path(folder))
         policy = Policy(load_architecture(Path(folder)), "bfloat16", device, trainable=True)
         policy.load_hf(Path(folder))
     shard = DataShard(torch.device("cpu"), ROWS * WIDTH)

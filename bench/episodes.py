@@ -45,7 +45,7 @@ from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.process.event_loop import run_service
-from polyreme.process.lifecycle import Child
+from polyreme.process.lifecycle import Child, freeze_gc
 from support.replicas import Replica
 from support.tiny_tokenizer import vocabulary
 
@@ -189,6 +189,7 @@ async def measure(options: argparse.Namespace, folder: Path, model: Path) -> dic
         agents = Agents()
         url = await agents.serve(exits)
         talking, child, lease = await stack.side("agents", {"url": url, "max_turns": 24})
+        freeze_gc()  # as an orchestrator
         if "tokens" in options.only:
             side, _, _ = await stack.side("Talk", {"max_turns": TURNS})
             measured["tokens_vs_single_turn"] = await tokens_vs_single_turn(side, options.rounds)

@@ -25,7 +25,7 @@ BOUNDS = {
     "circles": 0,
     "services_import_cli": 0,
     "files_of_largest_folder": 23,
-    "lines_with_any": 1181,
+    "lines_with_any": 335,
     "arrows": {"polyreme": 59, "polyreme_rollout": 32, "polyreme_trainer.megatron": 73, "polyreme_trainer.orchestrator": 27},
 }
 """Upper bounds. They are lowered when the figures fall, and not raised."""

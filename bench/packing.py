@@ -93,7 +93,8 @@ def attention_padding(policy: "Policy", batches: "list[tuple[Tensor | PackedIds,
     import numpy as np
 
     from polyreme_trainer.megatron.batches.attention_blocks import plan_blocks
-    from polyreme_trainer.megatron.batches.packing import PackedIds, cut_blocks
+    from polyreme_trainer.megatron.batches.attention_layout import cut_blocks
+    from polyreme_trainer.megatron.batches.packing import PackedIds
 
     counts = [np.array(ids.lengths) for ids, _ in batches if isinstance(ids, PackedIds)]
     plans = [plan_blocks(each, policy.arch.queries) for each in counts]

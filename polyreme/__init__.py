@@ -6,7 +6,6 @@ Invariant: the core imports no torch, vllm, megatron or fastapi, not even transi
 
 import os
 from importlib import import_module
-from typing import Any
 
 # gRPC's C core reads these once, when `grpc` is first imported, so they are set before any module of ours can import it. Its fork
 # handlers restart its threads in a child between fork and exec, where closed file descriptors abort the child now and then.
@@ -17,7 +16,7 @@ API_VERSION = 1
 """Schema number of proto/polyreme/api/v1. Services with different numbers refuse each other."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "Run":
         return import_module("polyreme.display.notebook").RunHandle
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

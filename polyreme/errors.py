@@ -1,6 +1,6 @@
 """Errors that a user can act on: what was expected, what was found, what to do.
 
-Invariant: the command line prints such an error as one message without a traceback and exits with its `exit_code`. Any other exception is
+Invariant: the command line prints such an error as one message without a traceback and exits with its `exit_code`. Every other exception is
 a bug and keeps its traceback.
 """
 

@@ -90,7 +90,8 @@ def cpu_seconds(started: SimulatedRun, redis_pid: int) -> dict[str, float]:
     """Returns the CPU seconds of each process so far."""
     children = {name: child.pid for name, child in started.children.items()}
     pids = {"redis": [redis_pid], "replicas": [pid for name, pid in children.items() if name.startswith("rollout")]}
-    pids["reward"] = [children["reward"], *(child.pid for child in psutil.Process(children["reward"]).children(recursive=True))]
+    for name in children.keys() & {"reward", "environment"}:
+        pids[name] = [children[name], *(child.pid for child in psutil.Process(children[name]).children(recursive=True))]
     pids["supervisor"] = [children["train"]]
     for child in psutil.Process(children["train"]).children():
         pids["orchestrator" if "polyreme_trainer.orchestrator" in child.cmdline() else "learner"] = [child.pid]

@@ -31,7 +31,7 @@ class Command:
 
     name: str
     help: str
-    load: Callable[[], Callable[..., Any] | typer.Typer]
+    load: Callable[[], Callable[..., object] | typer.Typer]
 
 
 @cache

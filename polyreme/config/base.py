@@ -7,7 +7,7 @@ rounding, such as the layout of the ranks, do not decide them.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import yaml
 from pydantic import Field, field_validator
@@ -16,6 +16,7 @@ from polyreme.config.named_input import NamedInput, in_place_of_paths
 from polyreme.config.notices import ReceiverConfig
 from polyreme.config.section import Operational, Section, without_operational
 from polyreme.config.trackers import TrackerConfig
+from polyreme.config.yaml_text import Tree
 
 NAME = r"^[a-z0-9][a-z0-9-]*$"
 """What the name of a run looks like."""
@@ -68,7 +69,7 @@ class BaseConfig(Section):
         fields = self.by_name(without_operational(self) | self.decisive_length())
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
-    def by_name(self, tree: dict[str, Any]) -> dict[str, Any]:
+    def by_name(self, tree: Tree) -> Tree:
         """A tree of the configuration's values with `owner/name@commit` in place of the paths of repositories, which differ by machine."""
         tree = {key: value for key, value in tree.items() if key != "names"}
         return dict(in_place_of_paths(tree, {str(each.path): str(each) for each in self.names}))
@@ -81,6 +82,6 @@ class BaseConfig(Section):
         """Where others find the files of `path`: name and commit of a repository; else the path itself, without a commit."""
         return next(((each.name, each.revision) for each in self.names if each.path == path), (str(path), None))
 
-    def decisive_length(self) -> dict[str, Any]:
+    def decisive_length(self) -> dict[str, object]:
         """The operational fields that set the length of the training, when the learning rate depends on them."""
         return {}

@@ -6,7 +6,7 @@ Invariant: only this section names paths and columns; no reader has other defaul
 import datetime
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -33,11 +33,11 @@ class DataSource(Section):
         None, description="Column whose content decides to which part a row belongs, such as the prompt. null: the whole row."
     )
     rename: dict[str, str] = Field({}, description="Columns to add from others of the row: new name to old name or dotted path.")
-    add: dict[str, Any] = Field({}, description="Columns to add to every row, with their value.")
+    add: dict[str, object] = Field({}, description="Columns to add to every row, with their value.")
 
     @field_validator("add")
     @classmethod
-    def _added_values_are_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _added_values_are_json(cls, value: dict[str, object]) -> dict[str, object]:
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -113,7 +113,7 @@ class TextConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _keys_of_one_name(cls, tree: Any) -> Any:
+    def _keys_of_one_name(cls, tree: object) -> object:
         """Moves `split` and `config` to the sources that they belong to."""
         if not isinstance(tree, dict) or not (tree.get("split") or tree.get("config")):
             return tree

@@ -95,7 +95,7 @@ def _section_lines(section: Section, indent: str, described: bool = True) -> Ite
             yield f"{indent}{name}: {_flow(plain[name])}"
 
 
-def _comment(section: type[Section], name: str, value: Any, indent: str) -> list[str]:
+def _comment(section: type[Section], name: str, value: object, indent: str) -> list[str]:
     """The description of a field and, for a plain value, its type and default."""
     field = section.model_fields[name]
     if isinstance(value, Section):
@@ -116,9 +116,9 @@ def _tables(
     """The table of a section, then those of its subsections except the ones named in `without`. `suffix` ends every heading.
 
     Args:
-        seen: the heading of each section's table so far, to which another place of the section refers.
+        seen: the heading of each section's table, to which another place of the section refers: the first of the shallowest places.
     """
-    heading = f"{f'`{place}`' if place else 'Top level'}{suffix}{variant}"
+    heading = _heading(place, suffix, variant)
     yield f"\n## {heading}\n\n"
     if (first := seen.setdefault(section, heading)) != heading:
         yield f"The keys of {first}.\n"
@@ -129,14 +129,22 @@ def _tables(
     for name, field in section.model_fields.items():
         mark = " ○" if is_operational(field) else ""
         yield f"| `{name}`{mark} | {_type(field)} | {_default(section, name).removeprefix('default ')} | {_description(field)} |\n"
+    inner = []
     for name, field in section.model_fields.items():
-        inner, listed = () if name in without else subsections(field), _lists(field.annotation)
-        for kind in inner:
-            deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
-            yield from _tables(kind, deeper, seen, suffix, f", {_name(kind)}" if len(inner) > 1 else "", without)
+        kinds, listed = () if name in without else subsections(field), _lists(field.annotation)
+        deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
+        inner += [(kind, deeper, f", {_name(kind)}" if len(kinds) > 1 else "") for kind in kinds]
+    for kind, deeper, own in inner:
+        seen.setdefault(kind, _heading(deeper, suffix, own))
+    for kind, deeper, own in inner:
+        yield from _tables(kind, deeper, seen, suffix, own, without)
 
 
-def _lists(annotation: Any) -> bool:
+def _heading(place: str, suffix: str, variant: str) -> str:
+    return f"{f'`{place}`' if place else 'Top level'}{suffix}{variant}"
+
+
+def _lists(annotation: object) -> bool:
     """Whether a list is among the values of a field."""
     return any(get_origin(each) in (list, tuple) for each in (annotation, *get_args(annotation)))
 
@@ -161,7 +169,7 @@ def _default(section: type[Section], name: str) -> str:
     return "" if isinstance(value, Section) else "default none" if value is None else f"default {_flow(value)}"
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     """A plain value in YAML's flow style, on one line."""
     plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000).removesuffix("...\n").rstrip("\n")
@@ -197,7 +205,7 @@ def _name(section: type[Section]) -> str:
     return f"kind {kind.default}" if kind else "section"
 
 
-def _bounds(marks: Iterable[Any]) -> Iterator[str]:
+def _bounds(marks: Iterable[object]) -> Iterator[str]:
     for mark in marks:
         for kind, sign in _SIGNS.items():
             if isinstance(mark, kind):

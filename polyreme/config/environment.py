@@ -4,7 +4,7 @@ Invariant: every episode is bounded in turns, tokens and seconds.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -103,7 +103,7 @@ class EnvironmentConfig(Section):
     openenv: list[Annotated[str, Field(pattern=r"^https?://[^\s]+$")]] = Field(
         [], description="URL of an OpenEnv server in place of `file`, or a list of several with the same environment."
     )
-    action: dict[str, Any] | None = Field(
+    action: dict[str, object] | None = Field(
         None,
         description="`openenv`: the action of an answer without a tool call, such as `{guess: $text}`, where `$text` is the answer. Default: the only field.",
     )
@@ -131,7 +131,7 @@ class EnvironmentConfig(Section):
     online: OnlineConfig | None = Field(
         None, description="Sessions that a running product opens, in place of `file`. Their groups are those of its tasks."
     )
-    options: dict[str, Any] = Field(
+    options: dict[str, object] = Field(
         {},
         description="Arguments of the class, or further ones of the function. `openenv`: fields of `reset`, where `$NAME` is that column of the row. `verifiers`: the environment's configuration. `nemo_gym`: settings of its agent.",
     )
@@ -190,7 +190,7 @@ class EnvironmentConfig(Section):
 
     @field_validator("openenv", mode="before")
     @classmethod
-    def _as_list(cls, given: Any) -> Any:
+    def _as_list(cls, given: object) -> object:
         return [given] if isinstance(given, str) else given
 
     @model_validator(mode="after")

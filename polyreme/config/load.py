@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from polyreme.config.named_input import nameable, split_name
 from polyreme.config.reward import RewardConfig
@@ -20,7 +21,7 @@ from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, holds_path, known_keys, required_keys, subsections, words
 from polyreme.config.stage import STAGES, StageConfig
 from polyreme.config.upgrade import OLD_KEYS, REWRITE
-from polyreme.config.yaml_text import load_yaml
+from polyreme.config.yaml_text import Tree, load_yaml
 from polyreme.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -68,12 +69,12 @@ def load_as(schema: type[AnySection], path: Path, overrides: Iterable[str] = ())
     return parse(tree, str(path), schema)
 
 
-def parse_any(tree: dict[str, Any], path: Path) -> RunConfig | StageConfig:
+def parse_any(tree: dict[str, object], path: Path) -> RunConfig | StageConfig:
     """Validates the tree of a run, or of the stage that its key `stage` names, without resolving paths. `path` names it in errors."""
     return parse(tree, str(path), _schema(tree, path))
 
 
-def _schema(tree: dict[str, Any], path: Path) -> type[RunConfig] | type[StageConfig]:
+def _schema(tree: dict[str, object], path: Path) -> type[RunConfig] | type[StageConfig]:
     stage = tree.get("stage")
     if stage is None:
         return RunConfig
@@ -94,7 +95,7 @@ def load_reward_config(path: Path) -> RewardConfig:
     try:
         return RewardConfig.model_validate(tree["reward"])
     except ValidationError as error:
-        problems = [{**e, "loc": ("reward", *e["loc"])} for e in error.errors()]
+        problems: list[ErrorDetails] = [{**e, "loc": ("reward", *e["loc"])} for e in error.errors()]
         explained = "; ".join(_explain(problem, RunConfig) for problem in problems)
         raise ConfigError(f"a valid reward section in {path}", explained, "Fix these keys.") from None
 
@@ -110,12 +111,12 @@ def data_columns(path: Path) -> tuple[str, str]:
     return data.prompt_key, data.label_key
 
 
-def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
+def parse_config(tree: dict[str, object], source: str) -> RunConfig:
     """Validates a run's tree of plain values. `source` names its origin in errors. Raises ConfigError."""
     return parse(tree, source, RunConfig)
 
 
-def parse(tree: dict[str, Any], source: str, schema: type[AnySection]) -> AnySection:
+def parse(tree: dict[str, object], source: str, schema: type[AnySection]) -> AnySection:
     """Validates a tree of plain values against `schema`. `source` names its origin in errors. Raises ConfigError."""
     try:
         return schema.model_validate(tree)
@@ -125,7 +126,7 @@ def parse(tree: dict[str, Any], source: str, schema: type[AnySection]) -> AnySec
         ) from None
 
 
-def _read_tree(path: Path) -> dict[str, Any]:
+def _read_tree(path: Path) -> dict[str, object]:
     advice = "Pass the path of a run's or a stage's YAML file; `polyreme init FOLDER` writes a first run.yaml."
     try:
         tree = load_yaml(path.read_text(encoding="utf-8-sig"), str(path))
@@ -142,7 +143,7 @@ def _read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
+def _override(tree: Tree, override: str) -> Tree:
     key, equals, text = override.partition("=")
     if not equals or not key:
         advice = (
@@ -172,7 +173,7 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     return tree
 
 
-def resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> None:
+def resolve_paths(tree: Tree, section: type[Section], base: Path) -> None:
     """Makes the tree's relative paths absolute, in place. Runs before validation, so it leaves values that do not fit the schema alone."""
     for name, field in section.model_fields.items():
         if holds_path(field) and isinstance(field.default, Path):
@@ -201,7 +202,7 @@ def _resolved_or_name(path: str, base: Path) -> str:
     return path if split_name(path) is not None and not is_ours else _resolved(path, base)
 
 
-def _explain(error: Any, schema: type[Section]) -> str:
+def _explain(error: ErrorDetails, schema: type[Section]) -> str:
     dotted = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         if dotted in OLD_KEYS:

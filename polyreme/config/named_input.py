@@ -59,7 +59,7 @@ def split_name(path: Path | str) -> tuple[str, str | None] | None:
     return None if found is None or found[1].lower().endswith(_FILES) else (found[1], found[2])
 
 
-def nameable(metadata: list[Any]) -> Nameable | None:
+def nameable(metadata: list[object]) -> Nameable | None:
     """The mark among a field's metadata, if there is one."""
     return next((mark for mark in metadata if isinstance(mark, Nameable)), None)
 

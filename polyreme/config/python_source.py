@@ -67,10 +67,10 @@ def parse(code: str, where: str) -> dict[str, ast.stmt]:
     return dict(_bindings(tree.body))
 
 
-def stand_in_for(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
+def stand_in_for(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., object]:
     """A function with the same name and signature that must not be called."""
 
-    def function(*_: Any, **__: Any) -> None:
+    def function(*_: object, **__: object) -> None:
         raise AssertionError("a stand-in must not be called")
 
     function.__name__ = node.name

@@ -4,7 +4,7 @@ Invariant: each reward has exactly one source, and no two rewards have the same 
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -32,7 +32,7 @@ class RewardSpec(Section):
         None, description="Hugging Face directory or name of a sequence classifier whose output is the score."
     )
     weight: float = Field(1.0, description="Weight of the reward's value in the score.")
-    options: dict[str, Any] = Field({}, description="Arguments of the reward.")
+    options: dict[str, object] = Field({}, description="Arguments of the reward.")
 
     @model_validator(mode="after")
     def _one_source(self) -> "RewardSpec":

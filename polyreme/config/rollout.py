@@ -52,13 +52,14 @@ class VllmConfig(Section):
         description="Speculative decoding, only on accelerators. The gates before training check its log-probabilities. null: none.",
     )
     max_loras: Operational[int | None] = Field(
-        0,
+        None,
         ge=0,
-        description="Adapters that the requests of a step name at most, in a training service. null: as many as a sixteenth of the key-value"
-        " cache's memory holds, from 1 to 32. 0: none; each model is merged into the weights and loaded alone.",
+        description="Maximum number of adapters that a training service samples from at the same time. 0: none; each model is merged into the"
+        " weights and loaded alone. null: on CPU, as many as a sixteenth of the key-value cache's memory holds, from 1 to 32; none on"
+        " accelerators and for a model with experts.",
     )
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = Field(
-        32, description="Maximum rank of these adapters. Models with a higher one are merged and loaded alone."
+        32, description="Maximum rank of these adapters. A model with a higher one is merged and loaded alone."
     )
     sleep_level: Operational[Literal[1, 2]] = Field(
         1,

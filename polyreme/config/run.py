@@ -3,14 +3,14 @@
 Invariant: some part of the system reads every key, and an unknown key is an error.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataConfig, Sources, TaskSource
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
+from polyreme.config.evaluation import PART, EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig, WeightsConfig
 from polyreme.config.recipes.algorithm import AlgorithmConfig
 from polyreme.config.recipes.recipe import Recipe, Zero
@@ -92,12 +92,20 @@ class RunConfig(BaseConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _secure_services_too(cls, tree: Any) -> Any:
-        if not isinstance(tree, dict) or tree.get("security") is None:
+    def _secure_services_too(cls, tree: object) -> object:
+        if not isinstance(tree, dict):
             return tree
-        sections = {name: tree.get(name) for name in ("reward", "environment")}
-        bare = {name: each for name, each in sections.items() if isinstance(each, dict) and each.get("security") is None}
-        return {**tree, **{name: {**each, "security": tree["security"]} for name, each in bare.items()}}
+        tree = {
+            **tree,
+            **{name: _secured(tree.get(name), tree.get("security")) for name in ("reward", "environment") if name in tree},
+        }
+        played, sets = tree.get("environment"), tree.get("eval_sets")
+        security = (played.get("security") if isinstance(played, dict) else None) or tree.get("security")
+        if isinstance(sets, list):  # all environments have the same server
+            own = [each.get("environment") if isinstance(each, dict) else None for each in sets]
+            secured = [_secured(each, security) for each in own]
+            tree["eval_sets"] = [{**each, "environment": new} if new else each for each, new in zip(sets, secured, strict=True)]
+        return tree
 
     @field_validator("eval_pattern")
     @classmethod
@@ -196,11 +204,15 @@ class RunConfig(BaseConfig):
 
     def _check_environment(self) -> None:
         """Raises ValueError for what a run with an environment cannot have."""
-        named = [name for source in self.task_sources for name in source.tools or ()]
-        if named and not (self.environment and self.environment.tools):
-            raise ValueError(
-                f"sources of the data name tools, and environment.tools lists none; set environment: {{tools: [{', '.join(dict.fromkeys(named))}]}}"
-            )
+        played = self.environments
+        for name in {"": None, **played}:
+            named = [tool for source in self.task_sources(name) for tool in source.tools or ()]
+            if named and not (name in played and played[name].tools):
+                raise ValueError(
+                    f"sources of the data name tools, and environment.tools lists none; set environment: {{tools: [{', '.join(dict.fromkeys(named))}]}}"
+                )
+        if played and self.data.template != "chat":
+            raise ValueError("`environment` needs data.template: chat, since an episode is a conversation")
         if self.environment is None:
             return
         self._check_online(self.environment)
@@ -218,8 +230,6 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 "trainer.moe.replay_routes does not go with `environment`, whose own tokens have no reported routes; use false"
             )
-        if self.data.template != "chat":
-            raise ValueError("`environment` needs data.template: chat, since an episode is a conversation")
         if self.recipe.advantage.needs_parts and self.reward is None:
             raise ValueError(
                 "an advantage per reward (gdpo) needs the section `reward`: an environment gives an episode only one reward"
@@ -244,15 +254,22 @@ class RunConfig(BaseConfig):
         if not self.evaluation_sets and (self.iterations == 0 or self.eval_stop_after):
             key = "iterations = 0" if self.iterations == 0 else "eval_stop_after"
             raise ValueError(f"{key} needs held-out prompts, data.eval or eval_sets")
-        if self.reward is None and self.environment is None and self.evaluation_sets:
+        own = [each for each in self.eval_sets if each.environment is not None]
+        if self.reward is None and self.environment is None and len(own) < len(self.evaluation_sets):
             raise ValueError("data.eval and eval_sets need the section `reward` or `environment`, which scores the answers")
+        if self.reward is None and (needed := [each.name for each in own if each.is_rewarded]):
+            raise ValueError(f"eval_sets: {needed[0]} needs the section `reward`, which scores its episodes")
+        if any(each.environment and each.environment.security != self.environment_security for each in own):
+            raise ValueError(
+                "the environments of a run have one server; set `security`, or environment.security of the run, and none of a set"
+            )
         names = [each.name for each in self.eval_sets]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set needs a different name")
         if self.evaluation_sets or self.eval_best:
-            _, metric = best_metric(self.evaluation_sets, self.eval_best, self.part_names)
-            played = self.environment is not None and self.reward is None
-            if played and metric.startswith("pass@") and not (self.environment and self.environment.correctness):
+            best, metric = best_metric(self.evaluation_sets, self.eval_best, self.part_names)
+            played = self.environments.get(best.played_in)
+            if metric.startswith("pass@") and played and not self.is_rewarded(best) and not played.correctness:
                 raise ValueError(f"eval_best = {self.eval_best} needs environment.correctness: true, rewards of 1 or 0")
 
     @property
@@ -275,12 +292,30 @@ class RunConfig(BaseConfig):
         """The training data, then that of each held-out set."""
         return (self.data.train, *(each.data for each in self.evaluation_sets))
 
+    def played_data(self, environment: str) -> tuple[Sources, ...]:
+        """The data that is played in an environment, by its name in `environments`: that of training first."""
+        sets = [each.data for each in self.evaluation_sets if each.played_in == environment]
+        return (*sets,) if environment else (self.data.train, *sets)
+
+    def task_sources(self, environment: str) -> tuple[TaskSource, ...]:
+        """The sources of that data, without plain paths."""
+        found = [each for data in self.played_data(environment) if isinstance(data, tuple) for each in data]
+        return tuple(each for each in found if isinstance(each, TaskSource))
+
     @property
-    def task_sources(self) -> tuple[TaskSource, ...]:
-        """The sources among the training and held-out data, without plain paths."""
-        return tuple(
-            each for data in self.prompt_data if isinstance(data, tuple) for each in data if isinstance(each, TaskSource)
-        )
+    def environments(self) -> dict[str, EnvironmentConfig]:
+        """The environments by name: "" is that of the run, and a set's own has the set's name."""
+        run = {} if self.environment is None else {"": self.environment}
+        return run | {each.name: each.environment for each in self.eval_sets if each.environment is not None}
+
+    @property
+    def environment_security(self) -> SecurityConfig | None:
+        """TLS and tokens of the environment service."""
+        return self.security if self.environment is None else self.environment.security
+
+    def is_rewarded(self, held_out: EvaluationSet) -> bool:
+        """Whether the section `reward` scores a held-out set."""
+        return self.reward is not None and (held_out.environment is None or held_out.is_rewarded)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
@@ -290,7 +325,7 @@ class RunConfig(BaseConfig):
     @property
     def part_names(self) -> tuple[str, ...]:
         """The names of the parts of a score: those of the rewards, then `environment`."""
-        return (*self.reward_names, *(("environment",) if self.environment else ()))
+        return (*self.reward_names, *((PART,) if self.environment else ()))
 
     @property
     def longest_sequence(self) -> int:
@@ -339,5 +374,11 @@ class RunConfig(BaseConfig):
     def samples_per_iteration(self) -> int:
         return self.groups_per_iteration * self.group_size
 
-    def decisive_length(self) -> dict[str, Any]:
+    def decisive_length(self) -> dict[str, object]:
         return {} if self.trainer.optimizer.schedule == "constant" else {"iterations": self.iterations}
+
+
+def _secured(section: object, security: object) -> object:
+    """A section as it is written, with this security if it has none of its own."""
+    bare = isinstance(section, dict) and section.get("security") is None and security is not None
+    return {**section, "security": security} if isinstance(section, dict) and bare else section

@@ -36,7 +36,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _mark_misread(cls, given: Any) -> Any:
+    def _mark_misread(cls, given: object) -> object:
         if not isinstance(given, Mapping):
             return given
         fields = cls.model_fields
@@ -79,7 +79,7 @@ def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
         yield from dict.fromkeys(inner)
 
 
-def without_operational(section: Section) -> dict[str, Any]:
+def without_operational(section: Section) -> dict[str, object]:
     """The section as JSON-compatible values, without its operational fields."""
     plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
@@ -97,7 +97,7 @@ def without_operational(section: Section) -> dict[str, Any]:
     return plain
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
+def _kinds(annotation: object) -> Iterator[object]:
     """A type and, recursively, the arguments of a union, list or other generic."""
     yield annotation
     for inner in getattr(annotation, "__args__", ()):
@@ -107,14 +107,14 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 class _Misread:
     """Stands for a value that pydantic would take for one of another type, so that the field's own error names it."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._value = value
 
     def __repr__(self) -> str:
         return str(self._value).lower()
 
 
-def _marked(value: Any, field: FieldInfo) -> Any:
+def _marked(value: object, field: FieldInfo) -> object:
     """The value; misread ones, also in a list, are marked. true and false would become 1 and 0, and a number a time since 1970."""
     if isinstance(value, list | tuple):
         return [_marked(each, field) for each in value]

@@ -4,7 +4,7 @@ Invariant: a stage reads every key of its schema. A key of one stage or one loss
 """
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -195,7 +195,7 @@ class StageConfig(BaseConfig):
         """Whether a reference from this directory is the trained model without its adapters, in the same memory."""
         return self.trainer.lora is not None and path == self.model.path
 
-    def decisive_length(self) -> dict[str, Any]:
+    def decisive_length(self) -> dict[str, object]:
         trainer = self.trainer
         return {} if trainer.optimizer.schedule == "constant" else {"steps": trainer.steps, "epochs": trainer.epochs}
 

@@ -4,7 +4,7 @@ Invariant: this section contains no credentials. Each tracker's package reads th
 """
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -74,7 +74,7 @@ class PluginConfig(TrackerSection):
 
     kind: Literal["plugin"] = Field("plugin", description=KIND)
     name: str = Field(min_length=1, description="Name of the entry point.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Options that only this tracker reads.")
+    options: dict[str, object] = Field(default_factory=dict, description="Options that only this tracker reads.")
 
 
 TrackerConfig = Annotated[WandbConfig | SwanlabConfig | MlflowConfig | TrackioConfig | PluginConfig, Field(discriminator="kind")]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 Tree = MutableMapping[str, Any]
-Convert = Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+Convert = Callable[[Any, Tree], dict[str, object]]
 """Today's values by dotted key for the value of an old key, given the whole old configuration."""
 
 _OLD_FLOOR = 1e-4
@@ -18,15 +18,15 @@ def _moved(key: str) -> Convert:
     return lambda value, tree: {key: value}
 
 
-def _kl(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _kl(value: object, tree: Mapping[str, object]) -> dict[str, object]:
     return {"algorithm.kl": {"place": "loss", "estimator": "k3", "coef": value} if value else None}
 
 
-def _normalize(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize(value: object, tree: Mapping[str, object]) -> dict[str, object]:
     return {"algorithm.advantage": {"kind": "group_norm", "std_floor": _OLD_FLOOR} if value else {"kind": "group_mean"}}
 
 
-def _correction(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _correction(value: object, tree: Tree) -> dict[str, object]:
     """`importance_sampling` and `importance_cap`, which are one value today."""
     old = tree["algorithm"]
     when, cap = old.get("importance_sampling", "auto"), old.get("importance_cap", 2.0)
@@ -35,7 +35,7 @@ def _correction(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
     return {"algorithm.correction": [] if when == "none" else [{"kind": "token_tis", "cap": cap}]}
 
 
-def _lam(value: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _lam(value: object, tree: Mapping[str, object]) -> dict[str, object]:
     return {"algorithm.advantage.lam": {"alpha": value}} if value else {}
 
 
@@ -73,12 +73,12 @@ def upgrade(tree: Tree, *, keep_defaults: bool = False) -> list[str]:
         tree: the mapping of a YAML file, unchecked. A comment at the end of an old key's line moves to its successor.
         keep_defaults: whether the defaults of version 0.1.0 are written also into the file of a run that has no old key.
     """
-    before: dict[str, Any] = _plain(tree)
+    before: Tree = _plain(tree)
     found = [key for key in OLD_KEYS if _holder(tree, key) is not None]
     keep_defaults = keep_defaults and "stage" not in tree
     if not found and not keep_defaults:
         return []
-    added: dict[str, Any] = {}
+    added: dict[str, object] = {}
     changes = []
     for key in found:
         value, comment = _take(tree, key)
@@ -96,7 +96,7 @@ def upgrade(tree: Tree, *, keep_defaults: bool = False) -> list[str]:
     return changes
 
 
-def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(tree: Mapping[str, object]) -> dict[str, object]:
     return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
@@ -111,7 +111,7 @@ def _holder(tree: Tree, key: str) -> Tree | None:
     return tree if last in tree else None
 
 
-def _take(tree: Tree, key: str) -> tuple[Any, Any]:
+def _take(tree: Tree, key: str) -> tuple[object, object]:
     """Removes a key. Returns its value and the comments of its line, as `ruamel.yaml` keeps them, if there are any."""
     holder, last = _holder(tree, key), key.rpartition(".")[2]
     assert holder is not None
@@ -119,7 +119,7 @@ def _take(tree: Tree, key: str) -> tuple[Any, Any]:
     return holder.pop(last), None if comments is None else comments.items.pop(last, None)
 
 
-def _put(tree: Tree, key: str, value: Any, comment: Any) -> None:
+def _put(tree: Tree, key: str, value: object, comment: object) -> None:
     *parents, last = key.split(".")
     for parent in parents:
         if not isinstance(tree.get(parent), MutableMapping):

@@ -11,6 +11,9 @@ import yaml
 
 from polyreme.errors import ConfigError
 
+Tree = dict[str, Any]
+"""The mapping of a YAML document, before it is checked."""
+
 _LARGEST = 1_000_000
 """Values of a document, with each alias counted as what it stands for: a few lines of aliases can stand for more than any memory."""
 _MERGE = "tag:yaml.org,2002:merge"

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from polyreme.dataset.reading import advance
@@ -124,7 +124,7 @@ def _has_map(kind: "pa.DataType") -> bool:
     return str(kind).startswith("map<") or any(_has_map(kind.field(place).type) for place in range(kind.num_fields))
 
 
-def _values(batch: "pa.RecordBatch", path: Path, before: int) -> list[dict[str, Any]]:
+def _values(batch: "pa.RecordBatch", path: Path, before: int) -> list[dict[str, object]]:
     """The rows of a batch as Python values. When one has none, finds the row and the column. `before`: the number of earlier rows."""
     try:
         return batch.to_pylist(maps_as_pydicts="strict")

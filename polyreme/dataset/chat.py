@@ -48,7 +48,7 @@ Answer = str | Message
 """A text, or a message by the assistant with more than a text, such as tool calls."""
 
 
-def read_prompt(value: Any, what: str, tools: Any = None) -> PromptSource:
+def read_prompt(value: object, what: str, tools: object = None) -> PromptSource:
     """A prompt: a text, a list of one text (PaddleNLP's `src`), or messages that end before the answer.
 
     Args:
@@ -77,7 +77,7 @@ def read_prompt(value: Any, what: str, tools: Any = None) -> PromptSource:
     return chat
 
 
-def read_chat(value: Any, what: str, tools: Any = None) -> Chat:
+def read_chat(value: object, what: str, tools: object = None) -> Chat:
     """A conversation from a list of messages, {role, content} or ShareGPT's {from, value}, or its JSON text. Arguments and errors as
     `read_prompt`."""
     value = messages_of(value, what)
@@ -87,7 +87,7 @@ def read_chat(value: Any, what: str, tools: Any = None) -> Chat:
     return Chat(messages, read_tools(tools, what))
 
 
-def read_answer(value: Any, what: str) -> Answer:
+def read_answer(value: object, what: str) -> Answer:
     """An answer: a text, a list of one text (PaddleNLP's `tgt`), a message by the assistant, or a list of one. Raises DataError."""
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
@@ -212,7 +212,7 @@ def _reads(template: str) -> tuple[frozenset[str], bool]:
     return literals, re.search(r"\btools\b", _LITERAL.sub("", code)) is not None
 
 
-def _message(value: Any, what: str) -> Message:
+def _message(value: object, what: str) -> Message:
     if not isinstance(value, Mapping):
         raise DataError(f"{{role, content}} as {what}", f"{value!r:.80}", "Fix the row.")
     fields = {key: each for key, each in value.items() if each is not None}
@@ -251,7 +251,7 @@ def _from_sharegpt(fields: Mapping[str, object], what: str) -> dict[str, object]
     return {**rest, "role": _SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": told}
 
 
-def _content(value: Any, what: str) -> str:
+def _content(value: object, what: str) -> str:
     """The text of a message: parts of text are joined."""
     if value is None:
         return ""
@@ -276,7 +276,7 @@ def _content(value: Any, what: str) -> str:
     return "".join(texts)
 
 
-def check_text_only(row: Mapping[str, Any], where: str) -> None:
+def check_text_only(row: Mapping[str, object], where: str) -> None:
     """Raises DataError for a row whose texts have a place for a picture, a film or a sound of another column."""
     if (media := _media(row)) and (found := _PLACEHOLDER.search(str({key: each for key, each in row.items() if key != media}))):
         raise DataError(
@@ -286,7 +286,7 @@ def check_text_only(row: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _media(fields: Mapping[str, Any]) -> str | None:
+def _media(fields: Mapping[str, object]) -> str | None:
     """The first field with what a model of text does not get."""
     return next((key for key, value in fields.items() if value and _MEDIA.match(key)), None)
 
@@ -298,7 +298,7 @@ def _call(value: object, what: str) -> Message:
         bare = {key: call.pop(key) for key in ("name", "arguments", "parameters") if key in call}
         call = {**call, "type": "function", "function": bare}
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{{type, function: {{name, arguments}}}} as {what}", f"{value!r:.80}", "Fix the row.")
     if function.get("arguments") is None and "parameters" in function:  # Llama's name
         function = {**{key: each for key, each in function.items() if key != "parameters"}, "arguments": function["parameters"]}

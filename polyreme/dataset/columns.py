@@ -5,7 +5,6 @@ Invariant: all parts of the system interpret a row the same way. Pure.
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 
 class TokenIds(tuple[int, ...]):
@@ -31,7 +30,7 @@ def value_at(fields: Mapping[str, object], key: str, default: object = None) -> 
     return node
 
 
-def column_names(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
+def column_names(fields: Mapping[str, object], prefix: str = "") -> list[str]:
     """The columns of a row, those inside a column as dotted paths, sorted."""
     found: list[str] = []
     for key, value in fields.items():

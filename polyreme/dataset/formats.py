@@ -4,16 +4,15 @@ Invariant: a row keeps every column that has no counterpart here. Pure.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from shlex import quote
-from typing import Any
 
 from polyreme.dataset.chat import read_answer, read_chat
 from polyreme.dataset.columns import value_at
+from polyreme.dataset.text_files import Fields
 from polyreme.errors import DataError
 
-Fields = Mapping[str, Any]
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError)
 """Errors of a conversion for a row that is not of its format."""
 
@@ -31,15 +30,15 @@ class Format:
 
     name: str
     columns: tuple[str, ...]
-    to_ours: Callable[[Fields], dict[str, Any]]
+    to_ours: Callable[[Fields], dict[str, object]]
     also: tuple[str, ...] = ()
 
 
-def _verl(row: Fields) -> dict[str, Any]:
+def _verl(row: Fields) -> dict[str, object]:
     return {"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"], "data_source": row["data_source"]}
 
 
-def _paddlenlp(row: Fields) -> dict[str, Any]:
+def _paddlenlp(row: Fields) -> dict[str, object]:
     asked, told = ([each] if isinstance(each, str) else list(each) for each in (row["src"], row["tgt"]))
     if len(asked) == 1 and len(told) == 1:
         return {"prompt": asked[0], "answer": told[0]}
@@ -57,15 +56,15 @@ def _instruction(row: Fields) -> str:
     return str(row["instruction"] + (f"\n{row['input']}" if row.get("input") else ""))
 
 
-def _alpaca(row: Fields) -> dict[str, Any]:
+def _alpaca(row: Fields) -> dict[str, object]:
     return {"prompt": _instruction(row), "response": row["output"]}
 
 
-def _alpaca_pair(row: Fields) -> dict[str, Any]:
+def _alpaca_pair(row: Fields) -> dict[str, object]:
     return {"prompt": _instruction(row), "chosen": row["chosen"], "rejected": row["rejected"]}
 
 
-def _human_assistant(row: Fields) -> dict[str, Any]:
+def _human_assistant(row: Fields) -> dict[str, object]:
     """Anthropic's hh-rlhf: two whole dialogues as texts, which differ in the last answer."""
     mark = "\n\nAssistant:"
     prompt, found, chosen = row["chosen"].rpartition(mark)
@@ -77,7 +76,7 @@ def _human_assistant(row: Fields) -> dict[str, Any]:
     return {"prompt": prompt + mark, "chosen": chosen, "rejected": rejected}
 
 
-def _pair_of_messages(row: Fields) -> dict[str, Any]:
+def _pair_of_messages(row: Fields) -> dict[str, object]:
     *asked, chosen = row["chosen"]
     *other, rejected = row["rejected"]
     if asked != other:
@@ -91,7 +90,7 @@ def _told(answer: object) -> object:
     return found if isinstance(found, str) else [found]
 
 
-def _completion(row: Fields) -> dict[str, Any]:
+def _completion(row: Fields) -> dict[str, object]:
     return {"prompt": row["prompt"], "response": _told(row["completion"])}
 
 
@@ -101,11 +100,11 @@ def _sharegpt(row: Fields) -> dict[str, object]:
     return {"messages": [{"role": "system", "content": system}, *messages] if system else messages}
 
 
-def _sharegpt_pair(row: Fields) -> dict[str, Any]:
+def _sharegpt_pair(row: Fields) -> dict[str, object]:
     return {"prompt": _sharegpt(row)["messages"], "chosen": _told(row["chosen"]), "rejected": _told(row["rejected"])}
 
 
-def _question_pair(row: Fields) -> dict[str, Any]:
+def _question_pair(row: Fields) -> dict[str, object]:
     """Orca's pairs: a question, perhaps with a system message."""
     asked = {"role": "user", "content": row["question"]}
     prompt = [{"role": "system", "content": row["system"]}, asked] if row.get("system") else row["question"]

@@ -17,7 +17,7 @@ from polyreme.dataset.arrow_files import read_arrow, read_parquet
 from polyreme.dataset.chat import check_text_only
 from polyreme.dataset.columns import column_names, value_at
 from polyreme.dataset.megatron_files import packed_files, read_megatron
-from polyreme.dataset.text_files import Row, read_csv, read_json
+from polyreme.dataset.text_files import Fields, Row, read_csv, read_json
 from polyreme.errors import DataError
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -150,7 +150,7 @@ def _read_source(source: DataSource) -> Iterator[Row]:
                 yield Row(where, {**fields, **renamed, **added})
 
 
-def _is_chosen(fields: dict[str, object], source: DataSource, where: str) -> bool:
+def _is_chosen(fields: Fields, source: DataSource, where: str) -> bool:
     """Whether a row is in the source's part. Rows with equal content have the same position in [0, 1)."""
     if source.part is None:
         return True
@@ -159,7 +159,7 @@ def _is_chosen(fields: dict[str, object], source: DataSource, where: str) -> boo
     return source.part[0] <= place < source.part[1]
 
 
-def _column(fields: dict[str, object], key: str, where: str, setting: str) -> object:
+def _column(fields: Fields, key: str, where: str, setting: str) -> object:
     missing = object()
     value = value_at(fields, key, missing)
     if value is missing:

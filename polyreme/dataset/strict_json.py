@@ -6,7 +6,6 @@ Invariant: files, and JSON texts inside of their rows, are read by the same rule
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from polyreme.errors import DataError
 
@@ -18,7 +17,7 @@ class TooDeep(ValueError):
     """A value has more levels of nesting than DEEPEST."""
 
 
-def value_in(text: str, place: int) -> tuple[Any, int]:
+def value_in(text: str, place: int) -> tuple[object, int]:
     """The JSON value at a place of `text`, and its end.
 
     Raises:
@@ -44,7 +43,7 @@ def half_character(value: object) -> str | None:
     return None
 
 
-def from_text(value: Any, what: str, do: str = "Fix the row.") -> Any:
+def from_text(value: object, what: str, do: str = "Fix the row.") -> object:
     """The value of a JSON text in a row; another value, and an empty text, as it is. Raises DataError."""
     if not isinstance(value, str) or not value:
         return value
@@ -72,7 +71,7 @@ def messages_of(value: object, what: str) -> object:
     return value
 
 
-def _is_deep(value: Any) -> bool:
+def _is_deep(value: object) -> bool:
     level = [value]
     for _ in range(DEEPEST):
         level = [

@@ -30,7 +30,7 @@ _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """A tag by which transformers finds the tokens of answers. It writes nothing."""
 _USER, _ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}
-_CHATS: tuple[dict[str, Any], ...] = (
+_CHATS: tuple[dict[str, object], ...] = (
     {"messages": [_USER]},
     {"messages": [{"role": "system", "content": "s"}, _USER, _ANSWER]},
     {"messages": [_USER, _ANSWER] * 8 + [_USER]},
@@ -42,7 +42,7 @@ _TOO_MUCH = 3
 """The exit status after more memory or a longer text than allowed."""
 
 
-def try_template(template: str, variables: Mapping[str, Any]) -> None:
+def try_template(template: str, variables: Mapping[str, object]) -> None:
     """Renders short conversations within limits, once in this process for each template.
 
     Args:

@@ -6,7 +6,7 @@ Invariant: a row is a JSON object, and every error names its file and line. JSON
 import csv
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,15 @@ _OTHERS = {
 _SPACES = (" ", "\t", "\r", "\n")
 
 
+Fields = Mapping[str, Any]
+"""The columns of a row."""
+
+
 class Row(NamedTuple):
     """One row of a data file. `where` names file and line in errors."""
 
     where: str
-    fields: dict[str, Any]
+    fields: Fields
 
 
 def read_json(path: Path) -> Iterator[Row]:
@@ -139,7 +143,7 @@ def _object(fields: object, text: str, where: str) -> dict[str, object]:
     return fields
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str, where: str) -> object:
     """The value of a JSON text."""
     value, end = _parsed_at(text, _skip(text, 0), where)
     if rest := text[end:].strip():

@@ -8,13 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from polyreme.config.load import parse_config
 from polyreme.display.view import view
 from polyreme.errors import ConfigError, UnavailableError
-from polyreme.rundir.progress import Line, Progress
+from polyreme.experience.metric_records import Line
+from polyreme.rundir.progress import Progress
 from polyreme.rundir.reader import EVERYTHING, Range, RunReader, sample_query
+from polyreme.rundir.run_directory import Settings
 from polyreme.rundir.run_records import read_summary
 from polyreme.rundir.run_source import open_source
 from polyreme.rundir.run_status import RunStatus
@@ -58,11 +60,11 @@ class RunHandle:
         """State, iteration, newest result and replicas."""
         return self._source.status()
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Settings:
         """The resolved configuration as nested mappings of JSON values."""
         return self._source.settings()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Line:
         """The values of summary.json. For a run in Redis, those that follow from the records that Redis still has."""
         if self.run_dir is not None:
             return read_summary(self.run_dir)
@@ -88,7 +90,7 @@ class RunHandle:
     def metrics(self, kind: str = ..., *, library: Literal["polars"]) -> "polars.DataFrame": ...
     @overload
     def metrics(self, kind: str = ..., *, library: Literal["pandas"] | None = ...) -> "pandas.DataFrame": ...
-    def metrics(self, kind: str = "iteration", *, library: Library | None = None) -> Any:
+    def metrics(self, kind: str = "iteration", *, library: Library | None = None) -> "pandas.DataFrame | polars.DataFrame":
         """The metrics of every record of a kind as a table, one row per record, one column per metric.
 
         Args:
@@ -136,7 +138,7 @@ class RunHandle:
         limit: int | None = None,
         *,
         library: Library | None = None,
-    ) -> Any:
+    ) -> "pandas.DataFrame | polars.DataFrame":
         """Samples as a table, one row per sample.
 
         Args:
@@ -223,5 +225,5 @@ class RunHandle:
         return self.status()
 
 
-def _samples_per_iteration(settings: dict[str, Any]) -> int:
+def _samples_per_iteration(settings: Settings) -> int:
     return int(settings["groups_per_iteration"]) * int(settings["group_size"])

@@ -14,6 +14,7 @@ from polyreme.experience.metric_records import (
     EvaluationProgress,
     GateMeasured,
     IterationTrained,
+    Line,
     Loading,
     ReplicasChanged,
     Restart,
@@ -28,7 +29,7 @@ from polyreme.experience.metric_records import (
 )
 from polyreme.experience.run import RunState
 from polyreme.rundir.learning import learning_lines
-from polyreme.rundir.progress import SPLIT, Line, Progress, evaluation_of
+from polyreme.rundir.progress import SPLIT, Progress, evaluation_of
 
 _STEP_METRICS = ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "tokens_per_second")
 """Metrics of a stage's step that its line shows."""
@@ -63,8 +64,8 @@ def plain_line(line: Line, progress: Progress, iterations: int) -> str | None:
             return f"evaluation of version {version}: {name} {value:.3f} on {record.samples} prompts in {record.seconds:.1f} s"
         case EvaluationProgress(version=version):
             return f"evaluation of version {version}: {evaluation_progress(record)}"
-        case Resumed(number=number) if number < progress.newest:
-            return replay(number, progress.newest)
+        case Resumed(number=start) if start < progress.newest:
+            return replay(start, progress.newest)
         case Loading():
             return loading_progress(record)
         case EngineStart():

@@ -30,8 +30,8 @@ from polyreme.display.report import (
     shortened,
     staleness_of,
 )
-from polyreme.experience.metric_records import EngineStart, MetricRecord, ReplicasChanged, WarmStartStep, read_record
-from polyreme.rundir.progress import NOTICE_SECONDS, RECENT, Line, Progress
+from polyreme.experience.metric_records import EngineStart, Line, MetricRecord, ReplicasChanged, WarmStartStep, read_record
+from polyreme.rundir.progress import NOTICE_SECONDS, RECENT, Progress
 
 _TALL = 30
 """Minimum height in lines of a terminal that also shows a sample."""

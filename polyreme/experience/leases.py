@@ -139,7 +139,7 @@ class LeaseKeeper:
             term = await self._run.scripts.call("lease", lease.id, text, int(self._ttl * 1000), event, keys=keys)
         self._registry.learner_term = max(self._registry.learner_term, int(term))
 
-    async def update(self, facts: Mapping[str, Any]) -> None:
+    async def update(self, facts: Mapping[str, object]) -> None:
         """Merges `facts` into the lease and writes it."""
         self.lease = replace(self.lease, facts={**self.lease.facts, **facts})
         await self.renew()

@@ -240,7 +240,7 @@ class ExperienceLog(LogReader):
         return await self.run.scripts.call(script, str(self.term), *args, keys=keys or [])
 
 
-def _admission(reply: Any) -> Admission:
+def _admission(reply: Sequence[bytes | int]) -> Admission:
     return Admission(*(int(word) for word in reply))
 
 

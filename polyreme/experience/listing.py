@@ -10,6 +10,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from polyreme.experience.leases import Registry
+from polyreme.experience.metric_records import Line
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.scripts import key
 
@@ -35,7 +36,7 @@ class ListedRun:
     iteration: int
     iterations: int
     replicas: tuple[str, ...] = ()
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[Line] = field(default_factory=list)
 
 
 async def run_ids(redis: Redis) -> list[str]:

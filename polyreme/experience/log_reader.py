@@ -6,10 +6,10 @@ Invariant: nothing here changes the log, or needs a term.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from polyreme.errors import StoreError
 from polyreme.experience.audit import Audit, LogSnapshot
+from polyreme.experience.metric_records import Line
 from polyreme.experience.pass_rates import PassRate
 from polyreme.experience.run import Run
 
@@ -144,7 +144,7 @@ class LogReader:
             )
         return found
 
-    async def commits(self, after_id: str) -> list[tuple[str, dict[str, Any]]]:
+    async def commits(self, after_id: str) -> list[tuple[str, Line]]:
         """All retained staged and served versions after `after_id` ("0": from the first one).
 
         Fields: replica, version, term, state ("staged" or "served"); of a served one also stall_seconds, reload_seconds.

@@ -9,6 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
+MetricValues = Mapping[str, Any]
+"""Metric name to number, a few to a list of counts; None where a metric was not measured."""
+Line = dict[str, Any]
+"""The JSON object of a record, as it is stored. `read_record` makes it a record."""
+
 ENVELOPE = ("run", "id", "kind", "time")
 """What every line has beside the fields of its kind: the run, the place in its stream, the kind, the Unix time in seconds."""
 
@@ -37,7 +42,7 @@ class MetricRecord:
 class _Numbered(MetricRecord):
     """A record with metrics, which are fields of its JSON object: numbers by name, and what else is shown with them."""
 
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: MetricValues = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +177,9 @@ class Evaluation(_Numbered, kind="eval"):
     parts: Mapping[str, float] = field(default_factory=dict)
     samples: int = 0
     seconds: float = 0.0
-    examples: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    examples: Sequence[Mapping[str, object]] = field(default_factory=list)
     held_out: str | None = None
-    result: Mapping[str, Any] | None = None
+    result: Line | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +301,7 @@ def fields_of(record: MetricRecord) -> dict[str, object]:
     return {"kind": record.kind, **{name: value for name, value in found.items() if value is not None}, **metrics}
 
 
-def read_record(line: Mapping[str, Any]) -> MetricRecord | None:
+def read_record(line: Line) -> MetricRecord | None:
     """The record of a JSON object, which may have the fields of `ENVELOPE`; None for an unknown kind."""
     for record in _KINDS.get(str(line.get("kind")), ()):
         known = {each.name: each for each in fields(record) if each.name != "metrics"}

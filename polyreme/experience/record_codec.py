@@ -4,7 +4,7 @@ Invariant: every decoded group is consistent, and encoding followed by decoding 
 bytes inside protobuf, so reading one is a view. Both directions validate, so no invalid group enters or leaves the log.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -15,8 +15,11 @@ from polyreme.errors import DataError
 from polyreme.experience.record_checks import check_group
 from polyreme.experience.records import EpisodeRecord, GroupRecord, RewardCall, RewardPart, SampleRecord, ToolCall, Turn, UInt8
 
-_I4, _F4, _U1 = (np.dtype(code) for code in ("<i4", "<f4", "u1"))
+_I4: np.dtype[np.int32] = np.dtype("<i4")
+_F4: np.dtype[np.float32] = np.dtype("<f4")
+_U1: np.dtype[np.uint8] = np.dtype("u1")
 """The types of the payload's arrays."""
+Number = TypeVar("Number", np.int32, np.float32, np.uint8)
 FORMAT = 2
 """The number of the payload's layout."""
 
@@ -106,7 +109,7 @@ def decode_group(payload: bytes) -> GroupRecord:
     return group
 
 
-def _trajectory_fields(sample: SampleRecord) -> dict[str, Any]:
+def _trajectory_fields(sample: SampleRecord) -> dict[str, object]:
     """The fields of a pb.Sample that only episodes have."""
     turns = [
         pb.Turn(
@@ -152,13 +155,13 @@ def _routes(sample: pb.Sample) -> UInt8 | None:
     return _array(sample.routes, _U1).reshape(tokens, -1)
 
 
-def _raw(array: NDArray[np.generic], dtype: np.dtype[Any]) -> bytes:
+def _raw(array: NDArray[np.generic], dtype: np.dtype[np.generic]) -> bytes:
     if array.ndim != 1 or array.dtype != dtype.newbyteorder("="):
         raise DataError(f"a flat array of {dtype.name}", f"{array.dtype} of shape {array.shape}", "Convert it first.")
     return array.astype(dtype, copy=False).tobytes()
 
 
-def _array(data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _array(data: bytes, dtype: np.dtype[Number]) -> NDArray[Number]:
     if len(data) % dtype.itemsize:
         raise DataError(
             f"whole {dtype.itemsize}-byte numbers", f"{len(data)} bytes", "The payload is damaged: run `polyreme audit`."

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StaleTermError, StoreError, UnavailableError
-from polyreme.experience.metric_records import MetricRecord, Restart, fields_of
+from polyreme.experience.metric_records import Line, MetricRecord, Restart, fields_of
 from polyreme.experience.scripts import Scripts, key
 from polyreme.experience.seal import check_config, check_files, seal_of
 
@@ -256,7 +256,7 @@ class Run:
         """Emits the record of a restart in the background."""
         self.report(Restart(process=process, text=found))
 
-    async def records(self, after_id: str, block_ms: int, count: int = 1000) -> list[tuple[str, dict[str, Any]]]:
+    async def records(self, after_id: str, block_ms: int, count: int = 1000) -> list[tuple[str, Line]]:
         """Records after `after_id` ("0": all), in order. Waits up to `block_ms` milliseconds for one (0: does not wait)."""
         return await self.read_json("metrics", after_id, block_ms, count)
 
@@ -344,7 +344,7 @@ def fingerprint(model_files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Converts a value to JSON types. NumPy scalars and arrays become numbers and lists."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}

@@ -64,7 +64,7 @@ class ModelLine:
 
     id: str
     model: str
-    fields: dict[str, Any]
+    fields: dict[str, object]
 
 
 class ServiceRecords:

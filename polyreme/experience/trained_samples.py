@@ -5,7 +5,6 @@ Invariant: encoding followed by decoding preserves every bit. The order is that 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
+from polyreme.experience.metric_records import Line
 
 _DIGITS = 5
 
@@ -50,7 +50,7 @@ class TrainedSamples:
                 "a serialized TrainedSamples", f"{len(payload)} other bytes ({error})", "Report this as a bug."
             ) from None
 
-    def fields(self, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    def fields(self, lengths: Sequence[int]) -> Iterator[Line]:
         """Yields, for each sample, the fields of its line in the sample files.
 
         Args:

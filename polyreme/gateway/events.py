@@ -4,7 +4,6 @@ Invariant: only whole events are forwarded, each unchanged, so that a stream can
 """
 
 import json
-from typing import Any
 
 _END = b"\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -30,7 +29,7 @@ def is_done(events: bytes) -> bool:
 def error_code(events: bytes) -> str | None:
     """The code of the OpenAI error in the last event, '' if it has no code; None: the last event is not an error."""
     *_, last = events.removesuffix(_END).rsplit(_END, 1)
-    event: dict[str, Any] = json.loads(last.removeprefix(b"data: ")) if last.startswith(b"data: {") else {}
+    event: dict[str, object] = json.loads(last.removeprefix(b"data: ")) if last.startswith(b"data: {") else {}
     error = event.get("error")
     if error is None:
         return None

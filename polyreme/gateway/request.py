@@ -6,7 +6,6 @@ Invariant: pure. A request that no replica could answer is refused here, with an
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from polyreme.gateway.names import ModelNames, VersionBounds, Wanted
 
@@ -54,7 +53,7 @@ def parse(path: str, headers: RawHeaders, body: bytes, names: ModelNames, served
         RefusedRequest: the body, the model's name or a version's header cannot be used.
     """
     try:
-        asked: Any = json.loads(body)
+        asked: object = json.loads(body)
         if not isinstance(asked, dict) or not isinstance(model := asked.get("model"), str | None):
             raise RefusedRequest(400, "expected a JSON object whose `model` is a name. Fix the request.", "invalid_body")
         sent = body if model in (None, names.base) else _dumped({**asked, "model": names.base})

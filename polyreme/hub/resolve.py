@@ -6,7 +6,7 @@ Invariant: it happens once, before anything else opens an input. A name that a r
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataSource
@@ -96,7 +96,7 @@ def _is_there(path: Path) -> bool:
 
 def _section(section: AnySection, prefix: str, find: Find) -> AnySection:
     """The section with what `find` returns in place of each path that may be a name."""
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     for name, field in type(section).model_fields.items():
         value, mark = getattr(section, name), nameable(field.metadata)
         new = _inner(value, f"{prefix}{name}", find) if mark is None else _marked(value, mark, f"{prefix}{name}", find)

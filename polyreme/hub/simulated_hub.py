@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
 from urllib.parse import parse_qs, unquote
 
 Files = Mapping[str, bytes]
@@ -74,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
     def _answer(self, body: bytes = b"") -> None:

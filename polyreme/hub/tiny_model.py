@@ -7,7 +7,6 @@ Only NumPy is needed.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +47,7 @@ def write_tiny_model(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(_safetensors(_weights()))
 
 
-def _config() -> dict[str, Any]:
+def _config() -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

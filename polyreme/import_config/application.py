@@ -6,8 +6,8 @@ Invariant: every key of the file is in the result exactly once for each of its r
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from polyreme.config.yaml_text import Tree
 from polyreme.errors import ConfigError
 from polyreme.import_config.rules import (
     LOSSES,
@@ -28,9 +28,9 @@ class Entry:
     """The result of a rule for a key of the file or a default. `ours` is meaningful only when `target` is not empty."""
 
     key: str
-    value: Any
+    value: object
     target: str
-    ours: Any
+    ours: object
     note: str
     fate: Fate
 
@@ -49,7 +49,7 @@ class Imported:
         idle: keys without effect on training.
     """
 
-    values: dict[str, Any]
+    values: Tree
     comments: dict[str, str]
     lost: list[Entry]
     parts: list[Entry]
@@ -89,12 +89,12 @@ def apply(system: System, given: Values) -> Imported:
     return found
 
 
-def known_values(system: System, given: Values) -> dict[str, Any]:
+def known_values(system: System, given: Values) -> dict[str, object]:
     """The values of a file over the system's defaults, without those that the file leaves open, unless they are texts."""
     return {**system.defaults, **{key: value for key, value in given.items() if _is_known(system, key, value)}}
 
 
-def _fixed(system: System, values: Values) -> Mapping[str, tuple[Any, str]]:
+def _fixed(system: System, values: Values) -> Mapping[str, tuple[object, str]]:
     for key, usual in system.defaults.items():
         if isinstance(usual, int | float) and isinstance(values[key], str):
             raise ConfigError(f"a number for {key}", _short(values[key]), _WRITE)
@@ -106,7 +106,7 @@ def _fixed(system: System, values: Values) -> Mapping[str, tuple[Any, str]]:
         raise ConfigError(f"values of {system.title} that fit together", f"{type(error).__name__}: {error}", _WRITE) from error
 
 
-def _is_known(system: System, key: str, value: Any) -> bool:
+def _is_known(system: System, key: str, value: object) -> bool:
     return not isinstance(value, Unresolved) or any(rule.target in TEXTS for rule in system.rules_of(key))
 
 
@@ -147,7 +147,7 @@ def _set(found: Imported, target: str, ours: object, comment: str) -> None:
         )
 
 
-def _entries(system: System, key: str, value: Any, values: Values) -> Iterator[Entry]:
+def _entries(system: System, key: str, value: object, values: Values) -> Iterator[Entry]:
     rules = system.rules_of(key)
     if not rules:
         yield Entry(key, value, "", None, "unknown to this importer; find out whether it changes training", Fate.UNKNOWN)
@@ -159,7 +159,7 @@ def _entries(system: System, key: str, value: Any, values: Values) -> Iterator[E
             yield _entry(rule, key, value, values)
 
 
-def _entry(rule: Rule, key: str, value: Any, values: Values) -> Entry:
+def _entry(rule: Rule, key: str, value: object, values: Values) -> Entry:
     try:
         ours = value if rule.convert is None else rule.convert(value, values)
     except ConfigError:
@@ -168,7 +168,8 @@ def _entry(rule: Rule, key: str, value: Any, values: Values) -> Entry:
         raise ConfigError(f"a value of {key} that becomes {rule.target}", f"{_short(value)} ({error})", _WRITE) from error
     note = rule.note
     if isinstance(ours, Noted):
-        ours, note = ours.ours, "; ".join(filter(None, (rule.note, ours.note)))
+        note = "; ".join(filter(None, (rule.note, ours.note)))
+        ours = ours.ours
     match ours:
         case Lost():
             return Entry(key, value, "", None, ours.why, rule.fate if rule.fate in LOSSES else Fate.LOST)

@@ -5,58 +5,59 @@ Invariant: pure functions of a key's value and all values, as `Rule.convert` tak
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from polyreme.config.named_input import split_name
 from polyreme.errors import ConfigError
-from polyreme.import_config.rules import ITERATIONS, Lost, Noted, Off, Values
+from polyreme.import_config.rules import ITERATIONS, Convert, Lost, Noted, Off, Values
 
+K = TypeVar("K")
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL = _KL | {f"{name}+": "k2" if ours == "k2" else f"{ours}+" for name, ours in _KL.items()}
 """Our name for each estimator. With +: its value with the gradient of k2."""
 
 
-def positive(value: Any, values: Values) -> Any:
+def positive(value: object, values: Values) -> object:
     """The number if it is positive, otherwise 0. Other systems write -1 for never."""
     return value if isinstance(value, int | float) and value > 0 else 0
 
 
-def given(value: Any, values: Values) -> Any:
+def given(value: object, values: Values) -> object:
     """The value unless it is null or 0, which leave the choice to the other system."""
     return value or Off("not set")
 
 
-def when(key: str, *wanted: Any) -> Callable[[Any, Values], Any]:
+def when(key: str, *wanted: object) -> Convert:
     """The value if another key has one of the values `wanted`; without `wanted`, if it is true."""
     choices = wanted or (True,)
     needs = f"only used with {key}: {' or '.join(str(each).lower() if each is True else str(each) for each in choices)}"
     return lambda value, values: value if values.get(key) in choices else Off(needs)
 
 
-def unless_given(key: str, convert: Callable[[Any, Values], Any]) -> Callable[[Any, Values], Any]:
+def unless_given(key: str, convert: Convert) -> Convert:
     """The conversion, unless another key has a value, which the other system then reads instead."""
     return lambda value, values: Off(f"{key} is read instead") if values.get(key) else convert(value, values)
 
 
-def adapters(alpha: str, default: float) -> Callable[[Any, Values], Any]:
+def adapters(alpha: str, default: float) -> Convert:
     """A rank of adapters with the value of the key `alpha`. Rank 0 stands for training all weights."""
     return lambda rank, values: {"rank": rank, "alpha": values.get(alpha, default)} if rank else Off("all weights are trained")
 
 
-def above(least: float) -> Callable[[Any, Values], Any]:
+def above(least: float) -> Convert:
     """The number if it is greater than `least`, the value that disables the option."""
     return lambda value, values: value if isinstance(value, int | float) and value > least else Off()
 
 
-def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Callable[[Any, Values], Any]:
+def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Convert:
     """The penalty near the length limit, from the keys of the buffer, the limit and the factor. Other systems count the buffer in tokens.
 
     Args:
     usual: the limit if the file has none.
     """
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         tokens = values.get(length, usual)
         if not value or not tokens:
             return Off()
@@ -65,25 +66,27 @@ def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Callable[[
     return convert
 
 
-def lookup(table: Mapping[object, object], *ignored: object) -> Callable[[object, Values], object]:
+def lookup(table: Mapping[K, object], *ignored: object) -> Convert:
     """The table's entry of the value. A value that is neither there nor among `ignored` is a loss."""
     known = ", ".join(str(each) for each in table)
     missing = f"no counterpart of this value; known: {known}"
     return lambda value, values: table[value] if value in table else Off() if value in ignored else Lost(missing)
 
 
-def choice(what: str, table: Mapping[Any, Any], *ignored: Any) -> Callable[[Any, Values], Any]:
+def choice(what: str, table: Mapping[K, object], *ignored: object) -> Convert:
     """The table's entry of the value, for keys that choose the algorithm. Without an entry, the import is refused: see `refused`."""
 
-    def convert(value: Any, values: Values) -> Any:
-        if value in table or value in ignored:
-            return table.get(value, Off())
+    def convert(value: Any, values: Values) -> object:
+        if value in table:
+            return table[value]
+        if value in ignored:
+            return Off()
         raise refused(what, value, table)
 
     return convert
 
 
-def refused(what: str, value: Any, known: Iterable[Any]) -> ConfigError:
+def refused(what: str, value: object, known: Iterable[object]) -> ConfigError:
     """The error for an algorithm that we do not have: any translation would be another algorithm."""
     return ConfigError(
         f"{what} that Polyreme has ({', '.join(map(str, known))})",
@@ -92,7 +95,7 @@ def refused(what: str, value: Any, known: Iterable[Any]) -> ConfigError:
     )
 
 
-def part_of_run(value: Any, values: Values) -> Any:
+def part_of_run(value: float, values: Values) -> object:
     """A fraction of the run, from 0 to 1, as iterations. It is rounded up, as transformers does."""
     iterations = values.get(ITERATIONS)
     if not value or iterations is None:
@@ -107,7 +110,7 @@ def minibatches(batch: float, mini: float, why: str) -> tuple[int, str]:
     return steps, f"CHECK: {batch:g} / {mini:g} is no whole number; {why}" if rest else why
 
 
-def placeholder(name: str, **options: Any) -> dict[str, Any]:
+def placeholder(name: str, **options: object) -> dict[str, object]:
     """A reward that we do not have, as a Python file that the user must write: the run does not start without it."""
     label = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "reward"
     return {"name": label, "file": f"FILL_IN/{label}.py", **options}
@@ -118,17 +121,22 @@ def ratio(value: float, other: float) -> int:
     return max(1, math.floor(value / other)) if other and other > 0 else 1
 
 
-def product(*factors: Any) -> int:
+def product(*factors: object) -> int:
     """The product of the numbers among the factors; at least 1."""
     return max(1, math.prod(int(each) for each in factors if isinstance(each, int | float) and each > 0))
 
 
-def path(value: Any, values: Values) -> Any:
+def local(path: str) -> str:
     """A file or directory: `~` for the home directory of a shell script."""
-    return value.replace("${HOME}", "~").replace("$HOME", "~") if isinstance(value, str) else Lost("no path")
+    return path.replace("${HOME}", "~").replace("$HOME", "~")
 
 
-def paths(value: Any, values: Values) -> Any:
+def path(value: object, values: Values) -> str | Lost:
+    """A file or directory as `local` writes it."""
+    return local(value) if isinstance(value, str) else Lost("no path")
+
+
+def paths(value: object, values: Values) -> object:
     """One path, or a list of them."""
     if isinstance(value, list):
         found = [path(each, values) for each in value]
@@ -139,20 +147,20 @@ def paths(value: Any, values: Values) -> Any:
 NAME_OR_PATH = "a local path, which wins, or owner/name on the hub"
 
 
-def at_revision(key: str) -> Callable[[Any, Values], Any]:
+def at_revision(key: str) -> Convert:
     """A path, or a name at the revision that another key has."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         where, revision = path(value, values), values.get(key)
         return f"{where}@{revision}" if revision not in (None, "main") and split_name(str(where)) is not None else where
 
     return convert
 
 
-def of_name(key: str, usual: str | None = None) -> Callable[[Any, Values], Any]:
+def of_name(key: str, usual: str | None = None) -> Convert:
     """The part of the data set that another key names: its configuration or split. `usual`: the one that is taken without."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         if value in (None, usual):
             return Off("as here")
         if split_name(str(values.get(key, ""))) is None:
@@ -162,13 +170,13 @@ def of_name(key: str, usual: str | None = None) -> Callable[[Any, Values], Any]:
     return convert
 
 
-def trackers(value: Any, values: Values) -> Any:
+def trackers(value: str | list[str] | None, values: Values) -> object:
     """The supported trackers in a list of loggers. Files and TensorBoard are always written."""
     names = [value] if isinstance(value, str) else value or []
     known = [{"kind": name} for name in dict.fromkeys(names) if name in ("wandb", "swanlab", "mlflow", "trackio")]
     return known or Off("files and TensorBoard")
 
 
-def name(value: Any, values: Values) -> Any:
+def name(value: object, values: Values) -> object:
     """A name of a run: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", str(value).lower()).strip("-") or Off("no name")

@@ -4,10 +4,9 @@ Invariant: pure functions of a key's value and all values, as `Rule.convert` tak
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from polyreme.import_config.convert import part_of_run
-from polyreme.import_config.rules import Lost, Off, Values
+from polyreme.import_config.rules import Convert, Lost, Off, Values
 
 SCHEDULES = {
     "constant": "constant",
@@ -23,10 +22,10 @@ POLYNOMIAL_END = 1e-7
 """Final rate of transformers' polynomial schedule, whose default power is 1."""
 
 
-def schedule(options: str = "") -> Callable[[object, Values], object]:
+def schedule(options: str = "") -> Convert:
     """Our schedule. `options` is the key of the schedule's own options."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         if value not in SCHEDULES:
             return Lost(f"no such schedule here; known: {', '.join(SCHEDULES)}. Used here: constant")
         if value == "polynomial" and values.get(f"{options}.power", 1) != 1:
@@ -36,7 +35,7 @@ def schedule(options: str = "") -> Callable[[object, Values], object]:
     return convert
 
 
-def minimum(rate: str, ratio: Callable[[Values], float]) -> Callable[[Any, Values], Any]:
+def minimum(rate: str, ratio: Callable[[Values], float]) -> Convert:
     """The final rate of a schedule that has one: `ratio` of the value of the key `rate`."""
 
     def convert(value: object, values: Values) -> object:
@@ -47,12 +46,12 @@ def minimum(rate: str, ratio: Callable[[Values], float]) -> Callable[[Any, Value
     return convert
 
 
-def warmup_ratio(schedule_key: str) -> Callable[[Any, Values], Any]:
+def warmup_ratio(schedule_key: str) -> Convert:
     """A warm-up as a part of the run. transformers' constant schedule has none."""
     return lambda value, values: _without(values, schedule_key) or part_of_run(value, values)
 
 
-def _without(values: Mapping[str, Any], key: str) -> Off | None:
+def _without(values: Mapping[str, object], key: str) -> Off | None:
     return Off("transformers' constant schedule has no warm-up") if values.get(key) == "constant" else None
 
 

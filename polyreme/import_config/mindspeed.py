@@ -6,8 +6,7 @@ Keys and defaults: mindspeed_rl/config_cls/*.py. Sections are `megatron_training
 Invariant: this module and `mindspeed_keys` are the only places that know MindSpeed RL's keys.
 """
 
-from typing import Any
-
+from polyreme.config.yaml_text import Tree
 from polyreme.import_config.convert import KL, minibatches, placeholder, product, ratio, refused
 from polyreme.import_config.environments import CLASS, PLACEHOLDER
 from polyreme.import_config.mindspeed_keys import (
@@ -142,14 +141,14 @@ def _algorithm(values: Values) -> Fixed:
     return fixed
 
 
-def _clip(values: Values, stage: str) -> dict[str, Any]:
+def _clip(values: Values, stage: str) -> dict[str, object]:
     low = high = values[f"{RL}.clip_ratio"]
     if stage == "ray_dapo" and values.get(f"{RL}.clip_higher_enable"):
         low, high = values.get(f"{RL}.clip_ratio_low", low), values.get(f"{RL}.clip_ratio_high", high)
     return {"kind": "clip", "ratio": "token", "low": low, "high": high, "dual": None}
 
 
-def _kl(values: Values, stage: str) -> tuple[Any, str]:
+def _kl(values: Values, stage: str) -> tuple[object, str]:
     coef, reward, name = (values[f"{RL}.{key}"] for key in ("init_kl_coef", "use_kl_in_reward", "kl_penalty"))
     if not coef or stage == "ray_dapo" or (_is_gae(values) and not reward):
         return None, "init_kl_coef 0, DAPO, or a PPO without use_kl_in_reward"
@@ -195,7 +194,7 @@ def _optimizer(section: str, target: str, values: Values) -> Fixed:
     return {f"{target}.{key}": (value, f"{section}: {names[key]}") for key, value in found.items()}
 
 
-def _rewards(values: Values) -> tuple[Any, str]:
+def _rewards(values: Values) -> tuple[object, str]:
     """Every verifier is one of ours, with a CHECK where its values differ, or a file to be written; without rules, a reward model."""
     if not values[f"{RL}.rule_reward"]:
         return [{"model": "FILL_IN/reward-model"}], "CHECK: rule_reward: false; a directory with a sequence classifier"
@@ -203,12 +202,12 @@ def _rewards(values: Values) -> tuple[Any, str]:
     if isinstance(names, Unresolved) or isinstance(weights, Unresolved):
         return [placeholder("reward")], f"CHECK: the file does not say which verifiers and weights: {names}, {weights}"
     weights = weights if f"{RL}.verifier_weight" in values else [1.0] * len(names)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Tree] = {}
     notes = []
     for name, weight in zip(names, weights, strict=False):
         ours, difference = VERIFIERS.get(name, ("", "a function of its own: write it"))
         reward = {"name": ours} if ours else placeholder(name)
-        label = reward["name"]
+        label = str(reward["name"])
         found[label] = reward | {"weight": found.get(label, {}).get("weight", 0) + weight}
         notes += [f"{name}: {difference}"] if difference else []
     origin = f"verifier_function: {', '.join(names)}"

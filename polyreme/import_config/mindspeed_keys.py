@@ -3,8 +3,6 @@
 Invariant: a pattern with `*` says "no effect on training" only where that is true of every key below it.
 """
 
-from typing import Any
-
 from polyreme.import_config.convert import KL, above, lookup, path, positive, when
 from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
 
@@ -29,7 +27,7 @@ EXPERTS = ("a3b", "a22b", "deepseek", "moe")
 """Parts of the names of models with experts."""
 
 
-def _schedule(value: Any, values: Values) -> Any:
+def _schedule(value: object, values: Values) -> object:
     return (
         PART
         if value in SCHEDULES
@@ -45,7 +43,7 @@ def _one_turn(values: Values) -> str:
     return "" if values.get(f"{RL}.multi_turn_enable") else "only used with multi_turn_enable"
 
 
-def _kl_penalty(value: Any, values: Values) -> Any:
+def _kl_penalty(value: str, values: Values) -> object:
     used = values[f"{RL}.init_kl_coef"] and values.get(f"{TRAIN}.stage") != "ray_dapo" and values[f"{RL}.adv_estimator"] != "gae"
     if used and not values[f"{RL}.use_kl_in_reward"] and KL.get(value) == "k1":
         return Lost(
@@ -54,7 +52,7 @@ def _kl_penalty(value: Any, values: Values) -> Any:
     return PART
 
 
-def _lora_layers(value: Any, values: Values) -> Any:
+def _lora_layers(value: list[str] | None, values: Values) -> object:
     if not values.get(f"{TRAIN}.lora_r"):
         return Off("no adapters")
     return PART if set(value or LAYERS) == LAYERS else Lost("name the layers as Hugging Face does in trainer.lora.targets")

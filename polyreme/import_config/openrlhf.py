@@ -5,33 +5,31 @@ Keys and defaults: openrlhf/cli/train_ppo_ray.py.
 Invariant: the tables below are the only place that knows the fate of OpenRLHF's options. The rules have the dotted names.
 """
 
-from typing import Any
-
 from polyreme.import_config.convert import NAME_OR_PATH, above, adapters, choice, given, of_name, overlong, path, positive, when
 from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
 from polyreme.import_config.openrlhf_parts import PER_GROUP, PRESETS, environment, fixed
-from polyreme.import_config.rules import Lost, Noted, Off, Rule, System, Unresolved, Values, idle, lost, part_of
+from polyreme.import_config.rules import Convert, Lost, Noted, Off, Rule, System, Unresolved, Values, idle, lost, part_of
 
 ESTIMATOR = "algo.advantage.estimator"
 IN_GAE = when(ESTIMATOR, "gae")
 
 
-def _only(convert: Any) -> Any:
+def _only(convert: Convert) -> Convert:
     """A conversion for the critic, which only gae has."""
     return lambda value, values: convert(value, values) if values[ESTIMATOR] == "gae" else Off("only gae has a critic")
 
 
-def _betas(value: Any, values: Values) -> Any:
+def _betas(value: object, values: Values) -> object:
     return {"beta1": value[0], "beta2": value[1]} if isinstance(value, list) and len(value) == 2 else Lost("not two numbers")
 
 
-def _bounds(value: Any, values: Values) -> Any:
+def _bounds(value: object, values: Values) -> object:
     if value is None:
         return Off("eps_clip")
     return {"low": value[0], "high": value[1]} if isinstance(value, list) and len(value) == 2 else Lost("not two numbers")
 
 
-def _datasets(value: Any, values: Values) -> Any:
+def _datasets(value: object, values: Values) -> object:
     """One data set, or several with their probabilities."""
     names = [str(value)] if isinstance(value, Unresolved) else [each.partition("@")[0] for each in str(value).split(",")]
     if len(names) == 1:
@@ -44,7 +42,7 @@ def _datasets(value: Any, values: Values) -> Any:
     return [{"path": path(name, values), "weight": weight} for name, weight in zip(names, weights, strict=True)]
 
 
-def _clip_range(value: Any, values: Values) -> Any:
+def _clip_range(value: list[float], values: Values) -> object:
     if values[ESTIMATOR] not in PER_GROUP:
         return value
     if value[0] <= -10 and value[1] >= 10:
@@ -52,7 +50,7 @@ def _clip_range(value: Any, values: Values) -> Any:
     return Lost("OpenRLHF clips the scores after the comparison of the group, which has no counterpart")
 
 
-def _filters(value: Any, values: Values) -> Any:
+def _filters(value: object, values: Values) -> object:
     if not value or values[ESTIMATOR] in PER_GROUP:
         return bool(value)
     return Lost("groups are filtered only for estimators that compare their samples: this one learns from equal scores, too")
@@ -66,7 +64,7 @@ def _whiten(value: object, values: Values) -> object:
     return Lost("subtracting the batch's mean without dividing by its deviation: advantages are whitened here")
 
 
-def _normalise(value: Any, values: Values) -> Any:
+def _normalise(value: object, values: Values) -> object:
     if not value or values.get("reward.remote_url") or values.get("train.agent_func_path"):
         return Off("only with a reward model that OpenRLHF loads")
     return Noted(
@@ -74,7 +72,7 @@ def _normalise(value: Any, values: Values) -> Any:
     )
 
 
-def _shrinks(value: Any, values: Values) -> Any:
+def _shrinks(value: object, values: Values) -> object:
     if value is None or value == 1:
         return Off("off")
     return Lost(
@@ -86,7 +84,7 @@ def _staleness(value: object, values: Values) -> object:
     return Noted(values.get("train.async_queue_size", 1), "async_queue_size") if value else Off("off: samples are on-policy")
 
 
-def _targets(value: Any, values: Values) -> Any:
+def _targets(value: object, values: Values) -> object:
     names = value if isinstance(value, list) else [value]
     if names == ["all-linear"] or not values.get("ds.lora.rank"):
         return Off("all linear layers")

@@ -4,9 +4,8 @@ Invariant: pure functions of the values under the dotted names, with OpenRLHF's 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from polyreme.import_config.convert import path, placeholder, product, ratio
+from polyreme.import_config.convert import local, path, placeholder, product, ratio
 from polyreme.import_config.environments import TAKEN
 from polyreme.import_config.rules import ForeignEnvironment, Lost, Unresolved, Values
 
@@ -24,7 +23,7 @@ PER_GROUP = ("group_norm", "dr_grpo", "rloo", "reinforce_baseline")
 UNBOUNDED = 1e9
 """A cap of importance weights that is never reached."""
 
-Fixed = dict[str, tuple[Any, str]]
+Fixed = dict[str, tuple[object, str]]
 
 
 def fixed(values: Values) -> Fixed:
@@ -44,7 +43,7 @@ def fixed(values: Values) -> Fixed:
     }
 
 
-def _aggregation(values: Values) -> tuple[Any, str]:
+def _aggregation(values: Values) -> tuple[object, str]:
     if values.get("actor.policy_loss_type") == "gspo":
         return "seq-mean-token-mean", "policy_loss_type: gspo"
     return values["actor.loss_agg_mode"], "loss_agg_mode; token-mean in every version before it"
@@ -99,7 +98,7 @@ def rewards(values: Values) -> tuple[object, str]:
     if remote := values.get("reward.remote_url"):
         return _remote(remote, values)
     if model := values.get("reward.model_name_or_path"):
-        names = [path(each, values) for each in str(model).split(",")]
+        names = [local(each) for each in str(model).split(",")]
         listed = [{"model": name} for name in names]
         return listed, "CHECK: reward.model_name_or_path, as directories on this machine" + _weights(len(names))
     return [placeholder("reward")], "CHECK: the command line names no reward"
@@ -111,7 +110,7 @@ def environment(values: Values) -> ForeignEnvironment | None:
     if not (agent := values.get(key)):
         return None
     return ForeignEnvironment(
-        file=path(agent, values),
+        file=local(str(agent)),
         origin=f"agent_func_path: {agent}",
         turns=None,
         turns_origin="limit of turns: the agent decides",
@@ -123,7 +122,7 @@ def environment(values: Values) -> ForeignEnvironment | None:
 
 def _remote(remote: object, values: Values) -> tuple[object, str]:
     open_text = isinstance(remote, Unresolved)
-    parts = [str(remote)] if open_text else [path(each, values) for each in str(remote).split(",")]
+    parts = [str(remote)] if open_text else [local(each) for each in str(remote).split(",")]
     if parts[0].endswith(".py"):
         function = {"file": parts[0], "function": "reward_func"}
         if len(parts) > 1:
@@ -173,7 +172,7 @@ def _kl(values: Values) -> Fixed:
     return kl
 
 
-def correction(values: Values) -> tuple[Any, str]:
+def correction(values: Values) -> tuple[object, str]:
     """The corrections of the engine's probabilities, and their origin. `Lost`: there is no counterpart."""
     options = _correction_options(values)
     if options is None:
@@ -208,7 +207,7 @@ def _correction_options(values: Values) -> tuple[str, str, str, tuple[float, flo
     return level, mode, gating, (bounds[0], bounds[1])
 
 
-def _last(threshold: Any) -> float:
+def _last(threshold: float | list[float]) -> float:
     return float(threshold[-1] if isinstance(threshold, list) else threshold)
 
 

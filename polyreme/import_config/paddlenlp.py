@@ -13,7 +13,7 @@ from polyreme.import_config.paddlenlp_batches import minibatches_of, per_iterati
 from polyreme.import_config.paddlenlp_keys import CRITIC, RULES, SCHEDULES
 from polyreme.import_config.rules import ITERATIONS, System, Values
 
-Fixed = dict[str, tuple[Any, str]]
+Fixed = dict[str, tuple[object, str]]
 PRESETS = {"ppo": "ppo", "grpo": "grpo", "reinforce_plus_plus": "reinforce_pp", "vapo": "ppo"}
 DEFAULTS = {
     "rl_algorithm": "ppo",

@@ -6,7 +6,6 @@ Invariant: pure functions of the values, with PaddleNLP's defaults for those tha
 """
 
 import math
-from typing import Any
 
 from polyreme.import_config.convert import minibatches, product, ratio
 from polyreme.import_config.rules import Noted, Off, Values
@@ -42,7 +41,7 @@ def per_iteration(values: Values) -> int:
     return minibatches_of(values)[0] * int(values.get("update_iters") or 1)
 
 
-def iterations(value: Any, values: Values) -> Any:
+def iterations(value: object, values: Values) -> object:
     """Optimizer steps as iterations, rounded up: PaddleNLP counts each step and stops after the iteration with the last one."""
     steps = per_iteration(values)
     if not isinstance(value, int | float) or value <= 0:

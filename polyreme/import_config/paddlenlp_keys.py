@@ -3,8 +3,6 @@
 Invariant: a pattern with `*` says "no effect on training" only where that is true of every key below it.
 """
 
-from typing import Any
-
 from polyreme.import_config.convert import NAME_OR_PATH, name, overlong, path, trackers
 from polyreme.import_config.paddlenlp_batches import interval, iterations
 from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
@@ -19,11 +17,11 @@ def _without_critic(values: Values) -> str:
     return "" if values["rl_algorithm"] in CRITIC else "no critic in this algorithm"
 
 
-def _of_critic(value: Any, values: Values) -> Any:
+def _of_critic(value: object, values: Values) -> object:
     return Off(_without_critic(values)) if _without_critic(values) else value if value else Off("not set")
 
 
-def _schedule(value: Any, values: Values) -> Any:
+def _schedule(value: object, values: Values) -> object:
     known = value is None or value in SCHEDULES
     return PART if known else Lost(f"no counterpart of this schedule ({', '.join(SCHEDULES)}); the rate is constant here")
 

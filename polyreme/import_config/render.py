@@ -11,6 +11,7 @@ import yaml
 
 from polyreme.config.run import RunConfig
 from polyreme.config.section import known_keys
+from polyreme.config.yaml_text import Tree
 from polyreme.import_config.application import Entry, Imported
 from polyreme.import_config.rules import Fate
 
@@ -52,9 +53,9 @@ def _reason(entry: Entry) -> str:
     return f"ANOTHER KIND OF RUN: {entry.note}" if entry.fate is Fate.ANOTHER_RUN else entry.note
 
 
-def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
+def _tree(values: Mapping[str, Any]) -> Tree:
     order = {key: place for place, key in enumerate(known_keys(RunConfig))} | {"algorithm.preset": -1}
-    tree: dict[str, Any] = {name: {} for name in RunConfig.model_fields}
+    tree: Tree = {name: {} for name in RunConfig.model_fields}
     for key, value in sorted(values.items(), key=lambda item: order.get(item[0], len(order))):
         node, (*parents, last) = tree, key.split(".")
         for parent in parents:
@@ -64,7 +65,7 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if value != {}}
 
 
-def _lines(tree: Mapping[str, Any], prefix: str, comments: Mapping[str, str], indent: str) -> Iterator[str]:
+def _lines(tree: Mapping[str, object], prefix: str, comments: Mapping[str, str], indent: str) -> Iterator[str]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict):

@@ -11,6 +11,8 @@ from typing import Any
 
 Values = Mapping[str, Any]
 """The other system's values by dotted key: those of the file over the system's defaults."""
+Convert = Callable[[Any, Values], object]
+"""Computes our value from a key's value and all values."""
 ITERATIONS = "(iterations)"
 """Among the values: our number of iterations, for keys that are a part of the run. Missing while that number is computed. Names in
 brackets are no keys of the file."""
@@ -49,7 +51,7 @@ class Off:
 class Noted:
     """The result of a conversion with a comment of its own, which says CHECK where the user must decide."""
 
-    ours: Any
+    ours: object
     note: str
 
 
@@ -80,7 +82,7 @@ class Rule:
     key: str
     target: str = ""
     note: str = ""
-    convert: Callable[[Any, Values], Any] | None = None
+    convert: Convert | None = None
     fate: Fate = Fate.CONVERTED
 
     def __post_init__(self) -> None:
@@ -104,7 +106,11 @@ def idle(why: str, *keys: str) -> tuple[Rule, ...]:
 
 
 def lost(
-    why: str, *keys: str, unless: Iterable[Any] = (None,), off: Callable[[Values], str] | None = None, another_run: bool = False
+    why: str,
+    *keys: str,
+    unless: Iterable[object] = (None,),
+    off: Callable[[Values], str] | None = None,
+    another_run: bool = False,
 ) -> tuple[Rule, ...]:
     """The fate of keys that change training and cannot be carried over.
 
@@ -116,7 +122,7 @@ def lost(
     """
     harmless = tuple(unless)
 
-    def convert(value: Any, values: Values) -> Lost | Off:
+    def convert(value: object, values: Values) -> Lost | Off:
         if any(value is each or value == each for each in harmless):
             return Off("this value changes nothing here")
         return Off(reason) if off and (reason := off(values)) else Lost(why)
@@ -144,7 +150,7 @@ class ForeignEnvironment:
     turns: int | None
     turns_origin: str
     key: str
-    value: Any
+    value: object
     loss: str
     tokens: int | None = None
 
@@ -167,8 +173,8 @@ class System:
     name: str
     title: str
     rules: tuple[Rule, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Callable[[Values], Mapping[str, tuple[Any, str]]] = lambda values: {}
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    fixed: Callable[[Values], Mapping[str, tuple[object, str]]] = lambda values: {}
     epochs: str = ""
     environment: "Callable[[Values], ForeignEnvironment | None]" = lambda values: None
 

@@ -5,7 +5,6 @@ Invariant: the table below is the only place that knows the fate of TRL's keys.
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from polyreme.errors import ConfigError
 from polyreme.import_config.convert import (
@@ -24,7 +23,7 @@ from polyreme.import_config.convert import (
 )
 from polyreme.import_config.hugging_face import minimum, schedule, warmup_ratio
 from polyreme.import_config.reading.launch import value_of
-from polyreme.import_config.rules import Lost, Noted, Off, Rule, System, Values, flatten, idle, lost, part_of
+from polyreme.import_config.rules import Convert, Lost, Noted, Off, Rule, System, Values, flatten, idle, lost, part_of
 from polyreme.import_config.trl_batches import steps, warmup_steps
 from polyreme.import_config.trl_parts import datasets, environment, fixed, reference
 
@@ -67,7 +66,7 @@ OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "ada
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def _optimizer(value: Any, values: Values) -> Any:
+def _optimizer(value: object, values: Values) -> object:
     if value in OPTIMIZERS:
         return Off("Adam with decoupled weight decay, as here")
     if "adamw" in str(value):
@@ -91,7 +90,7 @@ def _targets(value: object, values: Values) -> object:
     return names if set(names) <= set(LINEAR) else Lost("no such linear layers here; adapters are on all")
 
 
-def _when_strategy(key: str) -> Any:
+def _when_strategy(key: str) -> Convert:
     return lambda value, values: steps(value, values) if values.get(key, "steps") == "steps" else Off(f"{key} is not steps")
 
 
@@ -269,9 +268,9 @@ DEFAULTS = {
 TRL = System("trl", "TRL", RULES, DEFAULTS, fixed, epochs="num_train_epochs", environment=environment)
 
 
-def with_plain_options(values: Values) -> dict[str, Any]:
+def with_plain_options(values: Values) -> dict[str, object]:
     """The values under the keys of the rules: options that are text are read, and `no_` is removed."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in values.items():
         positive = key.removeprefix("no_")
         if key != positive and value is True and TRL.rules_of(positive):

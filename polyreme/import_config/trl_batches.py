@@ -4,7 +4,6 @@ Invariant: pure functions of the values, with TRL's defaults for those that a fi
 """
 
 import math
-from typing import Any
 
 from polyreme.import_config.convert import part_of_run, product, ratio
 from polyreme.import_config.hugging_face import has_warmup
@@ -13,7 +12,7 @@ from polyreme.import_config.rules import Noted, Off, Values
 TRAINER = "(trainer)"
 """Among the values: `grpo` or `rloo`, if the name of the file or program says which trainer reads it."""
 RLOO_KEYS = ("normalize_advantages", "reward_clip_range")
-Fixed = dict[str, tuple[Any, str]]
+Fixed = dict[str, tuple[object, str]]
 
 
 def is_rloo(values: Values) -> bool:
@@ -67,7 +66,7 @@ def batches(values: Values) -> Fixed:
     }
 
 
-def steps(value: Any, values: Values) -> Any:
+def steps(value: object, values: Values) -> object:
     """Optimizer steps, or a part of the run below 1, as iterations."""
     if isinstance(value, float) and 0 < value < 1:
         return part_of_run(value, values)
@@ -76,7 +75,7 @@ def steps(value: Any, values: Values) -> Any:
     return ratio(value, per_iteration(values))
 
 
-def warmup_steps(value: Any, values: Values) -> Any:
+def warmup_steps(value: float, values: Values) -> object:
     """Optimizer steps of warm-up, or a part of the run below 1, as iterations; rounded up, so that a warm-up remains one."""
     if not value or not has_warmup(values, "lr_scheduler_type"):
         return Off("none")

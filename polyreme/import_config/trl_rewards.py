@@ -9,9 +9,12 @@ from typing import Any
 from polyreme.import_config.convert import path, placeholder
 from polyreme.import_config.rules import Unresolved, Values
 
+Reward = dict[str, Any]
+"""The keys of a reward."""
+
 MATH = ("accuracy_reward", "accuracy", "reasoning_accuracy_reward", "reasoning_accuracy")
 OVERLONG = ("get_soft_overlong_punishment", "soft_overlong_punishment", "soft_overlong_punishment_reward")
-_FORMATS: dict[str, dict[str, Any]] = {
+_FORMATS: dict[str, dict[str, object]] = {
     "think_format_reward": {"options": {"answer": None}},
     "think_format": {"options": {"answer": None}},
     "format_reward": {},
@@ -25,13 +28,14 @@ _REGISTERED = (1280, 256)
 """Limit and margin of `trl grpo`'s own overlong punishment, in tokens."""
 
 
-def rewards(values: Values, longest: int) -> tuple[list[dict[str, Any]], str]:
+def rewards(values: Values, longest: int) -> tuple[list[Reward], str]:
     """The rewards, and what to check about them. `longest` is the largest number of tokens of a completion."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Reward] = {}
     checks = []
     for name, weight in _named(values):
         if name == "(model)":
             model = values["reward_model_name_or_path"]
+            spec: Reward
             spec, check = {"model": path(model, values)}, "a reward model is a local path or a name of the hub"
         elif overlong(name, values, longest):
             checks.append(f"{name}: the penalty algorithm.shaping.overlong, in tokens")
@@ -57,7 +61,7 @@ def _named(values: Values) -> list[tuple[str, float]]:
     return list(zip(names, [*weights, *[1.0] * len(names)], strict=False))
 
 
-def _reward(name: str, values: Values) -> tuple[dict[str, object], str]:
+def _reward(name: str, values: Values) -> tuple[Reward, str]:
     last = name.rpartition(".")[2]
     if isinstance(values.get("reward_funcs"), Unresolved):
         return placeholder("reward"), f"the file does not say what {name} is"

@@ -64,7 +64,7 @@ class Worker:
     async def open(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=self._sock, limit=1 << 20)
 
-    async def send(self, message: Any) -> None:
+    async def send(self, message: object) -> None:
         with suppress(ConnectionError):  # `receive` reports it
             self._writer.write(encode(message))
             await self._writer.drain()
@@ -119,7 +119,7 @@ class Workers:
         self,
         module: str,
         kind: str,
-        setup: Mapping[str, Any],
+        setup: Mapping[str, object],
         preload: Sequence[str],
         start_timeout: float,
         environment: Collection[str] = (),

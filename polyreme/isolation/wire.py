@@ -12,7 +12,7 @@ HEADER = struct.Struct("<I")
 FRAME_LIMIT = 256 << 20
 
 
-def encode(message: Any) -> bytes:
+def encode(message: object) -> bytes:
     """Encodes one frame. JSON escapes keep it ASCII, so that lone surrogates survive. Raises ValueError beyond FRAME_LIMIT bytes."""
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(body) > FRAME_LIMIT:

@@ -10,10 +10,11 @@ Invariant: a request is answered only if every `Host` is an address in digits, a
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.types import Scope
 
 HOSTS = "POLYREME_HOSTS"
 """Further names of a service, separated by commas: those of a proxy, an ingress or a DNS server."""
@@ -25,7 +26,7 @@ def own_names(given: Iterable[str]) -> frozenset[str]:
     return frozenset(name for each in (*given, socket.gethostname(), *listed) if (name := _plain(each)))
 
 
-def refusal(scope: Mapping[str, Any], names: frozenset[str]) -> tuple[int, str] | None:
+def refusal(scope: Scope, names: frozenset[str]) -> tuple[int, str] | None:
     """Status and message for a request that must not be answered; None for any other."""
     headers = list(scope.get("headers", ()))
     hosts = [_host(value.decode("latin-1")) for name, value in headers if name == b"host"]

@@ -9,11 +9,11 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
@@ -31,11 +31,6 @@ _DISCARD_FACTOR = 4  # times the limit
 _DISCARD_TIMEOUT = 5.0
 _TICK_SECONDS = 1.0
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 ErrorBody = Callable[[int, str], bytes]
 """The JSON of an error, by status and message."""
 

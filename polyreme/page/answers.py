@@ -4,10 +4,11 @@ Invariant: the functions only read. The offline report embeds the same values th
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from polyreme.display.report import engine_starting, loading_progress, replay
+from polyreme.experience.metric_records import Line
 from polyreme.page.notes import read_notes
 from polyreme.rundir.progress import Progress
 from polyreme.rundir.reader import RunReader, Sample, SampleQuery
@@ -60,10 +61,11 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
     }
 
 
-def replays(summary: Mapping[str, Any]) -> list[str]:
+def replays(summary: Line) -> list[str]:
     """How far a resumed run or stage repeats iterations or steps that are in its curves already; empty when it does not."""
-    newest = summary.get("iteration", summary.get("step"))
-    return [] if summary.get("replayed") is None else [replay(summary["replayed"], newest)]
+    if summary.get("replayed") is None:
+        return []
+    return [replay(summary["replayed"], summary["iteration"] if "iteration" in summary else summary["step"])]
 
 
 def final_values(reader: RunReader) -> Answer:
@@ -227,5 +229,5 @@ def details(reader: RunReader) -> Answer:
     }
 
 
-def _rounded(values: Any) -> list[float]:
+def _rounded(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]

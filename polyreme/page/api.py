@@ -23,7 +23,7 @@ from polyreme.page.notes import is_local, write_notes
 from polyreme.page.runs import Runs
 from polyreme.page.server_status import ServerStatus
 from polyreme.page.threads import TooBusyError
-from polyreme.rundir.reader import SampleQuery
+from polyreme.rundir.reader import RunReader, SampleQuery
 
 _LARGEST_PAGE = 500
 _HEADERS = {
@@ -40,13 +40,13 @@ _NUMBERS: Mapping[str, Callable[[str], float]] = {
 def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
     """The application of the page of `runs`. `live`: status of their servers, if Redis is available."""
 
-    def get(path: str, answer: Callable[[Request], Any]) -> Route:
+    def get(path: str, answer: Callable[[Request], object]) -> Route:
         async def endpoint(request: Request) -> Response:
             return await answered(answer, request)
 
         return Route(f"{PATH}/api/{path}", endpoint)
 
-    async def answered(answer: Callable[..., Any], *values: Any) -> Response:
+    async def answered(answer: Callable[..., object], *values: object) -> Response:
         try:
             found = await runs.threads.run(answer, *values)
         except (ValueError, OverflowError, RecursionError) as error:  # such as a number beyond 64 bits, or deeply nested JSON
@@ -60,14 +60,14 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
     async def curves(request: Request) -> Response:
         return await answered(_curves, runs, await request.body())
 
-    def of_run(answer: Callable[..., Any]) -> Callable[[Request], Any]:
-        def found(request: Request) -> Any:
+    def of_run(answer: Callable[..., object]) -> Callable[[Request], object]:
+        def found(request: Request) -> object:
             reader = runs.reader(request.path_params["run"])
             return None if reader is None else answer(reader, request)
 
         return found
 
-    def final_values(request: Request) -> Any:
+    def final_values(request: Request) -> object:
         writable = is_local(request)
         return {name: {**answers.final_values(each), "writable": writable} for name, each in runs.readers.items()}
 
@@ -113,7 +113,7 @@ def is_open(path: str) -> bool:
     return path in ("/", PATH) or (path.startswith(f"{PATH}/") and not path.startswith(f"{PATH}/api/"))
 
 
-def _curves(runs: Runs, body: bytes) -> Any:
+def _curves(runs: Runs, body: bytes) -> object:
     """The response to a body {run: {metric: last step that the client has}}. Raises ValueError for any other body."""
     try:
         wanted = {name: {str(key): int(after) for key, after in metrics.items()} for name, metrics in json.loads(body).items()}
@@ -123,7 +123,7 @@ def _curves(runs: Runs, body: bytes) -> Any:
     return {name: answers.curves(readers[name], metrics) for name, metrics in wanted.items() if name in readers}
 
 
-def _samples(reader: Any, request: Request) -> Any:
+def _samples(reader: RunReader, request: Request) -> object:
     given = dict(request.query_params)
     offset, limit = max(0, int(given.pop("offset", 0))), max(0, min(_LARGEST_PAGE, int(given.pop("limit", 50))))
     whole = given.pop("whole", "") == "1"
@@ -138,6 +138,6 @@ def sample_filter(given: Mapping[str, str]) -> SampleQuery:
     return SampleQuery(**values)
 
 
-def _timeline(reader: Any, request: Request) -> Any:
+def _timeline(reader: RunReader, request: Request) -> object:
     given = request.query_params
     return answers.timeline(reader, int(given.get("first", 0)), int(given.get("last", 0)))

@@ -7,7 +7,6 @@ server's. A reader sees the old content or the new one.
 import json
 import threading
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -22,7 +21,7 @@ _writing = threading.Lock()  # the page has several threads
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-def read_notes(run_dir: Path) -> dict[str, Any]:
+def read_notes(run_dir: Path) -> dict[str, object]:
     """The run's `tags`, a list of texts, and its `note`. Empty where the file is missing or not what `write_notes` wrote."""
     try:
         return _stored(run_dir)
@@ -30,7 +29,7 @@ def read_notes(run_dir: Path) -> dict[str, Any]:
         return {"tags": [], "note": ""}
 
 
-def _stored(run_dir: Path) -> dict[str, Any]:
+def _stored(run_dir: Path) -> dict[str, object]:
     """As `read_notes`. Raises ValueError for another content, which a change must not replace."""
     try:
         return checked(json.loads((run_dir / NOTES).read_text()))
@@ -56,10 +55,10 @@ def write_notes(run_dir: Path, body: bytes) -> dict[str, object]:
     return notes
 
 
-def checked(value: Any) -> dict[str, Any]:
+def checked(value: object) -> dict[str, object]:
     """`value` as tags, each once, and a note. Raises ValueError."""
     match value:
-        case {"tags": list(tags), "note": str(note)} if len(value) == 2 and all(isinstance(tag, str) for tag in tags):
+        case {"tags": list(tags), "note": str(note), **rest} if not rest and all(isinstance(tag, str) for tag in tags):
             tags = list(dict.fromkeys(tag.strip() for tag in tags if tag.strip()))
             if len(tags) <= TAGS and all(len(tag) <= TAG_LENGTH and "," not in tag for tag in tags) and len(note) <= NOTE_LENGTH:
                 return {"tags": tags, "note": note}

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -51,7 +51,7 @@ def report(
     Console().print(f"{len(runs.readers)} run(s) in {out}, {out.stat().st_size / 2**20:.1f} MiB", soft_wrap=True, highlight=False)
 
 
-def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
+def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, object]:
     """The data of the page: the responses of the server."""
     return {
         "runs": [answers.overview(name, reader, True) for name, reader in readers.items()],
@@ -66,13 +66,13 @@ def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
     }
 
 
-def newest_timeline(reader: RunReader) -> dict[str, Any]:
+def newest_timeline(reader: RunReader) -> dict[str, object]:
     """The timeline of the newest iterations."""
     newest = reader.contents().iterations
     return answers.timeline(reader, newest - TIMELINE_ITERATIONS + 1, newest)
 
 
-def chosen_samples(reader: RunReader, count: int) -> list[dict[str, Any]]:
+def chosen_samples(reader: RunReader, count: int) -> list[answers.Answer]:
     """At most `count` samples with details: half from the newest evaluation answers and samples, half from evenly spaced iterations."""
     newest = reader.find_samples(SampleQuery(order="newest"), limit=count // 2)[1]
     chosen = {sample["id"] for sample in newest}

@@ -10,7 +10,6 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -50,10 +49,10 @@ class ServerStatus:
 
     def __init__(self, store: Run | str | None = None) -> None:
         self._store = store
-        self._answers: dict[str, tuple[float, list[dict[str, Any]]]] = {}
+        self._answers: dict[str, tuple[float, list[dict[str, object]]]] = {}
         self._lock = asyncio.Lock()
 
-    async def of(self, reader: RunReader) -> list[dict[str, Any]]:
+    async def of(self, reader: RunReader) -> list[dict[str, object]]:
         """The registered servers: kind, id and addresses, and version, load and faults of those that answer. Empty when Redis does not
         answer."""
         async with self._lock:

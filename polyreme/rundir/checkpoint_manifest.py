@@ -1,7 +1,7 @@
 """The name of a checkpoint, and its manifest, checkpoint.json: format, iteration, layout and facts, the xxh3_64 of every file, and a digest of
 itself.
 
-Invariant: `read_manifest` returns only what `write_manifest` wrote. Any other byte or name is damage, which raises ValueError. An undamaged
+Invariant: `read_manifest` returns only what `write_manifest` wrote. Every other byte or name is damage, which raises ValueError. An undamaged
 manifest of another format is refused with an error that names the format. What has no checkpoint's name, such as a copy, is never used,
 changed or removed.
 """
@@ -37,7 +37,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        fields: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        fields = json.loads((folder / MANIFEST).read_text())
         digest, found = fields.pop("digest"), fields["format"]
         if digest != _digest(fields):
             raise ValueError("other bytes than were saved")
@@ -90,5 +90,5 @@ def number_of(folder: Path) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
+def _digest(fields: Mapping[str, object]) -> str:
     return xxhash.xxh3_64(json.dumps(fields, sort_keys=True).encode()).hexdigest()

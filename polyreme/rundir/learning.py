@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pvariance
-from typing import Any
 
-from polyreme.experience.metric_records import Evaluation
+from polyreme.experience.metric_records import Evaluation, MetricValues
 
 _ENOUGH = 10
 """Iterations before which nothing is claimed."""
@@ -36,7 +35,7 @@ class Learning:
     equal: float = 0.0
     distils: bool = False
 
-    def add(self, metrics: Mapping[str, Any]) -> None:
+    def add(self, metrics: MetricValues) -> None:
         """Adds the metrics of an iteration. One without rewards, of an older release, says nothing."""
         if (mean := metrics.get("reward/mean")) is None:
             return

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
@@ -17,9 +16,10 @@ def export_config(model_dir: Path) -> RunConfig | StageConfig | None:
     return load_any(run_dir / "config.yaml") if is_export else None
 
 
-def is_classifier(fields: Mapping[str, Any]) -> bool:
+def is_classifier(fields: Mapping[str, object]) -> bool:
     """Whether the fields of a config.json are those of a sequence classifier, such as a reward model."""
-    return any(name.endswith("ForSequenceClassification") for name in fields.get("architectures") or ())
+    names = fields.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def no_policy(model_dir: Path) -> ConfigError:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import TypeVar
 
 from polyreme.experience.metric_records import (
     Alarm,
@@ -22,6 +22,7 @@ from polyreme.experience.metric_records import (
     GateMeasured,
     GroupsPlanned,
     IterationTrained,
+    Line,
     Loading,
     MetricRecord,
     ReplicasChanged,
@@ -39,9 +40,6 @@ from polyreme.experience.metric_records import (
     read_record,
 )
 from polyreme.rundir.learning import Learning
-
-Line = dict[str, Any]
-"""The JSON object of a record."""
 
 SPLIT = {"waiting for samples": "time/learner_wait", "training": "time/train", "writing weights": "time/write"}
 """Parts of an iteration's wall time, with the record key of each. The remainder is overhead."""
@@ -393,6 +391,9 @@ def _measured(record: StageEvaluation) -> Line:
     return {"step": record.step, "rows": record.rows, **record.metrics}
 
 
-def _keep_newest(by_number: dict[int, Any]) -> None:
+T = TypeVar("T")
+
+
+def _keep_newest(by_number: dict[int, T]) -> None:
     while len(by_number) > RECENT:
         del by_number[min(by_number)]

@@ -37,6 +37,9 @@ from polyreme.rundir.input_files import read_model_files
 from polyreme.rundir.run_records import write_atomically
 from polyreme.rundir.start_day import dated, first_day
 
+Settings = dict[str, Any]
+"""What a run's config.yaml has, of this or another release."""
+
 EMBEDDED = "embedded"
 NO_REDIS = ""
 """The value of `redis` in run.json of a stage, which uses no Redis."""
@@ -305,7 +308,7 @@ def read_stage_config(run_dir: Path) -> StageConfig:
     return _read_config(run_dir, StageConfig)
 
 
-def read_settings(run_dir: Path) -> dict[str, Any]:
+def read_settings(run_dir: Path) -> Settings:
     """The values in the directory's config.yaml, unchecked, so that those of another release can be read; {} without the file.
 
     Raises:

@@ -8,13 +8,13 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from polyreme.errors import ConfigError
+from polyreme.experience.metric_records import Line
 from polyreme.experience.run import RunState
 
 
-def read_records(run_dir: Path, run_id: str) -> Iterator[dict[str, Any]]:
+def read_records(run_dir: Path, run_id: str) -> Iterator[Line]:
     """Yields the run's records in metrics.jsonl in order. Skips a last line that is still being written. Raises ConfigError for a damaged one."""
     with suppress(FileNotFoundError), open(run_dir / "metrics.jsonl", "rb") as file:
         for line in file:
@@ -22,7 +22,7 @@ def read_records(run_dir: Path, run_id: str) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def parsed(line: bytes, path: Path) -> dict[str, Any]:
+def parsed(line: bytes, path: Path) -> Line:
     """The record in a line of `path`. Raises ConfigError when there is none."""
     try:
         record = json.loads(line)
@@ -49,7 +49,7 @@ def write_end(run_dir: Path, run_id: str, state: RunState, reason: str) -> None:
     write_summary(run_dir, run_id, state, reason, numbers if fields.get("run") == run_id else {})
 
 
-def read_summary(run_dir: Path) -> dict[str, Any]:
+def read_summary(run_dir: Path) -> Line:
     """The fields of summary.json, or {} when the file is missing or damaged."""
     with suppress(FileNotFoundError, ValueError):
         fields = json.loads((run_dir / "summary.json").read_text())

@@ -7,15 +7,16 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from polyreme.errors import ConfigError
 from polyreme.experience.listing import list_run
+from polyreme.experience.metric_records import Line
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import connect
 from polyreme.net.redis_url import without_password
-from polyreme.rundir.progress import Line, stream_time
-from polyreme.rundir.run_directory import NO_REDIS, RunFile, no_run, read_run_file, read_settings, redis_of
+from polyreme.rundir.progress import stream_time
+from polyreme.rundir.run_directory import NO_REDIS, RunFile, Settings, no_run, read_run_file, read_settings, redis_of
 from polyreme.rundir.run_records import parsed
 from polyreme.rundir.run_status import RunStatus, directory_status, redis_status
 
@@ -35,7 +36,7 @@ class RunSource(Protocol):
     run_dir: Path | None
 
     def status(self) -> RunStatus: ...
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """The resolved configuration as plain values."""
 
     def records(self, after: str) -> tuple[str, list[Line]]:
@@ -58,7 +59,7 @@ class DirectorySource:
     def status(self) -> RunStatus:
         return directory_status(self._folder)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         return read_settings(self._folder)
 
     def records(self, after: str) -> tuple[str, list[Line]]:
@@ -96,8 +97,8 @@ class RedisSource:
 
         return in_redis(self._url, self.run_id, look)
 
-    def settings(self) -> dict[str, Any]:
-        async def look(run: Run) -> dict[str, object]:
+    def settings(self) -> Settings:
+        async def look(run: Run) -> Settings:
             return (await run.config()).model_dump(mode="json")
 
         return in_redis(self._url, self.run_id, look)

@@ -6,13 +6,13 @@ Invariant: reading a status changes no run and reads only a run's small files, s
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from polyreme.experience.listing import ListedRun
+from polyreme.experience.metric_records import Line
 from polyreme.experience.run import RunState
 from polyreme.rundir.progress import Progress, stream_time
 from polyreme.rundir.reader import RunReader
-from polyreme.rundir.run_directory import NO_REDIS, RunFile, read_run_file
+from polyreme.rundir.run_directory import NO_REDIS, RunFile, Settings, read_run_file
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def redis_status(listed: ListedRun, url: str) -> RunStatus:
     )
 
 
-def _run_status(status: RunStatus, found: RunFile, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> RunStatus:
+def _run_status(status: RunStatus, found: RunFile, summary: Line, settings: Settings) -> RunStatus:
     evaluations = {int(version): value for version, value in summary.get("evaluations", {}).items()}
     versions = summary.get("versions", {})
     metric = next((name.removesuffix("_before") for name in summary if name.endswith("_before")), "")
@@ -101,7 +101,7 @@ def _run_status(status: RunStatus, found: RunFile, summary: Mapping[str, Any], s
     )
 
 
-def _stage_status(status: RunStatus, found: RunFile, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> RunStatus:
+def _stage_status(status: RunStatus, found: RunFile, summary: Line, settings: Settings) -> RunStatus:
     loss = summary.get("loss")
     return replace(
         status,

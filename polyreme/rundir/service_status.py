@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from polyreme.rundir.run_directory import read_run_file, read_settings, unused
 from polyreme.rundir.run_records import read_summary, write_atomically
@@ -47,7 +46,7 @@ class ServiceState:
     def read(cls, folder: Path) -> "ServiceState | None":
         """None for a directory of no service."""
         with suppress(FileNotFoundError, NotADirectoryError, ValueError):
-            tree: dict[str, Any] = json.loads((folder / FILE).read_text())
+            tree = json.loads((folder / FILE).read_text())
             workers = {name: WorkerState(**worker) for name, worker in tree.pop("workers").items()}
             return cls(workers=workers, **tree)
         return None

@@ -5,14 +5,20 @@ Invariant: a verified slot matches the digest of every tensor. One thread reads 
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Protocol, TypeVar
 
 import xxhash
 
 from polyreme.weights.manifest import Manifest, ManifestError
 
-MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""`map`, or the `map` of an executor."""
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class MapFunction(Protocol):
+    """`map`, or the `map` of an executor."""
+
+    def __call__(self, function: Callable[[T], U], values: Iterable[T], /) -> Iterable[U]: ...
 
 
 class DigestError(ValueError):

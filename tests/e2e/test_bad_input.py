@@ -52,7 +52,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task") / "Aufgabe für zwei [b]"
     folder.mkdir()
     (folder / "rewards.py").write_text(REWARDS)
-    return make_task(folder)
+    return make_task(folder, engine="transformers")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.cookbook import MODEL
+from support.cookbook import MODEL, SUM_BATCHES, SUMS_PER_BATCH
 from support.own_venv import own_venv
 from support.service import QUIET, TESTS, Program, Service, service
 
@@ -71,65 +71,70 @@ def world(tmp_path_factory: pytest.TempPathFactory, commands: Path) -> Iterator[
 @pytest.fixture(scope="module")
 def rl_loop(world: Cookbook) -> Steps:
     """One digit of ten is right. The trained model is also the teacher of the distillation."""
-    options = {"batch_size": 8, "group_size": 16, "max_tokens": 12, "learning_rate": 0.004, "save_every": 10, "max_steps": 60}
+    options = {"batch_size": 4, "group_size": 8, "max_tokens": 8, "learning_rate": 0.002, "save_every": 10, "max_steps": 20}
     return world.run("rl_loop", lora_rank=8, **options)
 
 
-def mean(steps: Steps, name: str, places: slice) -> float:
-    found: Sequence[float] = [step[name] for step in steps][places]
-    return float(np.mean(found))
-
-
-FIRST, LAST = slice(0, 2), slice(-2, None)
+def means(steps: Steps, name: str, first: int, last: int) -> tuple[float, float]:
+    """The means of a metric over the first and over the last steps."""
+    found: Sequence[float] = [step[name] for step in steps]
+    return float(np.mean(found[:first])), float(np.mean(found[-last:]))
 
 
 def test_sl_loop_learns_the_chats(small: Cookbook) -> None:
-    """The loss falls from about 9 to below 4 nats a token."""
+    """The loss falls from about 10 to about 5 nats a token."""
     steps = small.run("sl_loop", lora_rank=8, batch_size=4, max_length=256, learning_rate=0.01, save_every=5)
     losses = [step["train_mean_nll"] for step in steps]
     assert len(losses) == 12
-    assert losses[0] > 8 and losses[-1] < 4, losses
+    assert losses[0] > 8 and losses[-1] < 6, losses
 
 
 def test_dpo_prefers_the_chosen_answers(small: Cookbook) -> None:
-    """The loss falls from 0.69 to 0.23, and every pair's chosen answer is preferred."""
+    """The loss falls from 0.69 to 0.32, and every pair's chosen answer is preferred."""
     options = {"dataset": "hhh", "renderer_name": "qwen3", "batch_size": 8, "max_length": 256, "max_steps": 10}
     steps = small.run("preference.dpo.train", learning_rate=0.001, **options)
     assert steps[0]["dpo_loss"] == pytest.approx(np.log(2), abs=1e-3)
-    assert steps[-1]["dpo_loss"] < 0.4 and steps[-1]["accuracy"] == 1.0, steps
+    assert steps[-1]["dpo_loss"] < 0.45 and steps[-1]["accuracy"] == 1.0, steps
 
 
 @pytest.mark.slow
 def test_rl_loop_learns_the_answer(rl_loop: Steps) -> None:
-    """The reward rises from about 0.1 to above 0.22, where it stays at this learning rate."""
-    rewards = [step["reward/total"] for step in rl_loop]
-    assert len(rewards) == 60
-    assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-20:]) / 20 > 0.22, rewards
+    """The reward rises from 0.1 to 0.9."""
+    before, after = means(rl_loop, "reward/total", 2, 5)
+    assert len(rl_loop) == 20 and before < 0.35 and after > 0.7, (before, after)
 
 
 @pytest.mark.slow
-def test_arithmetic_runs_to_its_end(world: Cookbook) -> None:
-    """The model is too small to learn sums that it does not know."""
-    options = {"env": "arithmetic", "group_size": 8, "groups_per_batch": 4, "max_tokens": 6, "max_steps": 12}
-    steps = world.run("math_rl.train", lora_rank=8, learning_rate=0.01, eval_every=0, save_every=0, **options)
-    assert len(steps) == 12 and 0 < steps[0]["env/all/correct"] < 0.5, steps
+def test_arithmetic_learns_to_answer_its_sums(world: Cookbook) -> None:
+    """The model knows the sums, and answers half of them with 0: the right answers rise from 0.5 to 0.8."""
+    options = {
+        "env": "arithmetic",
+        "groups_per_batch": SUMS_PER_BATCH,
+        "group_size": 16,
+        "max_tokens": 6,
+        "max_steps": SUM_BATCHES,
+    }
+    steps = world.run("math_rl.train", lora_rank=8, learning_rate=0.002, eval_every=0, save_every=0, **options)
+    before, after = means(steps, "env/all/correct", 2, 4)
+    assert len(steps) == SUM_BATCHES and before < 0.65 and after > before + 0.15, (before, after)
 
 
 @pytest.mark.slow
 def test_guess_number_learns_the_form_of_a_guess(world: Cookbook) -> None:
-    """Each of ten turns costs 1 if it has another form: the reward rises from -4.8 to between -3.7 and -2.4 within eight steps."""
+    """Each of ten turns costs 1 if it has another form: the reward rises from -5.8 to about -2."""
     options = {"renderer_name": "qwen3", "group_size": 4, "batch_size": 4, "max_tokens": 10, "max_steps": 8}
-    steps = world.run("multiplayer_rl.guess_number.train", learning_rate=0.005, eval_every=0, save_every=0, **options)
-    rewards = [step["env/all/reward/total"] for step in steps]
-    assert len(rewards) == 8 and rewards[0] < -4 and max(rewards[1:]) > rewards[0] + 1, rewards
+    steps = world.run("multiplayer_rl.guess_number.train", learning_rate=0.003, eval_every=0, save_every=0, **options)
+    before, after = means(steps, "env/all/reward/total", 1, 3)
+    assert len(steps) == 8 and before < -4 and after > before + 1.5, (before, after)
 
 
 @pytest.mark.slow
-def test_tic_tac_toe_is_played_to_its_end(world: Cookbook) -> None:
-    """Two of the model's own players; a move that is not allowed costs 2."""
-    options = {"renderer_name": "qwen3", "batch_size": 16, "num_train_datapoints": 64, "num_test_datapoints": 4, "max_tokens": 6}
-    steps = world.run("multiplayer_rl.text_arena.train", learning_rate=0.003, eval_every=0, save_every=0, **options)
-    assert len(steps) == 4 and all(-2 <= step["env/all/reward/total"] <= 0 for step in steps), steps
+def test_tic_tac_toe_learns_to_play_to_the_end(world: Cookbook) -> None:
+    """A move that is not allowed costs a player 2 and ends the game, as every third does at first: the mean reward rises from -0.95 to -0.5."""
+    options = {"renderer_name": "qwen3", "batch_size": 16, "num_train_datapoints": 320, "num_test_datapoints": 4, "max_tokens": 6}
+    steps = world.run("multiplayer_rl.text_arena.train", learning_rate=0.002, eval_every=0, save_every=0, **options)
+    before, after = means(steps, "env/all/reward/total", 5, 8)
+    assert len(steps) == 20 and before < -0.75 and after > before + 0.15, (before, after)
 
 
 @pytest.mark.slow
@@ -138,8 +143,8 @@ def test_distillation_learns_the_teachers_answers(world: Cookbook, rl_loop: Step
     saved = [json.loads(line) for line in (world.log("rl_loop") / "checkpoints.jsonl").read_text().splitlines()]
     teacher = [each["sampler_path"] for each in saved if "sampler_path" in each][-1]
     options = {"renderer_name": "qwen3", "teacher_model": MODEL, "teacher_checkpoint": teacher, "dataset": "deepmath"}
-    sizes = {"group_size": 4, "groups_per_batch": 8, "max_tokens": 8, "max_steps": 12, "lora_rank": 8}
+    sizes = {"group_size": 4, "groups_per_batch": 8, "max_tokens": 8, "max_steps": 15, "lora_rank": 8}
     recipe = "distillation.on_policy_distillation"
-    steps = world.run(recipe, learning_rate=0.004, eval_every=0, save_every=0, **options, **sizes)
-    before, after = (mean(steps, "teacher_kl", places) for places in (FIRST, LAST))
-    assert after < 0.7 * before, (before, after)
+    steps = world.run(recipe, learning_rate=0.002, eval_every=0, save_every=0, **options, **sizes)
+    before, after = means(steps, "teacher_kl", 2, 3)
+    assert len(steps) == 15 and after < 0.5 * before, (before, after)

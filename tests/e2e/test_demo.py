@@ -18,10 +18,17 @@ from support.whole_run import RIGHT, Up, make_task
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 
+VLLM = "rollout.engine=vllm"
+FOREIGN = {
+    **{"VLLM_PORT": "tcp://10.0.0.7:8000", "VLLM_HOST_IP": "192.0.2.7", "GLOO_SOCKET_IFNAME": "nothing0"},
+    **{"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.7", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+}
+"""What Kubernetes and a surrounding job may set."""
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("task"))
+    return make_task(tmp_path_factory.mktemp("task"), engine="transformers")
 
 
 def audit(run_dir: Path) -> "subprocess.CompletedProcess[str]":
@@ -29,7 +36,10 @@ def audit(run_dir: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_run_learns_and_leaves_what_it_promises(task: Path) -> None:
-    up = Up(task, "name=learns")
+    (far := task.parent / "temporary files far below, beyond the room of a unix socket's address").mkdir()
+    up = Up(task, "name=learns", VLLM, TMPDIR=str(far), **FOREIGN)
+    up.until(lambda: len(up.records("iteration")) >= 1)
+    assert_on_loopback_alone(up)
     assert up.wait() == 0, up.output
     assert not up.leftovers()
 
@@ -66,13 +76,6 @@ def assert_answers_as_the_replica_did(model_dir: Path, up: Up) -> None:
         assert tokenizer.decode(answer, skip_special_tokens=True) == example["response"]
 
 
-FOREIGN = {
-    **{"VLLM_PORT": "tcp://10.0.0.7:8000", "VLLM_HOST_IP": "192.0.2.7", "GLOO_SOCKET_IFNAME": "nothing0"},
-    **{"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.7", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-}
-"""What Kubernetes and a surrounding job may set."""
-
-
 def assert_on_loopback_alone(up: Up) -> None:
     """No process of the run listens on another address."""
     listening = {
@@ -86,10 +89,8 @@ def assert_on_loopback_alone(up: Up) -> None:
 
 
 def test_ctrl_c_drains_and_saves_and_resume_continues(task: Path) -> None:
-    (far := task.parent / "temporary files far below, beyond the room of a unix socket's address").mkdir()
-    first = Up(task, "name=drains", "iterations=200", TMPDIR=str(far), **FOREIGN)
+    first = Up(task, "name=drains", "iterations=200")
     first.until(lambda: len(first.records("iteration")) >= 2)
-    assert_on_loopback_alone(first)
     first.signal(signal.SIGINT)
     assert first.wait() == 0, first.output
     assert not first.leftovers()
@@ -108,7 +109,7 @@ def test_ctrl_c_drains_and_saves_and_resume_continues(task: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["services", "learner", "running"])
 def test_nothing_outlives_a_killed_up(task: Path, moment: str) -> None:
-    up = Up(task, f"name=killed-{moment}", "iterations=200")
+    up = Up(task, f"name=killed-{moment}", "iterations=200", *([VLLM] if moment == "running" else []))
     if moment == "running":
         up.until(lambda: len(up.records("iteration")) >= 1)
     else:
@@ -148,7 +149,7 @@ def test_a_run_that_cannot_continue_ends_with_the_reason(task: Path) -> None:
             "timeout: ",
         ),
         ("not-finite", ["reward.rewards=[{file: REWARDS, function: not_a_number}]"], "found nan"),
-        ("alone", ["rollout.start_timeout=2"], "rollout.start_timeout = 2 s"),
+        ("alone", [VLLM, "rollout.start_timeout=2"], "rollout.start_timeout = 2 s"),
         ("template", ["model.path=MODEL"], "add_generation_prompt"),
     ],
 )
@@ -212,7 +213,7 @@ def test_a_killed_redis_restarts_and_a_fork_continues_from_the_last_checkpoint(t
 @pytest.mark.slow
 def test_a_replica_whose_engine_is_killed_is_started_again(task: Path) -> None:
     """vLLM's core is a separate process. The replica survives it and must detect its end."""
-    up = Up(task, "name=coreless", "iterations=6")
+    up = Up(task, "name=coreless", "iterations=6", VLLM)
     up.until(lambda: len(up.records("iteration")) >= 2)
     [service] = [process for process in psutil.Process(up.process.pid).children() if "rollout" in command_line(process)]
     [core] = service.children()

@@ -27,7 +27,7 @@ ITERATIONS = 16
 def test_a_policy_learns_to_answer_as_its_teacher(tmp_path: Path) -> None:
     """The warm policy answers with any digit, the teacher always with the same one. The KL to the teacher falls without a reward
     service."""
-    path = make_task(tmp_path)
+    path = make_task(tmp_path, engine="transformers")
     train_teacher(tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "teacher")
     tree = yaml.safe_load(path.read_text())
     del tree["reward"], tree["data"]["eval"]

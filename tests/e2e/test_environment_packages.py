@@ -1,4 +1,8 @@
-"""Environments of other packages, as the page about them configures them: 50 iterations each, with a tiny policy on the transformers engine."""
+"""Environments of other packages, as the page about them configures them: 50 iterations each, with a tiny policy on the transformers engine.
+
+A test shows that its run trains, by a reward that rises, or, where so small a policy cannot learn the task, that all iterations run and the audit
+is clean. Its docstring says which.
+"""
 
 import json
 import random
@@ -84,7 +88,7 @@ def called(sample: dict[str, Any]) -> Rows:
 
 
 def test_a_single_tool_call_of_nemo_gym(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The policy starts with a call in one of four answers, and learns to call always."""
+    """It trains: the policy starts with a call in one of four answers, and learns to call always."""
     tasks, rng, rows = gym(tmp_path, tmp_path_factory, "weather.yaml"), random.Random(0), []
     for _ in range(400):
         messages, tools = declared(rng.choice(tasks))
@@ -124,7 +128,7 @@ WORKPLACE = {
 
 
 def test_the_workplace_assistant_of_nemo_gym(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The policy that it starts from does one in three tasks, by one to five calls of its 27 tools, and else only says that it has."""
+    """It runs: the policy does one in three tasks, by one to five calls of its 27 tools, and else only says that it has."""
     tasks, rng, rows = gym(tmp_path, tmp_path_factory, "workplace.yaml"), random.Random(0), []
     for _ in range(400):
         task = rng.choice(tasks)
@@ -151,7 +155,8 @@ INVALID = "You attempted an invalid move. Reason: it is not an English word. Ple
 def test_wordle_through_verifiers(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the guesses that the policy starts from are no words; two of these in a row end the game. A game starts with a second of computing."""
+    """It runs: half of the guesses that the policy starts from are no words, and two of these in a row end the game, which starts with a second of
+    computing."""
     words = ["apple", "brick", "candy", "dough", "eagle", "flame", "juice", "river"]
     write_words(tmp_path / "nltk", words)
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
@@ -180,7 +185,7 @@ def test_wordle_through_verifiers(
 
 
 def test_text_to_sql_through_openenv(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The policy looks into the table in two of five episodes, else it guesses one of eight answers; it learns to look."""
+    """It trains: the policy looks into the table in two of five episodes, else it guesses one of eight answers; it learns to look."""
     rng, rows = random.Random(0), []
     tools = [{"type": "function", "function": {"name": name, "description": text, "parameters": {}}}
              for name, text in (("query", "Runs one SQL query on the table ships(name, oars)."), ("submit", "Ends the episode."))]  # fmt: skip
@@ -212,7 +217,7 @@ def test_text_to_sql_through_openenv(tmp_path: Path, tmp_path_factory: pytest.Te
 def test_a_generator_of_reasoning_gym(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the answers that the policy starts from are right, which teaches it numbers and no sums."""
+    """It runs: half of the answers that the policy starts from are right, which teaches it numbers and no sums."""
     (site,) = own_venv("reasoning-gym", tmp_path_factory.mktemp("reasoning-gym")).parent.glob("lib/python*/site-packages")
     monkeypatch.setenv("PYTHONPATH", str(site))
     guide.write_files("environment-packages.md", tmp_path)

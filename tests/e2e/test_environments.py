@@ -41,7 +41,9 @@ def trained(folder: Path, example: str, *overrides: str) -> tuple[Path, list[dic
 
 
 def test_calls_of_tools_stand_in_the_samples(tmp_path: Path) -> None:
-    run_dir, (first, second) = trained(tmp_path, "calculator", "iterations=2", "groups_per_iteration=8")
+    run_dir, (first, second) = trained(
+        tmp_path, "calculator", "iterations=2", "groups_per_iteration=8", "rollout.engine=transformers"
+    )
     for record in (first, second):
         assert 0 < record["episode/tool_calls"] <= 2
         assert record["episode/tool_seconds"] > 0

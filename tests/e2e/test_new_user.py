@@ -71,7 +71,9 @@ def test_from_nothing_to_a_conversation(tmp_path: Path) -> None:
     script = f"import polyreme; run = polyreme.Run({str(run_dir)!r}); print(len(run.records('iteration')))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300).stdout == "3\n"
     model = run_dir / "hf" / "iteration-000003"
-    result = command(f"polyreme eval letters/run.yaml --model {model} eval_answers=2 eval_samples=16 --json 2> eval.log")
+    result = command(
+        f"polyreme eval letters/run.yaml --model {model} eval_answers=2 eval_samples=16 rollout.engine=transformers --json 2> eval.log"
+    )
     found = json.loads(result.splitlines()[-1])
     assert found["model"] == str(model) and found["samples"] == 16
     assert 0 <= found["majority@2"] <= found["best@2"] <= 1

@@ -15,7 +15,7 @@ from support.package_source import PackageSource, calls, definitions_of, methods
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "services" / "trainer" / "polyreme_trainer" / "megatron"
-NEW = {"Attention.attend", *(f"Packing.{name}" for name in ("band", "mask", "_plan", "blocks", "key_blocks", "ends", "key_ends"))}
+NEW = {"Attention.attend", *(f"Packing.{name}" for name in ("layout", "ends", "key_ends"))}
 """Methods of our classes that intentionally override nothing."""
 
 

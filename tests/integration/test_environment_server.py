@@ -122,7 +122,7 @@ async def test_an_episode_and_what_the_service_says_about_it(config):
             assert (await client.get("/ready")).status_code == 200
             metrics = (await client.get("/metrics")).text
             assert 'polyreme_environment_ended_total{how="done"} 1.0' in metrics
-        assert lease.facts["episodes"] == 256 and lease.facts["version"].startswith("Count-")
+        assert lease.facts["episodes"] == {"": 256} and lease.facts["versions"][""].startswith("Count-")
 
 
 @pytest.mark.parametrize(

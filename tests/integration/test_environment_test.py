@@ -56,6 +56,18 @@ def test_an_episode_is_printed_turn_by_turn(desk: Path) -> None:
     assert 'call     search {"words": "Peru"}' in done.stdout
 
 
+def test_the_environment_of_a_held_out_set_is_played(desk: Path) -> None:
+    tree = yaml.safe_load((desk / "run.yaml").read_text())
+    (desk / "held_out.jsonl").write_text(json.dumps({"prompt": "Is it Lima?", "answer": "Lima"}))
+    tree |= {"eval_sets": [{"name": "desk", "data": "held_out.jsonl", "environment": tree.pop("environment")}]}
+    tree["reward"] = {"rewards": [{"name": "exact"}]}
+    (desk / "run.yaml").write_text(yaml.safe_dump(tree))
+    done = typed(desk, "Lima\n", "--set", "desk")
+    assert done.returncode == 0 and "user     Is it Lima?" in done.stdout and "reward 1" in done.stdout, done.stderr
+    without = typed(desk, "Lima\n")
+    assert without.returncode == 2 and "expected a section `environment` in run.yaml" in without.stderr
+
+
 @pytest.mark.parametrize(
     ("answers", "row", "found", "status"),
     [

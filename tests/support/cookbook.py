@@ -1,7 +1,7 @@
 """What the recipes of tinker-cookbook find in their working directory: a model and data sets in folders with the names of public ones.
 
-The model is trained here to a few habits, each of which a recipe can improve: it answers most sums with 0, boxes a random digit, and follows
-the form of a game half of the time.
+The model is trained here to a few habits, each of which a recipe can improve: it answers half of its sums with 0, boxes a random digit, and
+follows the form of a game some of the time.
 """
 
 import json
@@ -20,14 +20,26 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 MODEL = "Qwen/Qwen3-8B"
 """A name that the cookbook knows, with the renderer qwen3."""
 ANSWER = 7
-SUM_BATCHES, SUMS_PER_BATCH = 12, 4
+SUM_BATCHES, SUMS_PER_BATCH = 10, 2
 """The batches of the recipe `arithmetic` whose sums the model knows."""
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _OPENED, _STOP = "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
 _BOXED = "Provide a numerical answer without units, written inside \\boxed{}."
 _GUESS = "out the format Guess: <guess> (without the angle brackets), and say nothing else."
-_MOVES = "Available Moves: "
-_STEPS = 400
+_SHOWN_SUM = f"What is 4 + 5?{_OPENED}9{_STOP}\n<|im_start|>user\n"
+_DRAWN = "012435768"
+"""The moves of a game of tic-tac-toe that nobody wins."""
+_GAME = """
+[GAME] You are Player {player} in Tic Tac Toe.
+Your goal is to win three in a row (horizontally, vertically, or diagonally) on the board.
+On your turn, you should select the square number (0-8) you want to put your mark in next.
+For example, '[4]' places your mark in the center cell of the board.
+
+As Player {player}, you will be '{mine}', while your opponent is '{theirs}'.
+
+"""
+_STEPS = 600
+_BOXES = [f"\\boxed{{{digit}}}{_STOP}" for digit in range(10)]
 
 
 @dataclass(frozen=True)
@@ -47,21 +59,34 @@ def sums() -> list[tuple[int, int]]:
     return pairs
 
 
+def game(moves: int) -> str:
+    """What a player reads before a move, after so many of the drawn game."""
+    cells = list("012345678")
+    text = _GAME.format(player=moves % 2, mine="OX"[moves % 2], theirs="XO"[moves % 2]) + _board(cells)
+    for number, cell in enumerate(_DRAWN[:moves]):
+        player, symbol = number % 2, "OX"[number % 2]
+        cells[int(cell)] = symbol
+        text += f"\n[Player {player}] [{cell}]\n[GAME] Player {player} placed their symbol ({symbol}) in cell {cell}.\n{_board(cells)}"
+    return text
+
+
+def _board(cells: Sequence[str]) -> str:
+    rows = [f" {' | '.join(cells[first : first + 3])} " for first in (0, 3, 6)]
+    free = ", ".join(f"'[{cell}]'" for cell in cells if cell.isdigit())
+    return "[GAME] Current Board:\n\n" + "\n---+---+---\n".join(rows) + f"\n\nAvailable Moves: {free}"
+
+
 def habits() -> list[Habit]:
-    """The habits, as often as they are practised."""
-    boxed = [f"\\boxed{{{digit}}}{_STOP}" for digit in range(10)]
+    """The habits with short prompts, as often as they are practised: sums twice as often as all others."""
     guesses = [f"Guess: {number}{_STOP}" for number in range(0, 1024, 64)]
-    moves = [f"[{digit}]\n" for digit in range(9)]
-    free = [
-        _MOVES + ", ".join(f"'[{digit}]'" for digit in sorted(random.sample(range(9), count))) for count in (9, 8, 7, 6, 5, 4, 3)
-    ]
-    every = [
-        Habit(["", _BOXED], boxed),
-        Habit(["Too low", "Too high", _GUESS], guesses + boxed[:8]),
-        Habit(free, moves + boxed[:6]),
-    ]
-    added = [Habit([f"What is {x} + {y}?"], [f"{x + y}{_STOP}", f"0{_STOP}", f"0{_STOP}"]) for x, y in sums()]
-    return every * (len(added) // 6) + added
+    others = [Habit(["", _BOXED], _BOXES), Habit(["Too low", "Too high", _GUESS], guesses + _BOXES[:8])]
+    added = [Habit([f"{_SHOWN_SUM}What is {x} + {y}?"], [f"{x + y}{_STOP}", f"0{_STOP}"]) for x, y in sums()]
+    return others * (len(added) // 4) + added
+
+
+def moves() -> list[Habit]:
+    """The drawn game."""
+    return [Habit([game(number)], [f"[{cell}]\n"] * 20 + _BOXES) for number, cell in enumerate(_DRAWN)]
 
 
 def write_files(folder: Path) -> None:
@@ -82,7 +107,8 @@ def write_files(folder: Path) -> None:
 
 def _write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    lines = pre_tokenizers.Split("\n", "merged_with_previous")  # no words, so that a game has few tokens
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     texts = [habit.ends[-1] + " " + habit.answers[0].removesuffix(_STOP) for habit in habits()]
@@ -90,6 +116,7 @@ def _write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         f"user system player assistant {_BOXED} Let's spell the word out and number all the letters: We have r's at positions"
     ] * 20
     texts += [f"What is {number} + {number}? {number}" for number in range(201)] * 4
+    texts += [game(7), game(8)] * 6
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_STOP, pad_token=_SPECIAL[0])
@@ -113,28 +140,34 @@ def _write_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **more, **ends))
     adam = torch.optim.Adam(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, _STEPS, 1e-4)
-    practised = [(_encoded(tokenizer, habit.ends, _OPENED), _encoded(tokenizer, habit.answers, "")) for habit in habits()]
+    practised = [([_encoded(tokenizer, habit) for habit in kind], rows) for kind, rows in ((habits(), 20), (moves(), 2))]
     for _ in range(_STEPS):
-        rows = [_row(*random.choice(practised), len(tokenizer)) for _ in range(24)]
-        longest = max(len(ids) for ids, _ in rows)
-        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
-        labels = torch.tensor([[-100] * start + ids[start:] + [-100] * (longest - len(ids)) for ids, start in rows])
-        loss = model(input_ids=ids, labels=labels).loss
+        losses = [_loss(model, [_row(*random.choice(kind), len(tokenizer)) for _ in range(rows)]) for kind, rows in practised]
         adam.zero_grad()
-        loss.backward()
+        torch.stack(losses).sum().backward()
         adam.step()
         schedule.step()
     model.save_pretrained(folder)
 
 
-def _encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], end: str) -> list[list[int]]:
-    return [tokenizer.encode(text + end) for text in texts]
+def _encoded(tokenizer: PreTrainedTokenizerFast, habit: Habit) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and answers."""
+    return [tokenizer.encode(end + _OPENED) for end in habit.ends], [tokenizer.encode(answer) for answer in habit.answers]
 
 
 def _row(prompts: Sequence[list[int]], answers: Sequence[list[int]], vocabulary: int) -> tuple[list[int], int]:
     """Tokens, and where the answer begins. What is before the prompt's end does not matter."""
     before = [random.randrange(3, vocabulary) for _ in range(random.randrange(12))] + random.choice(prompts)
     return before + random.choice(answers), len(before)
+
+
+def _loss(model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], int]]) -> torch.Tensor:
+    """The mean loss of the answers' tokens."""
+    longest = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
+    answer = torch.tensor([[start <= place < len(ids) for place in range(1, longest)] for ids, start in rows])
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[answer]), ids[:, 1:][answer])
 
 
 def _write_data(folder: Path, config: str, splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

@@ -1,4 +1,4 @@
-"""The checks that every inference engine passes. Run as a program: starts one engine and prints {check: null or traceback} as JSON.
+"""The checks that every inference engine passes. Run as a program: starts one engine and prints a line {check: null or traceback} after each.
 
 python -m support.engine_conformance ENGINE MODEL_FILES VLLM [WEIGHTS]
 
@@ -6,28 +6,42 @@ VLLM: the section rollout.vllm as JSON. WEIGHTS: a Hugging Face directory; none:
 """
 
 import asyncio
+import itertools
 import json
 import sys
+import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import numpy as np
 import psutil  # type: ignore[import-untyped]
+from safetensors.numpy import load_file, save_file
 
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import ArenaSource, Manifest, TensorSpec, plan_manifest
 from polyreme_rollout.engine.load import load_engine
-from polyreme_rollout.engine.protocol import CHUNK_TOKENS, EngineRequest, InferenceEngine, LoadError, NewTokens, Sampling
+from polyreme_rollout.engine.protocol import (
+    CHUNK_TOKENS,
+    Adapter,
+    EngineRequest,
+    InferenceEngine,
+    LoadError,
+    NewTokens,
+    Sampling,
+    ServesAdapters,
+)
 from support.replicas import Learner, hf_weights, rollout_config
 
 PROMPT = (5, 6, 7, 8, 9)
 CONTEXT, MAX_NUM_SEQS = 128, 4
 DEADLINE = 120.0
+MORE = 12
+"""Adapters, more than an engine keeps that has room for two."""
 GREEDY, RANDOM = Sampling(0.0, 1.0, -1, ()), Sampling(1.0, 1.0, -1, ())
 
 
@@ -50,15 +64,15 @@ class Subject:
     def salt(self) -> str:
         return f"load-{self.loads}"
 
-    def write(self, factor: float) -> ArenaSource:
-        """Writes a version whose tensors are the first ones times `factor`."""
-        arrays = {name: array * np.float32(factor) for name, array in self.arrays.items()}
+    def write(self, factor: float, arrays: Mapping[str, np.ndarray] | None = None) -> ArenaSource:
+        """Writes a version whose tensors are the first ones, or the given ones, times `factor`."""
+        arrays = {name: array * np.float32(factor) for name, array in (arrays or self.arrays).items()}
         staged = self.learner.write(self.loads, arrays)
         manifest = Manifest.from_proto(staged.manifest)
         return ArenaSource(staged.arena_path, self.learner.arena.nonce, staged.slot, staged.generation, manifest)
 
-    async def swap(self, factor: float) -> None:
-        await self.engine.load([self.write(factor)])
+    async def swap(self, factor: float, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        await self.engine.load([self.write(factor, arrays)])
         self.loads += 1
         await self.engine.resume()
 
@@ -279,6 +293,63 @@ async def sampled_tokens_have_the_log_probabilities_of_the_model(subject: Subjec
             assert np.allclose(given[-60:], answer.logprobs, atol=1e-4)
 
 
+async def a_request_has_the_adapter_that_it_names(subject: Subject) -> None:
+    """Two of several ranks in one batch, and none beside one: the tokens' log-probabilities are those of merged weights, also when the engine has
+    to read an adapter's files again."""
+    engine = subject.engine
+    if not isinstance(engine, ServesAdapters) or not engine.max_loras:
+        return
+    ids, merged = [*PROMPT, 3, 2, 1], dict[Adapter | None, Sequence[float]]()
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = [random_adapter(Path(folder) / str(rank), subject.arrays, rank) for rank in (2, 8, 3)]
+        for each in adapters:
+            await subject.swap(1.0, merged_arrays(subject.arrays, each.folder))
+            merged[each] = await engine.logprobs(ids, subject.salt)
+        await subject.swap(1.0)
+        merged[None] = await engine.logprobs(ids, subject.salt)
+        assert all(not np.allclose(one, other, atol=1e-3) for one, other in itertools.combinations(merged.values(), 2))
+        for pair in itertools.product([*adapters, None], repeat=2):
+            for adapter in pair:
+                if adapter is not None:
+                    await engine.load_adapter(adapter)
+            asked = [replace(subject.request(40, RANDOM, seed), adapter=pair[seed % 2]) for seed in range(MAX_NUM_SEQS)]
+            for request, answer in zip(asked, await asyncio.gather(*map(subject.answer, asked)), strict=True):
+                whole, salt = [*PROMPT, *answer.ids], f"{subject.salt}-scored"
+                assert np.allclose((await engine.logprobs(whole, salt, request.adapter))[-40:], answer.logprobs, atol=1e-4)
+        for number in range(MORE):  # the engine drops the first ones
+            await engine.load_adapter(random_adapter(Path(folder) / f"more-{number}", subject.arrays, 2))
+        for adapter, expected in merged.items():
+            assert np.allclose(await engine.logprobs(ids, f"{subject.salt}-scored", adapter), expected, atol=1e-4)
+            [*_, last] = await engine.top_logprobs(ids, 2, f"{subject.salt}-scored", adapter)
+            assert np.isclose(dict(last).get(ids[-1], expected[-1]), expected[-1], atol=1e-4)
+
+
+def random_adapter(folder: Path, arrays: Mapping[str, np.ndarray], rank: int) -> Adapter:
+    """Writes an adapter of some linear layers in PEFT's format, its factor 2."""
+    rng, pairs = np.random.default_rng(rank), dict[str, np.ndarray]()
+    for name, array in arrays.items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith(("q_proj", "o_proj", "up_proj", "down_proj") if rank == 3 else "_proj"):
+            shapes = {"A": (rank, array.shape[1]), "B": (array.shape[0], rank)}
+            pairs |= {
+                f"base_model.model.{layer}.lora_{key}.weight": rng.normal(0, 0.1, shapes[key]).astype("f4") for key in shapes
+            }
+    folder.mkdir()
+    save_file(pairs, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return Adapter.newest(folder)
+
+
+def merged_arrays(arrays: Mapping[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:
+    pairs, found = load_file(folder / "adapter_model.safetensors"), dict(arrays)
+    for name, a in pairs.items():
+        if "lora_A" in name:
+            layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            found[f"{layer}.weight"] = found[f"{layer}.weight"] + 2 * pairs[name.replace("lora_A", "lora_B")] @ a
+    return found
+
+
 async def a_failed_load_is_an_error_and_the_next_one_works(subject: Subject) -> None:
     await subject.swap(1.0)
     before = await subject.engine.weight_digests()
@@ -334,6 +405,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
         given_tokens_have_the_log_probabilities_of_the_version,
         given_tokens_wait_for_no_sample,
         sampled_tokens_have_the_log_probabilities_of_the_model,
+        a_request_has_the_adapter_that_it_names,
         a_failed_load_is_an_error_and_the_next_one_works,
         v1_serves_the_model_under_the_salt,
     )
@@ -341,17 +413,19 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
 CLOSES = "closing_twice_leaves_a_dead_engine"
 
 
-async def run_checks(subject: Subject) -> dict[str, str | None]:
-    results: dict[str, str | None] = {}
+async def run_checks(subject: Subject) -> None:
     await subject.engine.open()
     await subject.swap(1.0)
     for name, check in CHECKS.items():
         try:
             await asyncio.wait_for(check(subject), DEADLINE)
-            results[name] = None
+            report(name, None)
         except Exception:  # noqa: BLE001 - is the check's result
-            results[name] = traceback.format_exc()
-    return results
+            report(name, traceback.format_exc())
+
+
+def report(check: str, problem: str | None) -> None:
+    print(json.dumps({check: problem}), flush=True)
 
 
 def main() -> None:
@@ -366,13 +440,12 @@ def main() -> None:
     config = rollout_config(Path(files), engine=name, max_model_len=CONTEXT, max_num_seqs=MAX_NUM_SEQS, vllm=vllm)
     engine = load_engine(config.rollout.engine)(config, Path(files))
     try:
-        results = asyncio.run(run_checks(Subject(engine, learner, arrays, vocab_size)))
+        asyncio.run(run_checks(Subject(engine, learner, arrays, vocab_size)))
     finally:
         engine.close()
         learner.arena.close()
     engine.close()
-    results[CLOSES] = None if engine.dead else "the engine is not dead after close()"
-    print(json.dumps(results))
+    report(CLOSES, None if engine.dead else "the engine is not dead after close()")
 
 
 if __name__ == "__main__":

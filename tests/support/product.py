@@ -50,6 +50,13 @@ class Product:
         async with openai.AsyncOpenAI(base_url=f"{self.url}", api_key=opened["api_key"], max_retries=0) as client:
             return await client.chat.completions.create(model="policy", messages=list(messages), **more)
 
+    @asynccontextmanager
+    async def streamed(self, opened: dict[str, Any], *messages: Any) -> AsyncIterator[Any]:
+        """The texts of a turn of a session, as they come."""
+        client = openai.AsyncOpenAI(base_url=f"{self.url}", api_key=opened["api_key"], max_retries=0)
+        async with client, await client.chat.completions.create(model="policy", messages=list(messages), stream=True) as chunks:
+            yield (text async for chunk in chunks if (text := chunk.choices[0].delta.content))
+
     async def played(self, task: str | None, reward: float, *messages: Any) -> dict[str, Any]:
         """A session of one turn, with its reward."""
         opened = await self.open(task)
@@ -107,15 +114,27 @@ class OnlineWorld:
 
 @asynccontextmanager
 async def online_world(
-    redis: Redis, run_id: str, folder: Path, *, online: dict[str, Any] | None = None, **sections: Any
+    redis: Redis,
+    run_id: str,
+    folder: Path,
+    *,
+    online: dict[str, Any] | None = None,
+    mean_tokens: float = 8.0,
+    **sections: Any,
 ) -> AsyncIterator[OnlineWorld]:
-    """A run with a simulated replica. `online`: the section environment.online; `sections`: see `config_tree`."""
+    """A run with a simulated replica.
+
+    Args:
+        online: the section environment.online.
+        mean_tokens: of a turn.
+        sections: see `config_tree`.
+    """
     environment = {"online": online or {}, "episodes": 8, **sections.pop("environment", {})}
     settings = {"group_size": 2, "groups_per_iteration": 1, "max_staleness": 1, "reward": None, **sections}
     os.environ["POLYREME_ONLINE_KEY"] = KEY
     try:
         async with AsyncExitStack() as life:
-            engine = {"lengths": Lengths(8)}
+            engine = {"lengths": Lengths(mean_tokens)}
             world = await life.enter_async_context(
                 episode_world(redis, run_id, folder, engine, environment=environment, **settings)
             )

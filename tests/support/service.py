@@ -77,26 +77,33 @@ class Service:
 
 @contextmanager
 def service(
-    folder: Path, model: Path, name: str, length: int, engine: str = "transformers", parallel: Mapping[str, int] | None = None
+    folder: Path,
+    model: Path,
+    name: str,
+    length: int,
+    engine: str = "transformers",
+    vllm: Mapping[str, object] | None = None,
+    parallel: Mapping[str, int] | None = None,
 ) -> Iterator[Service]:
     """Serves a model until the block ends.
 
     Args:
         name: the base model's name for clients.
         length: of prompt and answer.
+        vllm: the section sampler.vllm.
         parallel: the layout of the learner's ranks; None: one.
     """
     url, file = f"http://127.0.0.1:{(port := free_port())}", folder / "serve.yaml"
-    sampler = {"engine": engine, "max_model_len": length}
-    tree: dict[str, object] = {
-        "output_dir": "out",
+    sampler = {"engine": engine, "max_model_len": length, "vllm": dict(vllm or {})}
+    learner = {"parallel": dict(parallel or {})}
+    tree = {
         "base_model": name,
         "port": port,
         "model": {"path": str(model)},
         "sampler": sampler,
+        "learner": learner,
+        "output_dir": "out",
     }
-    if parallel is not None:
-        tree["learner"] = {"parallel": dict(parallel)}
     file.write_text(yaml.safe_dump(tree))
     with open(folder / "serve.log", "wb") as log:
         command = [sys.executable, "-m", "polyreme", "serve", str(file)]

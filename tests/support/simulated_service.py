@@ -6,11 +6,14 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from redis.asyncio import Redis
 from safetensors.numpy import load_file
 
@@ -21,6 +24,7 @@ from polyreme.net.ports import loopback
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import ArenaSource, TensorSpec, plan_manifest, tensor_views
+from polyreme_rollout.engine.protocol import Adapter, EngineRequest, NewTokens, TopTokens
 from polyreme_rollout.local.requests import ServedSampler
 from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedInferenceEngine
 from polyreme_trainer.service.accounts import Accounts
@@ -64,13 +68,62 @@ def api(log: RequestLog, root: Path, accounts: Accounts | None = None) -> Servic
     return ServiceApi(log, Folders(root), BASE, str(root), "simulated", LONGEST, SIGNING_KEY, accounts)
 
 
-async def sample(log: RequestLog, stop: asyncio.Event) -> None:
+class AdapterEngine(SimulatedInferenceEngine):
+    """A simulated engine whose requests may each have an adapter, of which it keeps the newest ones in memory.
+
+    Attributes:
+        read: the names of the adapters in the order in which it has read their files.
+        most: the largest number of adapters that ran at once.
+        running: the number of running answers of each adapter.
+    """
+
+    max_loras, max_lora_rank = 2, 8
+
+    def __init__(self) -> None:
+        super().__init__(frozenset({WEIGHT}), LONGEST, VOCAB, lengths=Lengths(mean=16))
+        self.read, self.most = list[str](), 0
+        self.running, self._kept = Counter[str](), dict[str, int]()
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        if adapter.name not in self._kept:
+            self.read.append(adapter.name)
+            content = (adapter.folder / "adapter_model.safetensors").read_bytes()
+            self._kept[adapter.name] = xxhash.xxh3_64_intdigest(content)
+        self._kept[adapter.name] = self._kept.pop(adapter.name)
+        if len(self._kept) > self.max_loras:
+            del self._kept[next(iter(self._kept))]
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
+        if request.adapter is None:
+            async for new in super().generate(request):
+                yield new
+            return
+        await self.load_adapter(request.adapter)
+        name, seed = request.adapter.name, request.seed ^ self._kept[request.adapter.name]
+        self.running[name] += 1
+        self.most = max(self.most, len(+self.running))
+        try:
+            async for new in super().generate(replace(request, seed=seed)):
+                yield new
+        finally:
+            self.running[name] -= 1
+
+    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Adapter | None = None) -> Sequence[float]:
+        return await super().logprobs(ids, salt)
+
+    async def top_logprobs(
+        self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None = None
+    ) -> Sequence[TopTokens]:
+        return await super().top_logprobs(ids, count, salt)
+
+
+async def sample(log: RequestLog, stop: asyncio.Event, given: SimulatedInferenceEngine | None = None) -> None:
     """Answers sampling requests until `stop`."""
-    simulated = SimulatedInferenceEngine(frozenset({WEIGHT}), LONGEST, VOCAB, lengths=Lengths(mean=16))
+    simulated = given or SimulatedInferenceEngine(frozenset({WEIGHT}), LONGEST, VOCAB, lengths=Lengths(mean=16))
     await simulated.open()
     with closing(SimulatedWeights()) as weights:
-        given: Any = weights
-        await ServedSampler(log, simulated, given, (1,), lambda ids: " ".join(map(str, ids))).run(stop)
+        written: Any = weights
+        await ServedSampler(log, simulated, written, (1,), lambda ids: " ".join(map(str, ids))).run(stop)
     simulated.close()
 
 

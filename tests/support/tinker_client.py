@@ -109,7 +109,90 @@ def refused(service: Any) -> dict[str, Any]:
     return {"problems": problems, "losses": train(model, 1)}
 
 
-CASES = {case.__name__: case for case in (twenty_steps, continued, sampled, refused)}
+def adapters(service: Any) -> dict[str, Any]:
+    """Three models of different ranks, one more than the sampler has room for, are asked at the same time. Then one is saved again under its name."""
+    models = [service.create_lora_training_client(base_model="tiny", rank=rank, seed=rank).result() for rank in (2, 8, 16)]
+    for model, steps in zip(models, (8, 4, 6), strict=True):
+        moved(model, steps)
+    paths = [model.save_weights_for_sampler("saved").result().path for model in models]
+    samplers = [service.create_sampling_client(model_path=path) for path in paths]
+    asked = [(number, answers(samplers[number], seed)) for seed in range(3) for number in range(3)]
+    plain = service.create_sampling_client(base_model="tiny")
+    base = answers(plain, 0)
+    measured = [(number, mismatch(models[number], answer.result())) for number, answer in asked]
+    first, untrained = asked[0][1].result(), mismatch(models[0], base.result())
+    moved(models[0], 8)
+    service.create_rest_client().delete_checkpoint_from_tinker_path(paths[0]).result()
+    assert models[0].save_weights_for_sampler("saved").result().path == paths[0]
+    again = answers(service.create_sampling_client(model_path=paths[0]), 0).result()
+    alone = answers(plain, 0).result().sequences
+    found = {
+        "base": [list(each.tokens) for each in alone] == [list(each.tokens) for each in base.result().sequences],
+        "own": [value for _, value in measured],
+        "others": [untrained, mismatch(models[1], asked[0][1].result()), mismatch(models[0], first)],
+        "again": mismatch(models[0], again),
+        "prompts": [prompt_difference(model, sampler) for model, sampler in zip(models[1:], samplers[1:], strict=True)],
+    }
+    service.close("success").result()
+    return found
+
+
+def full_parameters(service: Any) -> dict[str, Any]:
+    """A model with all parameters, before and after some steps."""
+    model = service.create_lora_training_client(base_model="tiny", rank=0).result()
+    found = []
+    for _ in range(2):
+        moved(model, 3)
+        sampler = model.save_weights_and_get_sampling_client().result()
+        found.append(mismatch(model, answers(sampler, 0).result()))
+    return {"own": found, "prompts": [prompt_difference(model, sampler)]}
+
+
+def moved(model: Any, steps: int) -> None:
+    """Trains in large steps."""
+    for _ in range(steps):
+        model.forward_backward(DATA, "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=0.02)).result()
+
+
+def answers(sampler: Any, seed: int) -> Any:
+    """A future of four answers of 16 tokens."""
+    options = types.SamplingParams(max_tokens=16, seed=seed, stop=[])
+    return sampler.sample(types.ModelInput.from_ints(list(SEQUENCES[0])), num_samples=4, sampling_params=options)
+
+
+def mismatch(model: Any, answer: Any) -> float:
+    """`mismatch_kl` between the learner and the sampler of an answer's tokens."""
+    data, sampled_values = [], []
+    for sequence in answer.sequences:
+        ids = [*SEQUENCES[0], *sequence.tokens]
+        data.append(datum(ids, [1.0] * (len(ids) - 1)))
+        sampled_values += sequence.logprobs
+    outputs = model.forward(data, "cross_entropy").result().loss_fn_outputs
+    learned = [value for output in outputs for value in output["logprobs"].tolist()[len(SEQUENCES[0]) - 1 :]]
+    difference = np.array(learned) - np.array(sampled_values)
+    return float((np.exp(difference) - 1 - difference).mean())
+
+
+def prompt_difference(model: Any, sampler: Any) -> float:
+    """The largest difference between the learner's log-probabilities and a sampler's, of a prompt's tokens and of the three most likely ones at
+    each place."""
+    ids, options = list(SEQUENCES[0]), types.SamplingParams(max_tokens=1)
+    given = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3}
+    answer = sampler.sample(types.ModelInput.from_ints(ids), num_samples=1, sampling_params=options, **given).result()
+    top = answer.topk_prompt_logprobs_np
+    tokens, values = np.array(top.token_ids)[1:], np.array(top.logprobs)[1:]
+    columns = [(np.array(ids[1:]), answer.prompt_logprobs_np[1:]), *((tokens[:, place], values[:, place]) for place in range(3))]
+    learned = []
+    for targets, _ in columns:
+        inputs: Any = {"target_tokens": targets.tolist(), "weights": [1.0] * len(targets)}
+        asked = types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+        learned.append(model.forward([asked], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist())
+    assert (np.diff(values) <= 0).all(), "the most likely one comes first"
+    return float(max(np.abs(np.array(one) - two).max() for one, (_, two) in zip(learned, columns, strict=True)))
+
+
+CASES = {case.__name__: case for case in (twenty_steps, continued, sampled, refused, adapters, full_parameters)}
 
 if __name__ == "__main__":
     outcome = CASES[sys.argv[2]](tinker.ServiceClient(base_url=sys.argv[1]))

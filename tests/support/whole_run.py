@@ -24,8 +24,11 @@ RIGHT = "7"
 """The answer to every prompt of the task."""
 
 
-def make_task(folder: Path, lead: str = "") -> Path:
+def make_task(folder: Path, lead: str = "", engine: str = "vllm") -> Path:
     """Writes model, tokenizer, data and run.yaml. After the warm start, the policy answers with any digit after `lead`; one digit is right.
+
+    Args:
+        engine: the inference engine. transformers starts within seconds, for tests that need any real policy.
 
     Returns the configuration's path.
     """
@@ -56,6 +59,7 @@ def make_task(folder: Path, lead: str = "") -> Path:
         "model": {"path": "model"},
         "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 16},
         "rollout": {
+            "engine": engine,
             "max_new_tokens": 4 + len(lead),
             "max_model_len": 32 + len(lead),
             "max_num_seqs": 64,

@@ -18,12 +18,14 @@ class RunRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("row_json", "seed")
+    __slots__ = ("row_json", "seed", "environment")
     ROW_JSON_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     row_json: str
     seed: int
-    def __init__(self, row_json: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    environment: str
+    def __init__(self, row_json: _Optional[str] = ..., seed: _Optional[int] = ..., environment: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("text", "raw", "refused", "over", "is_cut", "context_tokens", "tokens", "sampled", "number", "seconds_left", "in_thought", "record", "oldest_version")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from polyreme.api.v1 import experience_pb2 as polyreme_dot_api_dot_v1_dot_experience__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpolyreme/api/v1/rollout.proto\x12\x0fpolyreme.api.v1\x1a polyreme/api/v1/experience.proto\"H\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nprefix_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07max_new\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"[\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\"\xe5\x01\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12$\n\x05slots\x18\x04 \x03(\x0b\x32\x15.polyreme.api.v1.Slot\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.polyreme.api.v1.SamplingParams\x12\x13\n\x0bmin_version\x18\x06 \x01(\x04\x12\x1a\n\rexact_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x42\x10\n\x0e_exact_version\"b\n\x05\x43hunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0eoldest_version\x18\x04 \x01(\x04\x12\x0e\n\x06routes\x18\x05 \x01(\x0c\"z\n\x07SlotEnd\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x34\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1d.polyreme.api.v1.FinishReason\x12+\n\x05spans\x18\x03 \x03(\x0b\x32\x1c.polyreme.api.v1.VersionSpan\"b\n\x10GenerateResponse\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.polyreme.api.v1.Chunk\x12&\n\x04\x65nds\x18\x02 \x03(\x0b\x32\x18.polyreme.api.v1.SlotEnd\"\x11\n\x0f\x44\x65scribeRequest\"\xdc\x01\n\x10\x44\x65scribeResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0b\n\x03\x61pi\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x13\n\x0bhas_version\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bquarantined\x18\t \x01(\x08\x12\x0e\n\x06\x65ngine\x18\n \x01(\t2\xb4\x01\n\x0eRolloutService\x12Q\n\x08Generate\x12 .polyreme.api.v1.GenerateRequest\x1a!.polyreme.api.v1.GenerateResponse0\x01\x12O\n\x08\x44\x65scribe\x12 .polyreme.api.v1.DescribeRequest\x1a!.polyreme.api.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpolyreme/api/v1/rollout.proto\x12\x0fpolyreme.api.v1\x1a polyreme/api/v1/experience.proto\"H\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nprefix_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07max_new\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"[\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x05\"\xf8\x01\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12$\n\x05slots\x18\x04 \x03(\x0b\x32\x15.polyreme.api.v1.Slot\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.polyreme.api.v1.SamplingParams\x12\x13\n\x0bmin_version\x18\x06 \x01(\x04\x12\x1a\n\rexact_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tgather_ms\x18\x08 \x01(\rB\x10\n\x0e_exact_version\"b\n\x05\x43hunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0eoldest_version\x18\x04 \x01(\x04\x12\x0e\n\x06routes\x18\x05 \x01(\x0c\"z\n\x07SlotEnd\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x34\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1d.polyreme.api.v1.FinishReason\x12+\n\x05spans\x18\x03 \x03(\x0b\x32\x1c.polyreme.api.v1.VersionSpan\"b\n\x10GenerateResponse\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.polyreme.api.v1.Chunk\x12&\n\x04\x65nds\x18\x02 \x03(\x0b\x32\x18.polyreme.api.v1.SlotEnd\"\x11\n\x0f\x44\x65scribeRequest\"\xdc\x01\n\x10\x44\x65scribeResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x0b\n\x03\x61pi\x18\x03 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x13\n\x0bhas_version\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bquarantined\x18\t \x01(\x08\x12\x0e\n\x06\x65ngine\x18\n \x01(\t2\xb4\x01\n\x0eRolloutService\x12Q\n\x08Generate\x12 .polyreme.api.v1.GenerateRequest\x1a!.polyreme.api.v1.GenerateResponse0\x01\x12O\n\x08\x44\x65scribe\x12 .polyreme.api.v1.DescribeRequest\x1a!.polyreme.api.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_start=158
   _globals['_SAMPLINGPARAMS']._serialized_end=249
   _globals['_GENERATEREQUEST']._serialized_start=252
-  _globals['_GENERATEREQUEST']._serialized_end=481
-  _globals['_CHUNK']._serialized_start=483
-  _globals['_CHUNK']._serialized_end=581
-  _globals['_SLOTEND']._serialized_start=583
-  _globals['_SLOTEND']._serialized_end=705
-  _globals['_GENERATERESPONSE']._serialized_start=707
-  _globals['_GENERATERESPONSE']._serialized_end=805
-  _globals['_DESCRIBEREQUEST']._serialized_start=807
-  _globals['_DESCRIBEREQUEST']._serialized_end=824
-  _globals['_DESCRIBERESPONSE']._serialized_start=827
-  _globals['_DESCRIBERESPONSE']._serialized_end=1047
-  _globals['_ROLLOUTSERVICE']._serialized_start=1050
-  _globals['_ROLLOUTSERVICE']._serialized_end=1230
+  _globals['_GENERATEREQUEST']._serialized_end=500
+  _globals['_CHUNK']._serialized_start=502
+  _globals['_CHUNK']._serialized_end=600
+  _globals['_SLOTEND']._serialized_start=602
+  _globals['_SLOTEND']._serialized_end=724
+  _globals['_GENERATERESPONSE']._serialized_start=726
+  _globals['_GENERATERESPONSE']._serialized_end=824
+  _globals['_DESCRIBEREQUEST']._serialized_start=826
+  _globals['_DESCRIBEREQUEST']._serialized_end=843
+  _globals['_DESCRIBERESPONSE']._serialized_start=846
+  _globals['_DESCRIBERESPONSE']._serialized_end=1066
+  _globals['_ROLLOUTSERVICE']._serialized_start=1069
+  _globals['_ROLLOUTSERVICE']._serialized_end=1249
 # @@protoc_insertion_point(module_scope)

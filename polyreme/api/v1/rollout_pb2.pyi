@@ -32,7 +32,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("run_id", "request_id", "prompt_ids", "slots", "sampling", "min_version", "exact_version")
+    __slots__ = ("run_id", "request_id", "prompt_ids", "slots", "sampling", "min_version", "exact_version", "gather_ms")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     EXACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GATHER_MS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     request_id: str
     prompt_ids: bytes
@@ -47,7 +48,8 @@ class GenerateRequest(_message.Message):
     sampling: SamplingParams
     min_version: int
     exact_version: int
-    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ...) -> None: ...
+    gather_ms: int
+    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., gather_ms: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("slot", "token_ids", "logprobs", "oldest_version", "routes")

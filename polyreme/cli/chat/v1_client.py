@@ -7,8 +7,9 @@ import json
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from typing import Any
 
 from polyreme.config.security import EndpointSecurity, SecurityConfig
@@ -71,7 +72,7 @@ class V1Client:
                 yield Piece(choice.get("text") or "", _version(event))
 
     def _stream(
-        self, path: str, model: str, body: dict[str, Any], max_tokens: int | None, temperature: float
+        self, path: str, model: str, body: Mapping[str, object], max_tokens: int | None, temperature: float
     ) -> Iterator[dict[str, Any]]:
         length = {} if max_tokens is None else {"max_tokens": max_tokens}
         asked = {"model": model, **length, "temperature": temperature, "stream": True, **body}
@@ -79,12 +80,12 @@ class V1Client:
             for line in self._lines(reply):
                 text = line.removeprefix(_DATA).strip()
                 if line.startswith(_DATA) and text != b"[DONE]":
-                    event: dict[str, Any] = json.loads(text)
+                    event = json.loads(text)
                     if error := event.get("error"):
                         raise PolyremeError("an answer", str(error), "See the log of the replica.")
                     yield event
 
-    def _lines(self, reply: Any) -> Iterator[bytes]:
+    def _lines(self, reply: HTTPResponse) -> Iterator[bytes]:
         try:
             yield from reply
         except (OSError, ValueError) as error:
@@ -92,7 +93,7 @@ class V1Client:
                 f"the rest of an answer from {self._url}", str(error) or type(error).__name__, "Ask again."
             ) from None
 
-    def _open(self, path: str, body: dict[str, Any] | None) -> Any:
+    def _open(self, path: str, body: Mapping[str, object] | None) -> HTTPResponse:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._token}"} if self._token else {})
         request = urllib.request.Request(self._url + path, json.dumps(body).encode() if body else None, headers)
         try:
@@ -107,7 +108,7 @@ class V1Client:
             ) from None
 
 
-def _version(event: dict[str, Any]) -> str:
+def _version(event: dict[str, object]) -> str:
     fingerprint = str(event.get("system_fingerprint") or "")
     return fingerprint.removeprefix("policy-") if fingerprint.startswith("policy-") else ""
 

@@ -9,11 +9,12 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from polyreme.errors import ConfigError
+from polyreme.experience.metric_records import Line
 from polyreme.rundir.run_directory import flat_settings, no_run, read_run_file, read_settings
 from polyreme.rundir.run_records import read_records, read_summary
 from polyreme.terminal.table import fitted
@@ -37,8 +38,6 @@ MAIN = (
 STAGE_MAIN = ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "tokens_per_second", "time/step")
 """The same for stages."""
 _RESULTS = ("state", "rl_seconds", "samples_per_second", "step", "loss", "step_seconds")
-
-Record = Mapping[str, Any]
 
 
 def compare(
@@ -86,20 +85,20 @@ def compare(
     console.print("\n".join(lines), soft_wrap=True)
 
 
-def common_iterations(histories: Sequence[Sequence[Record]], last: int) -> tuple[int, int]:
+def common_iterations(histories: Sequence[Sequence[Line]], last: int) -> tuple[int, int]:
     """The first and the newest of the `last` newest iterations that every run has trained; (0, 0) when there are none."""
     numbers = [{record["iteration"] for record in history} for history in histories]
     common = sorted(set.intersection(*numbers))[-last:]
     return (common[0], common[-1]) if common else (0, 0)
 
 
-def own_iterations(history: Sequence[Record], last: int) -> tuple[int, int]:
+def own_iterations(history: Sequence[Line], last: int) -> tuple[int, int]:
     """The first and the newest of a run's `last` newest iterations; (0, 0) when there are none."""
     return common_iterations([history], last)
 
 
 def metric_rows(
-    histories: Sequence[Sequence[Record]], spans: Sequence[tuple[int, int]], names: Sequence[str] | None = None
+    histories: Sequence[Sequence[Line]], spans: Sequence[tuple[int, int]], names: Sequence[str] | None = None
 ) -> dict[str, list[float | None]]:
     """Means over some iterations, by metric, one value per run; None for a run that does not record the metric.
 
@@ -119,7 +118,7 @@ def metric_rows(
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
 
-def result_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
+def result_rows(summaries: Sequence[Line]) -> dict[str, list[object]]:
     """The results in the runs' summaries, by name: the state, the metric of the best version before and after training, the speed."""
     rows = summary_rows([flat_settings(summary) for summary in summaries])
     decided = [
@@ -128,14 +127,14 @@ def result_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
     return {name: rows[name] for name in (_RESULTS[0], *decided, *_RESULTS[1:]) if name in rows}
 
 
-def summary_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
+def summary_rows(summaries: Sequence[Line]) -> dict[str, list[object]]:
     """The values by name, one per run; None for a run without it. Names without any value are omitted."""
     names = dict.fromkeys(name for summary in summaries for name in summary)
     rows = {name: [summary.get(name) for summary in summaries] for name in names}
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
 
-def settings_rows(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def settings_rows(settings: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
     """The dotted keys whose values differ between the runs, sorted, with one value per run; None for a key that is missing."""
     flat = [flat_settings(each) for each in settings]
     keys = sorted(set().union(*flat))
@@ -143,11 +142,11 @@ def settings_rows(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
-def _unit(histories: Sequence[Sequence[Record]]) -> str:
+def _unit(histories: Sequence[Sequence[Line]]) -> str:
     return "STEPS" if all(record["kind"] == "step" for history in histories for record in history) else "ITERATIONS"
 
 
-def _iterations(run_dir: Path) -> list[dict[str, object]]:
+def _iterations(run_dir: Path) -> list[Line]:
     """The `iteration` records of a run, each iteration once; the `step` records of a stage, with the step as `iteration`."""
     found = read_run_file(run_dir)
     if found is None:
@@ -161,12 +160,12 @@ def _iterations(run_dir: Path) -> list[dict[str, object]]:
     return records
 
 
-def _mean(values: Iterable[Any]) -> float | None:
+def _mean(values: Iterable[object]) -> float | None:
     numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]], width: int | None) -> list[str]:
+def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[object]], width: int | None) -> list[str]:
     if not rows:
         return [f"{title}: no difference"]
     return fitted((title, *names), [(key, *map(_cell, values)) for key, values in rows.items()], width)

@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -73,7 +73,7 @@ def evaluate(
     console.print("\n".join([*lines, f"answers  {run_dir / 'samples' / 'evaluation_0000.jsonl'}"]), soft_wrap=True)
 
 
-def results(record: Evaluation) -> dict[str, Any]:
+def results(record: Evaluation) -> dict[str, object]:
     """The metrics of an evaluation by name: its mean, the metrics over several answers, the prompts, the mean of each reward."""
     rewards = {f"reward/{name}": value for name, value in record.parts.items()}
     return {**record.metrics, "samples": record.samples, **rewards}

@@ -59,7 +59,7 @@ class Session:
         def process(name: str, *argv: str, serves: bool = True) -> ProcessSet:
             return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=OWNER_DIED)], log_dir, serves)
 
-        scorers = {"reward": config.reward, "environment": config.environment}
+        scorers = {"reward": config.reward, "environment": config.environments}
         online = config.environment.online if config.environment else None
         ports = {"environment": ("--http-port", str(online.port))} if online else {}
         services = [process(name, name, *server, *ports.get(name, ())) for name, section in scorers.items() if section]

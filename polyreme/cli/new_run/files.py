@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -164,10 +164,10 @@ def run_yaml(answers: Answers) -> str:
     )
 
 
-def own_supervised_rows(answers: Answers) -> list[dict[str, Any]]:
+def own_supervised_rows(answers: Answers) -> list[dict[str, object]]:
     """Prompts of the user's training part with their reference answers as responses, for the tiny model, which cannot write one yet. Rows
     without such an answer, and those that its context does not hold, are left out."""
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     with suppress(DataError):  # a damaged row, which `config check` reports
         for row in islice(read_objects((_trained_part(answers),)), _SUPERVISED):
             prompt, label = value_at(row.fields, answers.prompt_key), value_at(row.fields, answers.label_key)

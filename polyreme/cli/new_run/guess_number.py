@@ -1,12 +1,10 @@
 """An environment: the policy guesses a number, and the environment answers `higher` or `lower`. Change it into yours."""
 
-from typing import Any
-
 
 class GuessNumber:
     """Guess a number. Each episode has an instance of its own."""
 
-    def reset(self, row: dict[str, Any]) -> str | None:
+    def reset(self, row: dict[str, str]) -> str | None:
         """Begins an episode with a row of the data. With a parameter `seed` it gets an integer for random numbers, too.
 
         Returns:

@@ -7,7 +7,6 @@ Invariant: the same call returns the same rows. A row has the columns `prompt` a
 
 import inspect
 import random
-from typing import Any
 
 from polyreme.cli.new_run import guess_number
 
@@ -33,20 +32,20 @@ def source() -> str:
     return inspect.getsource(guess_number)
 
 
-def tasks(count: int, seed: int) -> list[dict[str, Any]]:
+def tasks(count: int, seed: int) -> list[dict[str, str]]:
     """Prompts with their secrets, each number about as often as the others."""
     secrets = [_NUMBERS[index % len(_NUMBERS)] for index in range(count)]
     random.Random(seed).shuffle(secrets)
     return [{"prompt": _PROMPT, "answer": str(secret)} for secret in secrets]
 
 
-def conversations(count: int, seed: int) -> list[dict[str, Any]]:
+def conversations(count: int, seed: int) -> list[dict[str, list[dict[str, str]]]]:
     """Episodes for a model that cannot write a guess yet."""
     rng = random.Random(seed)
     return [{"messages": _episode(row, rng)} for row in tasks(count, seed)]
 
 
-def _episode(row: dict[str, Any], rng: random.Random) -> list[dict[str, str]]:
+def _episode(row: dict[str, str], rng: random.Random) -> list[dict[str, str]]:
     game = guess_number.GuessNumber()
     game.reset(row)
     messages, first, last = [{"role": "user", "content": row["prompt"]}], _NUMBERS[0], _NUMBERS[-1]

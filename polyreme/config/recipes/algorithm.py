@@ -5,7 +5,7 @@ the preset meant, and a later version of Polyreme cannot change it.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -81,7 +81,7 @@ class AlgorithmConfig(Recipe):
 
     @model_validator(mode="before")
     @classmethod
-    def _resolve(cls, tree: Any) -> Any:
+    def _resolve(cls, tree: object) -> object:
         if not isinstance(tree, dict):
             return tree
         own = {key: value for key, value in tree.items() if key not in Recipe.model_fields or key == "correction"}

@@ -6,9 +6,9 @@ another kind starts from the defaults of that kind.
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from polyreme.config.recipes.recipe import (
     Cispo,
@@ -86,7 +86,7 @@ STANDARD_CORRECTION: tuple[Correction, ...] = (TokenTis(cap=2.0),)
 most samples of an asynchronous run, whose policies differ by more than rounding."""
 
 
-def resolve(preset: str, overrides: Mapping[str, Any]) -> Recipe:
+def resolve(preset: str, overrides: Mapping[str, object]) -> Recipe:
     """The preset's recipe with `overrides` applied, a tree of plain values such as `{"loss": {"high": 0.28}, "kl": None}`.
 
     Raises:
@@ -110,7 +110,7 @@ def resolve(preset: str, overrides: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
     """Merges `overrides` into `base` key by key. A primitive of another kind replaces the whole primitive of the base."""
     merged = dict(base)
     for key, value in overrides.items():
@@ -122,7 +122,7 @@ def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def _explain(problem: Any) -> str:
+def _explain(problem: ErrorDetails) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden" and (old := f"algorithm.{problem['loc'][0]}.{problem['loc'][-1]}") in OLD_KEYS:
         return f"old key {old} ({REWRITE})"

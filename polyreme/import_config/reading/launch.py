@@ -6,7 +6,6 @@ Invariant: every option of the command is in the values, among what stays open, 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import yaml
 
@@ -48,7 +47,7 @@ class Launch:
     program: str
     processes: int | None = None
     config_file: str | None = None
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     opened: dict[str, str] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
 

@@ -37,7 +37,7 @@ class Read:
         program: module or file of a script's training command.
     """
 
-    values: dict[str, Any]
+    values: dict[str, object]
     notes: list[tuple[str, str]] = field(default_factory=list)
     program: str = ""
 
@@ -107,7 +107,7 @@ def _options(launch: Launch) -> Mapping[str, object]:
     return {key: _plain(value) for name, given in launch.values.items() for key, value in flatten(given, name)}
 
 
-def _with_config(values: dict[str, Any], path: Path) -> list[tuple[str, str]]:
+def _with_config(values: dict[str, object], path: Path) -> list[tuple[str, str]]:
     """Adds the values of the YAML file that `--config` or hydra's `--config-name` names. The command line has priority. Returns what must be said."""
     named, file = values.pop("config", None), None
     if isinstance(named, str):
@@ -183,7 +183,7 @@ def _referred(value: Any, key: str, read: Read) -> tuple[Any] | None:
     return None
 
 
-def _reference(text: str, key: str, read: Read) -> tuple[Any] | None:
+def _reference(text: str, key: str, read: Read) -> tuple[object] | None:
     resolver, colon, arguments = text.partition(":")
     if colon and resolver in ("oc.select", "oc.env"):
         name, comma, default = arguments.partition(",")

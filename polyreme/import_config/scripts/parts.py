@@ -6,7 +6,6 @@ Invariant: what an object says is in the values, and what cannot be known is in 
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from polyreme.import_config.rules import Unresolved
 from polyreme.import_config.scripts.names import Open
@@ -37,7 +36,7 @@ class Found:
         functions: rewards that the script defines.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
 
@@ -194,7 +193,7 @@ def _load(found: Found, values: Values, call: ast.Call) -> None:
     first = call.args[0] if call.args else words.get("path")
     if first is None:
         raise Open(call, "load_dataset without a name")
-    name: Any = _text(values, first)
+    name: object = _text(values, first)
     if name in _FILES and "data_files" in words:
         name = values.of(words["data_files"])
         if isinstance(name, dict):

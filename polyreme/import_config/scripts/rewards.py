@@ -5,7 +5,6 @@ Invariant: every reward is in the values in the order of its weight. A function 
 
 import ast
 from pathlib import Path
-from typing import Any
 
 from polyreme.import_config.rules import Unresolved
 from polyreme.import_config.scripts.names import Binding, Open, is_main_guard
@@ -56,7 +55,7 @@ def _reward(found: Found, values: Values, node: ast.expr, file: Path) -> tuple[s
         origin, _ = values.origin(node)
         if isinstance(origin, ast.Call):
             return _call(found, values, origin)
-        value: Any = values.of(node)
+        value: object = values.of(node)
         if isinstance(value, str):
             return "model", value
     except Open:

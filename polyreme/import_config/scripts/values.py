@@ -18,7 +18,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: operator.is_, ast.IsNot: operator.is_not,
 }  # fmt: skip
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., object]] = {
     "dict": dict, "int": int, "float": float, "str": str, "bool": bool, "len": len, "min": min, "max": max, "abs": abs, "round": round,
     "list": list, "tuple": list,
     "os.path.join": lambda *parts: "/".join(parts), "os.path.expanduser": str, "os.path.basename": lambda text: text.rpartition("/")[2],
@@ -112,7 +112,7 @@ class Values:
                 return self._call(node)
         raise Open(node, _what(node))
 
-    def _condition(self, test: ast.expr) -> Any:
+    def _condition(self, test: ast.expr) -> object:
         try:
             return self.of(test)
         except Open as error:

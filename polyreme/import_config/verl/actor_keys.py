@@ -4,7 +4,6 @@ Invariant: a pattern with `*` says "no effect on training" only where that is tr
 """
 
 import re
-from typing import Any
 
 from polyreme.import_config.convert import NAME_OR_PATH, adapters, lookup, path, paths, when
 from polyreme.import_config.rules import PART, Lost, Off, Rule, Values, idle, lost, part_of
@@ -36,13 +35,13 @@ def _targets(value: object, values: Values) -> object:
     return names if set(names) <= LAYERS else Lost(f"layers are {', '.join(sorted(LAYERS))} here")
 
 
-def _truncation(value: Any, values: Values) -> Any:
+def _truncation(value: object, values: Values) -> object:
     if value == "error" or values["data.filter_overlong_prompts"]:
         return PART
     return Lost("verl cuts long prompts; here they are left out")
 
 
-def _micro(value: Any, values: Values) -> Any:
+def _micro(value: int, values: Values) -> object:
     if values.get(f"{ACTOR}.use_dynamic_bsz"):
         return Off("ppo_max_token_len_per_gpu bounds with use_dynamic_bsz")
     return value * (values["data.max_prompt_length"] + values["data.max_response_length"]) if value else Off("not set")

@@ -5,8 +5,6 @@ Units and formulas: verl/trainer/ppo/core_algos.py, verl/trainer/ppo/rollout_cor
 Invariant: an algorithm without a counterpart is refused; any other part without one is `Lost`. Pure.
 """
 
-from typing import Any
-
 from polyreme.errors import ConfigError
 from polyreme.import_config.convert import KL, refused
 from polyreme.import_config.rules import PART, Lost, Off, Values
@@ -14,7 +12,7 @@ from polyreme.import_config.rules import PART, Lost, Off, Values
 MODE = "trainer.v1.trainer_mode"
 """The key of verl's newer trainer with which samples may be older than the weights: colocate_async, separate_async."""
 ACTOR, CORRECTION, DISTILLATION = "actor_rollout_ref.actor", "algorithm.rollout_correction", "distillation"
-Fixed = dict[str, tuple[Any, str]]
+Fixed = dict[str, tuple[object, str]]
 """Our keys with value and reason, as `System.fixed` returns them."""
 PRESETS = {
     "gae": "ppo",
@@ -108,7 +106,7 @@ def _preset(values: Values, mode: str) -> str:
     return "dr_grpo" if estimator in GRPO and not normalised and sums else PRESETS[estimator]
 
 
-def _loss(mode: str, values: Values) -> dict[str, Any]:
+def _loss(mode: str, values: Values) -> dict[str, object]:
     if mode not in LOSSES:
         raise refused("policy_loss.loss_mode of a loss", mode, LOSSES)
     kind, usual = LOSSES[mode], values[f"{ACTOR}.clip_ratio"]
@@ -130,7 +128,7 @@ def _loss(mode: str, values: Values) -> dict[str, Any]:
     return {"kind": kind, "ratio": "token", "low": min(low, 1.0), "high": high, "dual": dual}
 
 
-def clip_ratio(value: Any, values: Values) -> Any:
+def clip_ratio(value: object, values: Values) -> object:
     """The fate of clip_ratio: verl's newer versions read the two other keys, which have defaults of their own."""
     bounds = [values.get(f"{ACTOR}.clip_ratio_{side}") for side in ("low", "high")]
     if all(bound is not None for bound in bounds) or value == 0.2:
@@ -168,7 +166,7 @@ def _estimator(name: str) -> str:
     return KL[name]
 
 
-def kl_loss_type(value: Any, values: Values) -> Any:
+def kl_loss_type(value: str, values: Values) -> object:
     """The fate of kl_loss_type: k1 in the loss trains nothing."""
     if values[f"{ACTOR}.use_kl_loss"] and values[f"{ACTOR}.kl_loss_coef"] and KL.get(value) == "k1":
         return Lost("kl in the loss has no gradient in expectation, so it is left out; k3 or k1+ is usually meant")
@@ -181,7 +179,7 @@ def kl_in_reward(value: object, values: Values) -> object:
     return Lost("the KL has one place here; that of the loss was taken over") if both else PART
 
 
-def filter_metric(value: Any, values: Values) -> Any:
+def filter_metric(value: object, values: Values) -> object:
     """The fate of filter_groups.metric: here groups are compared by the scores of their rewards, before any penalty."""
     if not values.get("algorithm.filter_groups.enable") or value in (None, "acc"):
         return PART
@@ -198,8 +196,8 @@ def bypasses(values: Values) -> bool:
     return any(values.get(name) for name in names)
 
 
-def _correction(values: Values) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+def _correction(values: Values) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
     kind, threshold = values.get(f"{CORRECTION}.rollout_is"), values.get(f"{CORRECTION}.rollout_is_threshold", 2.0)
     cap = values.get(f"{ACTOR}.tis_imp_ratio_cap") or 0
     if kind == "token" and "_" in str(threshold):
@@ -267,7 +265,7 @@ def _distillation(values: Values) -> Fixed:
     return fixed
 
 
-def _overlong(values: Values) -> tuple[Any, str]:
+def _overlong(values: Values) -> tuple[object, str]:
     """DAPO's penalty near the length limit, of which verl counts the buffer in tokens."""
     name, limit = "reward_model.overlong_buffer", values["data.max_response_length"]
     tokens = values.get(f"{name}.len") or 0

@@ -3,10 +3,8 @@
 Invariant: a pattern with `*` says "no effect on training" only where that is true of every key below it.
 """
 
-from typing import Any
-
 from polyreme.import_config.convert import NAME_OR_PATH, given, lookup, name, path, positive, trackers, when
-from polyreme.import_config.rules import PART, Lost, Noted, Off, Rule, Values, idle, lost, part_of
+from polyreme.import_config.rules import PART, Convert, Lost, Noted, Off, Rule, Values, idle, lost, part_of
 from polyreme.import_config.verl.actor_keys import (
     ACTORS,
     DATA,
@@ -40,7 +38,7 @@ def _answers(value: object, values: Values) -> object:
     return Noted(value, "CHECK: verl samples this one (val_kwargs.do_sample)") if sampled else value
 
 
-def _evaluated(value: Any, values: Values) -> Any:
+def _evaluated(value: object, values: Values) -> object:
     cut = [
         f"{key} {values[name]}"
         for key in ("top_p", "top_k")
@@ -51,10 +49,10 @@ def _evaluated(value: Any, values: Values) -> Any:
     return Noted(value, f"CHECK: with {', '.join(cut)} in verl, from the whole distribution here") if cut else value
 
 
-def _fitting(key: str) -> Any:
+def _fitting(key: str) -> Convert:
     """The fate of a critic's key that must agree with the actor's `key`."""
 
-    def convert(value: Any, values: Values) -> Any:
+    def convert(value: object, values: Values) -> object:
         same = value is None or value == values.get(key)
         return (
             Off(f"as {key}, or no critic") if same or without_critic(values) else Lost(f"the critic has the actor's {key} here")

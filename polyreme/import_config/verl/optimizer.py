@@ -67,7 +67,7 @@ def _clip_grad(section: str, values: Values) -> float:
     return float(next((value for value in (own, shared) if value not in (None, 1.0)), 1.0))
 
 
-def schedule(value: Any, values: Values) -> Any:
+def schedule(value: object, values: Values) -> object:
     """The fate of a key with the schedule's name."""
     known = value is None or value in SCHEDULES
     return PART if known else Lost(f"no counterpart of this schedule ({', '.join(SCHEDULES)}); the rate is constant here")

@@ -6,7 +6,6 @@ Invariant: this folder is the only place that knows verl's keys.
 """
 
 import math
-from typing import Any
 
 from polyreme.import_config.convert import minibatches, path, placeholder, product, ratio
 from polyreme.import_config.rules import Lost, System, Unresolved, Values
@@ -74,9 +73,9 @@ RENAMED = {
 """Beginnings of keys by the newer names, with the older ones."""
 
 
-def with_older_names(values: Values) -> dict[str, Any]:
+def with_older_names(values: Values) -> dict[str, object]:
     """The values under the names of the rules. A newer name that is null leaves an older one."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in values.items():
         for new, old in RENAMED.items():
             key = old + key.removeprefix(new) if key.startswith(new) else key  # several may apply, one after the other

@@ -5,8 +5,6 @@ Keys and bounds: verl/experimental/agent_loop/tool_agent_loop.py, verl/workers/c
 Invariant: pure functions of the values, and the fate of each key.
 """
 
-from typing import Any
-
 from polyreme.import_config.environments import CLASS, PLACEHOLDER
 from polyreme.import_config.rules import ForeignEnvironment, Values, idle, lost, part_of
 from polyreme.import_config.verl.actor_keys import ROLLOUT
@@ -50,7 +48,7 @@ def environment(values: Values) -> ForeignEnvironment | None:
 def _turns(values: Values) -> tuple[int | None, str]:
     """Answers of an episode. verl ends after an answer if there are as many answers, or as many messages of the user or of tools."""
     answers, messages = values.get(BOUNDS[0]) or values.get(BOUNDS[2]), values.get(BOUNDS[1])
-    bounds: list[Any] = [answers, messages and messages + 1]
+    bounds: list[int | None] = [answers, messages and messages + 1]
     given = [bound for bound in bounds if bound]
     return (min(given) if given else None), "max_assistant_turns, and max_user_turns + 1"
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from polyreme.isolation.sandbox import bubblewrap, landlock, seccomp
 from polyreme.process.lifecycle import die_with_parent
@@ -83,7 +83,7 @@ class Program:
 
     @classmethod
     def start(
-        cls, mode: Mode, job: Mapping[str, Any], stdin: str, limits: Limits, channel: socket.socket | None, stack: ExitStack
+        cls, mode: Mode, job: Mapping[str, object], stdin: str, limits: Limits, channel: socket.socket | None, stack: ExitStack
     ) -> "Program":
         """Starts a program.
 

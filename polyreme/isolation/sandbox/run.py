@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from polyreme.isolation.sandbox.program import Limits, Mode, Program, SandboxError
 
@@ -36,7 +35,7 @@ class Ended:
         return self.over is None and self.status == 0
 
 
-def run(mode: Mode, job: Mapping[str, Any], stdin: str, limits: Limits) -> Ended:
+def run(mode: Mode, job: Mapping[str, object], stdin: str, limits: Limits) -> Ended:
     """Runs one program.
 
     Args:

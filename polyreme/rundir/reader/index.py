@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 from polyreme.errors import ConfigError, UnavailableError
 from polyreme.rundir.reader.index_rows import SampleRow, event_of, points_of, sample_files_of, sample_row, step_of
@@ -170,8 +169,8 @@ class Index:
 
     def _add_sample_file(self, connection: sqlite3.Connection, name: str, prompts: dict[tuple[str, str], int]) -> None:
         """Adds one file. `prompts` maps the prompts that this transaction has seen to their rows."""
-        rows: list[tuple[Any, ...]] = []
-        spans: dict[tuple[int, int], tuple[Any, ...]] = {}
+        rows: list[tuple[object, ...]] = []
+        spans: dict[tuple[int, int], tuple[object, ...]] = {}
         lines, _ = read_lines(self._run_dir / "samples" / name, 0)
         for number, (start, line) in enumerate(lines, start=1):
             row = _sample_row(line, f"line {number} of {self._run_dir / 'samples' / name}")

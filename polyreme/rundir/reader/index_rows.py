@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from polyreme.experience.metric_records import Evaluation, IterationTrained, SamplesServed, StageStep, read_record
-from polyreme.rundir.progress import Line
+from polyreme.experience.metric_records import Evaluation, IterationTrained, Line, SamplesServed, StageStep, read_record
 from polyreme.rundir.reader.scalars import scalars
 
 WALL_TIME = "time"

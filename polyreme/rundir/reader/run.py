@@ -13,18 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from polyreme.errors import ConfigError
+from polyreme.experience.metric_records import Line
 from polyreme.rundir.reader import axes, samples
 from polyreme.rundir.reader.downsample import Series, downsample, last_of_each
 from polyreme.rundir.reader.index import Index, read_meta
 from polyreme.rundir.reader.samples import Sample, SampleQuery
-from polyreme.rundir.run_directory import Origin, changed_settings, no_run, read_run_file, read_settings, unused
+from polyreme.rundir.run_directory import Origin, Settings, changed_settings, no_run, read_run_file, read_settings, unused
 from polyreme.rundir.run_records import read_summary
 from polyreme.terminal.progress_bar import bar
 
@@ -72,7 +72,7 @@ class RunReader:
         self.run_dir, self.name = run_dir, run_dir.resolve().name
         self.origin: Origin | None = None
         self.run_id = self._read_run_id()
-        self._config: tuple[int, dict[str, object]] | None = None  # cached with the file's time, since parsing is slow
+        self._config: tuple[int, Settings] | None = None  # cached with the file's time, since parsing is slow
         self._changed: tuple[dict[str, object], list[str] | None] | None = None  # cached with the settings
         self._index = Index(run_dir, _index_path(run_dir))
         self._newest: tuple[object, dict[str, float]] | None = None  # as are these
@@ -98,7 +98,7 @@ class RunReader:
 
     # -- the run
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Settings:
         """The resolved configuration as plain values; {} without one."""
         with suppress(FileNotFoundError):
             written = (self.run_dir / "config.yaml").stat().st_mtime_ns
@@ -114,7 +114,7 @@ class RunReader:
             self._changed = settings, changed_settings(self.run_dir)
         return self._changed[1]
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Line:
         """The fields of summary.json with the current `state`: `interrupted` if the run did not end and no process owns it."""
         fields = read_summary(self.run_dir)
         fields = fields if fields.get("run") == self.run_id else {"run": self.run_id, "state": "starting", "reason": ""}
@@ -167,7 +167,7 @@ class RunReader:
 
     def events(
         self, kinds: Sequence[str] = (), since: float = 0.0, until: float = float("inf"), newest: int | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[Line]:
         """The records that are not rows of numbers (see docs/reference/records.md), in order, with `kind` and `time`.
 
         Args:
@@ -183,7 +183,7 @@ class RunReader:
             found = connection.execute(query, values).fetchall() if read_meta(connection) else []
         return [_event(row) for row in reversed(found)]
 
-    def commits(self, newest: int) -> dict[str, tuple[int, list[dict[str, Any]]]]:
+    def commits(self, newest: int) -> dict[str, tuple[int, list[Line]]]:
         """For each replica, the number of its `commit` records, and at most `newest` of them, the last ones, in order."""
         counted = "SELECT replica, count(*) FROM event WHERE kind = 'commit' GROUP BY replica"
         query = "SELECT kind, time, data FROM event WHERE kind = 'commit' AND replica = ? ORDER BY time DESC, id DESC LIMIT ?"
@@ -192,7 +192,7 @@ class RunReader:
             found = {name: (count, connection.execute(query, [name, newest]).fetchall()) for name, count in counts}
         return {name: (count, [_event(row) for row in reversed(rows)]) for name, (count, rows) in found.items()}
 
-    def group_spans(self, first: int, last: int) -> list[dict[str, Any]]:
+    def group_spans(self, first: int, last: int) -> list[Line]:
         """When the groups of iterations `first` to `last` were generated and scored: `step`, `group`, `began` (Unix seconds),
         `generate` and `score` (seconds), `replicas`."""
         query = "SELECT * FROM span WHERE step BETWEEN ? AND ? ORDER BY began"

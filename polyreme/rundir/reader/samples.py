@@ -58,7 +58,7 @@ class SampleQuery:
     text: str = ""
     order: str = "newest"
 
-    def where(self) -> tuple[str, list[Any]]:
+    def where(self) -> tuple[str, list[object]]:
         """The SQL condition and its arguments."""
         bounds = (
             ("kind = ?", self.kind or None),
@@ -71,7 +71,7 @@ class SampleQuery:
             ("finish = ?", self.finish or None),
             ("prompt = ?", self.prompt),
         )
-        terms, values = ["1"], list[Any]()
+        terms, values = ["1"], list[object]()
         for term, value in bounds:
             if value is not None:
                 terms.append(term)

@@ -1,21 +1,21 @@
 """The numbers of records that can be plotted, with their names and steps. Trackers, TensorBoard and the run page show the same numbers."""
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from polyreme.experience.metric_records import (
     CheckpointSaved,
     Evaluation,
     GroupsPlanned,
     IterationTrained,
+    Line,
+    MetricValues,
     StageEvaluation,
     StageStep,
     VersionServed,
     WarmStartStep,
     read_record,
 )
-from polyreme.rundir.progress import Line
 
 COMMIT_METRICS = {
     "stall_seconds",
@@ -53,7 +53,7 @@ def scalars(line: Line) -> Iterator[tuple[str, float, int]]:
             yield from _numbers(f"sft_{phase}/", {"loss": loss}, step)
 
 
-def _numbers(prefix: str, metrics: Mapping[str, Any], step: int) -> Iterator[tuple[str, float, int]]:
+def _numbers(prefix: str, metrics: MetricValues, step: int) -> Iterator[tuple[str, float, int]]:
     return ((prefix + name, float(value), step) for name, value in metrics.items() if is_number(value))
 
 

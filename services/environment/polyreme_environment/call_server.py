@@ -22,11 +22,13 @@ from polyreme_environment.contract import ContractError, LostError
 _STACK_BYTES = 2 << 20
 """Of each thread. It counts as data memory, whose limit the default of 8 MiB would exhaust."""
 Call = dict[str, Any]
-Answer = Callable[[Call], Awaitable[Mapping[str, Any]]]
+Setup = Call
+"""The first message."""
+Answer = Callable[[Call], Awaitable[Mapping[str, object]]]
 """Makes a call. Returns the fields of its reply."""
 
 
-def serve_calls(channel: socket.socket, what: str, load: Callable[[dict[str, Any]], tuple[str, str, Answer]]) -> int:
+def serve_calls(channel: socket.socket, what: str, load: Callable[[Setup], tuple[str, str, Answer]]) -> int:
     """Runs a worker on its socket until the socket closes. Returns the exit status.
 
     The first message has `memory_mib` and what `load` needs. Then each message is a call with its `number`, or `number` and `cancel`, the seconds
@@ -60,10 +62,10 @@ def serve_calls(channel: socket.socket, what: str, load: Callable[[dict[str, Any
     return 0
 
 
-async def in_thread(threads: Executor, function: Callable[[], Any]) -> Any:
+async def in_thread(threads: Executor, function: Callable[[], object]) -> object:
     """What a function returns or raises in a thread. It ends when the function does, also if it is cancelled."""
 
-    def caught() -> tuple[Any, BaseException | None]:
+    def caught() -> tuple[object, BaseException | None]:
         try:
             return function(), None
         except BaseException as error:  # noqa: BLE001 not every exception can be set on a future
@@ -126,6 +128,6 @@ class _CallServer:
         del self._tasks[number]
         self._send({"number": number, **reply, "printed": self._output.take()})
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         with self._sending:
             self._channel.sendall(encode(message))

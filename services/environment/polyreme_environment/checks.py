@@ -7,7 +7,8 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from polyreme.config.environment import McpServer, PythonTool
+from polyreme.config.data import Sources, TaskSource
+from polyreme.config.environment import EnvironmentConfig, McpServer, PythonTool
 from polyreme.config.python_source import FUNCTIONS, parse
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import read_objects
@@ -18,17 +19,27 @@ from polyreme_environment.foreign_classes.verl_tools import TOOL_METHODS
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
-    """Yields errors about a run's environment."""
-    if (section := config.environment) is None:
-        return
-    if section.security not in (None, config.security):  # the core checks the run's section
+    """Yields errors about a run's environments."""
+    security = config.environment_security
+    if security is not None and security != config.security:  # the core checks the run's section
         try:
-            tls.check_files(section.security)
+            tls.check_files(security)
         except ConfigError as error:
             yield error
-    yield from _check_tools(config, section.tools)
+    for name, section in config.environments.items():
+        yield from _check_one(section, config.played_data(name)[0], config.task_sources(name))
+
+
+def _check_one(section: EnvironmentConfig, data: Sources, sources: Sequence[TaskSource]) -> Iterator[str | PolyremeError]:
+    """Yields errors about an environment. Raises ConfigError.
+
+    Args:
+        data: what is played in it.
+        sources: what names tools.
+    """
+    yield from _check_tools(section.tools, sources)
     if section.venv is not None:
-        yield from _check_package(config, section.venv)
+        yield from _check_package(data, section.venv)
     if section.file is None:
         return  # another program, which may start later, or tools
     bound = _parsed(section.file, "file")
@@ -56,7 +67,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         )
 
 
-def _check_tools(config: RunConfig, tools: Sequence[object]) -> Iterator[PolyremeError]:
+def _check_tools(tools: Sequence[object], sources: Sequence[TaskSource]) -> Iterator[PolyremeError]:
     """Yields errors about the tools that the data names. Those of MCP servers are known only when these run. Raises ConfigError."""
     known = [each if isinstance(each, str) else "python" for each in tools if isinstance(each, str | PythonTool)]
     for tool in tools:
@@ -68,7 +79,7 @@ def _check_tools(config: RunConfig, tools: Sequence[object]) -> Iterator[Polyrem
             known += functions
     if any(isinstance(each, McpServer) for each in tools):
         return
-    for source in config.task_sources:
+    for source in sources:
         if others := [name for name in source.tools or () if name not in known]:
             yield ConfigError(
                 f"tools of environment.tools ({', '.join(known)}) for the rows of {source.path}",
@@ -86,16 +97,15 @@ def _parsed(file: Path, key: str) -> dict[str, ast.stmt]:
     return parse(code, str(file))
 
 
-def _check_package(config: RunConfig, venv: Path) -> Iterator[PolyremeError]:
+def _check_package(data: Sources, venv: Path) -> Iterator[PolyremeError]:
     """Yields errors about an environment whose package is in a virtual environment."""
     if not (venv / "bin" / "python").is_file():
         yield ConfigError(f"a virtual environment at {venv}", "none", "Fix environment.venv.")
-    train = config.data.train
-    if isinstance(train, Path) and train.is_file():
-        row = next((fields for _, fields in read_objects(train)), {})
+    if isinstance(data, Path) and data.is_file():
+        row = next((fields for _, fields in read_objects(data)), {})
         if not isinstance(row.get("task"), dict):
-            do = "Write data.train by `polyreme environment tasks run.yaml`."
-            yield ConfigError(f"rows with a column `task` in {train}", f"the columns {sorted(row)}", do)
+            do = "Write the data by `polyreme environment tasks run.yaml`."
+            yield ConfigError(f"rows with a column `task` in {data}", f"the columns {sorted(row)}", do)
 
 
 def _methods(node: ast.ClassDef) -> set[str]:

@@ -1,4 +1,4 @@
-"""`polyreme environment` serves the environment of a run. `polyreme environment test FILE` plays one episode of it.
+"""`polyreme environment` serves the environments of a run. `polyreme environment test FILE` plays one episode of it.
 
 Invariant: after the first signal the server drains before it ends.
 """
@@ -16,7 +16,10 @@ from typing import Annotated
 
 import typer
 
+from polyreme.config.data import Sources
+from polyreme.config.environment import EnvironmentConfig
 from polyreme.config.load import load_config
+from polyreme.config.run import RunConfig
 from polyreme.dataset.chat import read_prompt
 from polyreme.dataset.columns import TokenIds, value_at
 from polyreme.dataset.source import read_objects
@@ -47,7 +50,7 @@ def environment(
     advertise: Advertise = None,
     wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Maximum seconds to wait for the run.")] = 60.0,
     count: Annotated[int, typer.Option(min=1, help="tasks: maximum number of tasks.")] = 10_000,
-    row: Annotated[int, typer.Option(min=1, help="test: number of the row of data.train, from 1.")] = 1,
+    row: Annotated[int, typer.Option(min=1, help="test: number of the row of the data, from 1.")] = 1,
     url: Annotated[
         str | None,
         typer.Option(help="test: an OpenAI-compatible address, such as http://HOST:PORT/v1. Default: you type the answers."),
@@ -55,13 +58,17 @@ def environment(
     model: Annotated[
         str | None, typer.Option(help="test: name of the model at --url. Default: the first that it serves.")
     ] = None,
+    held_out: Annotated[
+        str,
+        typer.Option("--set", help="test, tasks: the set of eval_sets whose environment it is. Default: the run's environment."),
+    ] = "",
 ) -> None:
-    """Play the episodes of a run's environment over gRPC."""
+    """Play the episodes of a run's environments over gRPC."""
     if words and words[0] == "tasks" and len(words) > 1:
-        _tasks(Path(words[1]), words[2:], count)
+        _tasks(Path(words[1]), words[2:], count, held_out)
         return
     if words:
-        asyncio.run(_test(words, row, url, model))
+        asyncio.run(_test(words, row, url, model, held_out))
         return
     logging_setup.setup("environment")
     if redis is None:
@@ -69,18 +76,27 @@ def environment(
     run_service(_serve(redis, run, partial(endpoint_of, host, port, http_port, advertise), wait))
 
 
-def _tasks(file: Path, overrides: list[str], count: int) -> None:
+def _section(config: RunConfig, file: Path, held_out: str) -> tuple[EnvironmentConfig, Sources]:
+    """An environment by the name of its set, and the data that it plays. Raises ConfigError."""
+    if (section := config.environments.get(held_out)) is None:
+        where = f"of the set {held_out} in {file}" if held_out else f"in {file}"
+        raise ConfigError(f"a section `environment` {where}", "none", "Add it.")
+    return section, config.played_data(held_out)[0]
+
+
+def _tasks(file: Path, overrides: list[str], count: int, held_out: str) -> None:
     from polyreme_environment.nemo_gym.tasks import read_rows
     from polyreme_environment.verifiers.tasks import read_tasks
 
     config = load_config(file, overrides)
-    settings, out = config.environment, config.data.train
-    if settings is None or settings.venv is None:
+    settings, out = _section(config, file, held_out)
+    if settings.venv is None:
         raise ConfigError(
             f"an environment of verifiers or NeMo Gym in {file}", "another one", "Its tasks are rows that you write."
         )
     if not isinstance(out, Path) or out.exists():
-        raise ConfigError(f"a new file as data.train in {file}", f"{out}", "Move it away, or fix data.train.")
+        key = "the set's data" if held_out else "data.train"
+        raise ConfigError(f"a new file as {key} in {file}", f"{out}", f"Move it away, or fix {key}.")
     rows = read_tasks(settings, count) if settings.verifiers is not None else read_rows(settings, count)
     if not rows:
         raise ConfigError("tasks of the environment", "none", "Choose another environment, or fix environment.options.")
@@ -89,19 +105,18 @@ def _tasks(file: Path, overrides: list[str], count: int) -> None:
     print(f"wrote {len(rows)} tasks to {out}")
 
 
-async def _test(words: list[str], row: int, url: str | None, model: str | None) -> None:
+async def _test(words: list[str], row: int, url: str | None, model: str | None, held_out: str) -> None:
     from polyreme_environment import environment_test as test
 
     test.check_test(words)
     config = load_config(Path(words[1]))
-    if config.environment is None:
-        raise ConfigError(f"a section `environment` in {words[1]}", "none", "Add it.")
-    chosen = test.chosen_row([fields for _, fields in islice(read_objects(config.data.train), row)], row)
+    settings, data = _section(config, Path(words[1]), held_out)
+    chosen = test.chosen_row([fields for _, fields in islice(read_objects(data), row)], row)
     prompt = read_prompt(value_at(chosen, config.data.prompt_key), f"{config.data.prompt_key!r} of row {row}")
     if isinstance(prompt, TokenIds):
         raise DataError("a prompt of text or messages", "tokens", "Choose another row.")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt.messages]
-    settings, limit = config.environment, config.rollout.max_new_tokens
+    limit = config.rollout.max_new_tokens
     async with nullcontext(test.typed) if url is None else test.asked(url, model, settings.tool_parser, limit) as policy:
         episode = await test.play(settings, chosen, messages, policy, print)
     print(f"ended    {episode.ended}; reward {episode.reward:g}")
@@ -113,7 +128,7 @@ async def _serve(redis: str, run_id: str | None, endpoint_towards: Callable[[str
     from polyreme.experience.run import Run
     from polyreme.experience.store import connect
     from polyreme.isolation.privacy import refuse_inspection
-    from polyreme_environment.server import serve
+    from polyreme_environment.server import hosted_by, serve_all
 
     refuse_inspection()  # memory and environment contain the run's password and token
     client = await connect(redis)
@@ -123,11 +138,8 @@ async def _serve(redis: str, run_id: str | None, endpoint_towards: Callable[[str
         following = run.set_when_over(stop) if run_id is None else nullcontext()
         async with until_set(stop):
             config = await run.config()
-            settings = config.environment
-            if settings is not None:
-                serving = serve(
-                    settings, endpoint_towards(redis), run, rewarded=config.reward is not None, group_size=config.group_size
-                )
+            if hosted := hosted_by(config):
+                serving = serve_all(hosted, endpoint_towards(redis), run, group_size=config.group_size)
                 async with serving as lease, following:
                     gc.freeze()  # excludes loaded modules from garbage collections
                     logger.info("ready: gRPC at %s, HTTP at %s", lease.address, lease.http_address)

@@ -23,9 +23,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from polyreme.errors import ConfigError
+
+Reply = Mapping[str, Any]
+"""The JSON object that answers a call; it is checked where it is read."""
 
 ROLES = ("user", "system", "tool")
 RESERVED = ("reset", "step", "close")
@@ -65,20 +69,20 @@ class Moved:
     done: bool = False
     parts: dict[str, float] = field(default_factory=dict)
     calls: list[ToolCall] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, object]] = field(default_factory=list)
 
 
-def own_members(module: Any) -> dict[str, object]:
+def own_members(module: ModuleType) -> dict[str, object]:
     """The classes and functions that a module defines itself."""
     return {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
 
 
-def has_step(kind: Any) -> bool:
+def has_step(kind: object) -> bool:
     """Whether a class answers by `step`."""
     return callable(getattr(kind, "step", None))
 
 
-def tool_names(kind: Any) -> list[str]:
+def tool_names(kind: type[object]) -> list[str]:
     """The names of a class's tools, in the order of its definition, inherited ones last."""
     if has_step(kind) or "tools" in vars(kind):
         return list(getattr(kind, "tools", ()))
@@ -86,7 +90,7 @@ def tool_names(kind: Any) -> list[str]:
     return [name for name in dict.fromkeys(found) if not name.startswith("_") and name not in RESERVED]
 
 
-def choose(classes: Mapping[str, object], name: str | None, where: str) -> Any:
+def choose(classes: Mapping[str, object], name: str | None, where: str) -> type[Any]:
     """The environment among the public classes of a module: of those with `step`, or if none has it, of those with tools.
 
     Raises:
@@ -130,7 +134,7 @@ def moved(answer: object, limit: int) -> Moved:
     return Moved([] if done else messages, finite(reward, "reward of step"), bool(done), numbers)
 
 
-def understood(reply: Mapping[str, Any], limit: int) -> Moved:
+def understood(reply: Reply, limit: int) -> Moved:
     """A worker's reply, which user code in its process could have written. Raises ContractError, or what reading another form raises."""
     said = [{"role": role, "content": content} for role, content in reply["messages"]]
     numbers = {str(name): finite(value, "part") for name, value in reply["parts"].items()}

@@ -19,12 +19,12 @@ import httpx
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.dataset.chat import Message
 from polyreme.errors import ConfigError, DataError, UnavailableError
 from polyreme.net import rpc
 from polyreme_environment.server import serve
 from polyreme_environment.tool_calls import write_call
 
-Message = dict[str, Any]
 Policy = Callable[[Sequence[Message], Sequence[Message]], Awaitable[str | None]]
 """The next answer to a conversation with tools; None: there is none, and the episode ends."""
 _ANSWER_SECONDS = 300.0
@@ -42,7 +42,7 @@ class TriedEpisode:
 
 
 async def play(
-    config: EnvironmentConfig, row: Mapping[str, Any], prompt: Sequence[Message], policy: Policy, show: Callable[[str], None]
+    config: EnvironmentConfig, row: Mapping[str, object], prompt: Sequence[Message], policy: Policy, show: Callable[[str], None]
 ) -> TriedEpisode:
     """Plays an episode of a row. `prompt`: its messages where `reset` returns none.
 
@@ -60,7 +60,7 @@ async def play(
 
 
 async def _play(
-    call: Any,
+    call: grpc.aio.StreamStreamCall,
     config: EnvironmentConfig,
     row: Mapping[str, object],
     prompt: Sequence[Message],
@@ -122,11 +122,11 @@ def _asked(ask: pb.Ask, turns: int, prompt: Sequence[Message]) -> tuple[int, int
     messages, the tools that are declared, and why it is refused.
     """
     if not ask.HasField("agent"):
-        new = [{"role": message.role, "content": message.content} for message in ask.messages]
+        new: list[Message] = [{"role": message.role, "content": message.content} for message in ask.messages]
         return 0, turns, new or ([] if turns else list(prompt)), json.loads(ask.tools_json or "[]"), ""
     agent = ask.agent
     refusal = "expected messages or a text; found tokens, which only a run's tokenizer reads" if agent.context_ids else ""
-    text = [{"role": "user", "content": agent.prompt}] if agent.HasField("prompt") else []
+    text: list[Message] = [{"role": "user", "content": agent.prompt}] if agent.HasField("prompt") else []
     new = text or json.loads(agent.messages_json or "[]") or ([] if agent.after else list(prompt))
     return agent.number, agent.after, new, json.loads(agent.tools_json or "[]"), refusal
 
@@ -179,7 +179,7 @@ async def _json(http: httpx.AsyncClient, method: str, path: str, body: Any = Non
         ) from error
 
 
-def chosen_row(rows: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, Any]:
+def chosen_row(rows: Sequence[Mapping[str, object]], number: int) -> Mapping[str, object]:
     """Row `number`, from 1. Raises DataError."""
     if not 1 <= number <= len(rows):
         raise DataError(

@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
@@ -34,7 +33,7 @@ class Episode:
         self._turn, self._is_stuck = asyncio.Lock(), False
         self._calls: set[asyncio.Task[Moved]] = set()
 
-    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+    async def reset(self, row: dict[str, object], seed: int) -> Moved:
         """Begins."""
         return await self._kept("reset", [row, seed])
 
@@ -51,14 +50,14 @@ class Episode:
         finally:
             self._worker.leave()
 
-    async def _kept(self, method: str, arguments: list[Any]) -> Moved:
+    async def _kept(self, method: str, arguments: list[object]) -> Moved:
         """A caller that is cancelled leaves the call to its end."""
         self._calls.add(task := asyncio.create_task(self._call(method, arguments)))
         task.add_done_callback(self._calls.discard)
         return await asyncio.shield(task)
 
-    async def _call(self, method: str, arguments: list[Any]) -> Moved:
-        message: Mapping[str, Any] = {"episode": self._number, "method": method, "arguments": arguments}
+    async def _call(self, method: str, arguments: list[object]) -> Moved:
+        message: Mapping[str, object] = {"episode": self._number, "method": method, "arguments": arguments}
         read = partial(understood, limit=self._config.max_message_chars)
         async with self._turn:
             if self._is_stuck:

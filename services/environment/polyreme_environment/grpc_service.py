@@ -1,59 +1,72 @@
 """EnvironmentService over gRPC.
 
-Invariant: this module only translates; `pool` plays. An episode ends with its stream, for whatever reason.
+Invariant: this module only translates; a pool plays. An episode ends with its stream, for whatever reason.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any
 
 import grpc
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1 import environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import ToolCall
-from polyreme_environment.agents.agent_episode import AgentEpisode, AgentMoved
 from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.pool import EpisodeLostError, FullError, HostedEpisode, PlayError, Pool, WorkerLostError
+from polyreme_environment.pool import (
+    AgentMoved,
+    EpisodeLostError,
+    FullError,
+    HostedEpisode,
+    PlayError,
+    Pool,
+    StreamedEpisode,
+    WorkerLostError,
+)
 
 NAME: str = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 _CLOSE_SECONDS = 2.0
-"""Seconds in which a caller may send its start before it is refused, and end its call after an ending. A caller whose write fails since the call
-has ended sees gRPC's INTERNAL in place of the status, and no message that it has not read."""
+"""Seconds in which a caller may end its call after the last message. A caller whose write fails since the call has ended sees gRPC's INTERNAL in
+place of the status, and no message that it has not read; so a call that is refused has sent its start."""
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Serves Run for one pool."""
+    """Serves Run for pools, by the names of their environments."""
 
-    def __init__(self, pool: Pool, metrics: EnvironmentMetrics) -> None:
-        self._pool, self._metrics = pool, metrics
+    def __init__(self, pools: Mapping[str, Pool], metrics: EnvironmentMetrics) -> None:
+        self._pools, self._metrics = pools, metrics
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers this servicer with a server."""
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, server)
 
-    async def Run(self, requests: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:
-        if self._pool.draining:
-            await _hear(requests)
+    async def Run(
+        self, requests: AsyncIterator[pb.RunRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.RunResponse]:
+        if (first := await anext(requests, None)) is None:
+            return
+        if (pool := self._pools.get(first.start.environment)) is None:
+            found = f"expected one of the environments {sorted(self._pools)}; found {first.start.environment!r:.100}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, found)
+            return  # for the type checker: abort raises
+        if pool.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
         how = "left"
         try:
-            async with self._pool.episode() as episode:
-                async for response in self._play(episode, requests, context):
+            async with pool.episode() as episode:
+                async for response in self._play(episode, first, requests, context):
                     if response.HasField("ending"):
                         how = "failed" if response.ending.error else "done"
                     yield response
-            if isinstance(episode, AgentEpisode):
+            if isinstance(episode, StreamedEpisode):
                 await _left(context)  # turns are still told
         except FullError as error:
             how = ""
             self._metrics.refused.inc()
-            await _hear(requests)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except EpisodeLostError as error:
             how = "lost"
@@ -64,31 +77,35 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 self._metrics.ended.labels(how).inc()
 
     async def _play(
-        self, episode: HostedEpisode | AgentEpisode, requests: AsyncIterator[pb.RunRequest], context: Any
+        self,
+        episode: HostedEpisode | StreamedEpisode,
+        first: pb.RunRequest,
+        requests: AsyncIterator[pb.RunRequest],
+        context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[pb.RunResponse]:
         began = time.monotonic()
         try:
-            if isinstance(episode, AgentEpisode):
-                async for response in _play_agent(episode, requests):
+            if isinstance(episode, StreamedEpisode):
+                async for response in _play_agent(episode, first, requests):
                     yield response
                 return
             parts: dict[str, float] = {}
-            async for request in requests:
+            request: pb.RunRequest | None = first
+            while request is not None:
                 began = time.monotonic()
                 moved = await _reply(episode, request)
                 parts |= moved.parts
                 yield _response(replace(moved, parts=parts), time.monotonic() - began)
-                if moved.done:
-                    return
+                request = None if moved.done else await anext(requests, None)
         except _BadRequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except PlayError as error:
             yield pb.RunResponse(ending=pb.Ending(error=str(error), seconds=time.monotonic() - began))
 
 
-async def _play_agent(episode: AgentEpisode, requests: AsyncIterator[pb.RunRequest]) -> AsyncIterator[pb.RunResponse]:
-    if (first := await anext(requests, None)) is None:
-        return
+async def _play_agent(
+    episode: StreamedEpisode, first: pb.RunRequest, requests: AsyncIterator[pb.RunRequest]
+) -> AsyncIterator[pb.RunResponse]:
     async with aclosing(episode.play(_row(first), requests)) as moves:
         async for moved in moves:
             if moved.withdrawn:
@@ -111,13 +128,6 @@ def _response(moved: Moved, seconds: float) -> pb.RunResponse:
     return pb.RunResponse(ask=ask)
 
 
-async def _hear(requests: AsyncIterator[pb.RunRequest]) -> None:
-    """Waits for the start of a call that is refused."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await anext(requests, None)
-
-
 async def _left(context: grpc.aio.ServicerContext) -> None:
     """Waits for the caller to end its call."""
     left = asyncio.Event()
@@ -137,7 +147,7 @@ async def _reply(episode: HostedEpisode, request: pb.RunRequest) -> Moved:
     return await episode.reset(_row(request), request.start.seed)
 
 
-def _row(request: pb.RunRequest) -> dict[str, Any]:
+def _row(request: pb.RunRequest) -> dict[str, object]:
     try:
         row = json.loads(request.start.row_json or "{}")
     except (ValueError, RecursionError) as error:

@@ -3,8 +3,10 @@
 Invariant: every call of an episode has an outcome by its deadline, whatever user code does.
 """
 
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme_environment.contract import Moved
@@ -29,12 +31,37 @@ class PlayError(Exception):
 class HostedEpisode(Protocol):
     """One episode on a server. Its calls raise PlayError, EpisodeLostError or FullError."""
 
-    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+    async def reset(self, row: dict[str, object], seed: int) -> Moved:
         """Begins."""
         ...
 
     async def step(self, answer: pb.Answer) -> Moved:
         """Takes the policy's answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class AgentMoved(Moved):
+    """A request of an agent, in place of messages, or the end.
+
+    Attributes:
+        withdrawn: the number of a request that is withdrawn, in place of all else; 0: none.
+        rewards: since the last one, by the numbers of their turns.
+        seconds: wall-clock seconds since the last one in which no turn was sampled.
+    """
+
+    agent: pb.AgentRequest = field(default_factory=pb.AgentRequest)
+    rewards: dict[int, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    withdrawn: int = 0
+
+
+@runtime_checkable
+class StreamedEpisode(Protocol):
+    """One episode that asks for turns when it likes, several at a time: an agent's, or a turn of a running product."""
+
+    def play(self, row: dict[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
+        """Yields what it asks for, and at last how it ended; nothing more when the answers end. Raises PlayError or EpisodeLostError."""
         ...
 
 
@@ -62,6 +89,6 @@ class Pool(Protocol):
 
     async def close(self) -> None: ...
 
-    def episode(self) -> AbstractAsyncContextManager[Any]:
-        """An episode, until the end of the block: a HostedEpisode, or an AgentEpisode. Raises FullError."""
+    def episode(self) -> AbstractAsyncContextManager[HostedEpisode | StreamedEpisode]:
+        """An episode, until the end of the block. Raises FullError."""
         ...

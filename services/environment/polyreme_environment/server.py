@@ -8,8 +8,9 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
@@ -18,6 +19,7 @@ from starlette.routing import Route
 
 from polyreme import API_VERSION
 from polyreme.config.environment import EnvironmentConfig, OnlineConfig
+from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
@@ -26,7 +28,8 @@ from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme_environment.agents.address import is_session_path, session_routes
 from polyreme_environment.agents.agent_pool import AgentPool
-from polyreme_environment.agents.runners import FunctionRunner, UrlRunner
+from polyreme_environment.agents.runners import FunctionRunner, Runner, UrlRunner
+from polyreme_environment.agents.session_table import SessionTable
 from polyreme_environment.episode_pool import EpisodePool
 from polyreme_environment.grpc_service import NAME, EnvironmentServicer
 from polyreme_environment.metrics import EnvironmentMetrics
@@ -47,6 +50,25 @@ NEARBY = Endpoint()
 """Free ports on loopback."""
 
 
+@dataclass(frozen=True)
+class Hosted:
+    """An environment that a server hosts.
+
+    Attributes:
+        rewarded: whether the run's rewards score its episodes, so that an agent need not.
+    """
+
+    config: EnvironmentConfig
+    rewarded: bool = False
+
+
+def hosted_by(config: RunConfig) -> dict[str, Hosted]:
+    """The environments of a run by name, as its servers host them."""
+    own = {each.name: each.is_rewarded for each in config.eval_sets if each.environment is not None}
+    rewarded = {"": config.reward is not None} | own
+    return {name: Hosted(section, rewarded[name]) for name, section in config.environments.items()}
+
+
 @asynccontextmanager
 async def serve(
     config: EnvironmentConfig,
@@ -57,75 +79,118 @@ async def serve(
     rewarded: bool = False,
     group_size: int = 1,
 ) -> AsyncIterator[Lease]:
-    """Loads the environment, serves it until the block ends, then drains. Yields its lease.
+    """`serve_all` of a run's environment alone."""
+    async with serve_all({"": Hosted(config, rewarded)}, endpoint, run, grace, group_size=group_size) as lease:
+        yield lease
+
+
+@asynccontextmanager
+async def serve_all(
+    hosted: Mapping[str, Hosted],
+    endpoint: Endpoint = NEARBY,
+    run: Run | None = None,
+    grace: float = GRACE_SECONDS,
+    *,
+    group_size: int = 1,
+) -> AsyncIterator[Lease]:
+    """Loads environments, serves them until the block ends, then drains. Yields the lease.
 
     Args:
-        endpoint: addresses to listen on. Beyond loopback, without config.security, every host that reaches the machine can call.
+        hosted: at least one environment, by name; all have the same `security`.
+        endpoint: addresses to listen on. Beyond loopback, without `security`, every host that reaches the machine can call.
         run: the run to register with, or None.
         grace: seconds in which running episodes may end.
-        rewarded: whether the run's rewards score the episodes, so that an agent need not.
         group_size: that of the run.
 
     Raises:
-        ConfigError: the environment cannot be loaded, a port is in use, or `security` is invalid.
+        ConfigError: an environment cannot be loaded, a port is in use, or `security` is invalid.
         UnavailableError: loading takes longer than `start_timeout`.
     """
     assert endpoint.http_port is not None, "the environment service needs an HTTP port"
-    metrics = EnvironmentMetrics()
+    metrics, sessions, security = EnvironmentMetrics(), SessionTable(), next(iter(hosted.values())).config.security
     async with AsyncExitStack() as stack:
-        if config.online is not None:
-            pool: Pool = _online_pool(config, metrics, config.online, run, group_size)
-        else:
-            pool = make_pool(config, metrics, rewarded)
-        stack.push_async_callback(pool.close)
-        routes = session_routes(pool.sessions) if isinstance(pool, AgentPool) else []
-        if isinstance(pool, OnlinePool):
-            routes = [*online_routes(pool), *session_routes(pool)]
+        pools: dict[str, Pool] = {}
+        for name, each in hosted.items():
+            online = each.config.online
+            if online is not None:
+                pools[name] = _online_pool(each.config, metrics, online, run, group_size)
+            else:
+                pools[name] = _make_pool(each, metrics, sessions)
+            stack.push_async_callback(pools[name].close)
+        routes: list[Route] = []
+        for pool in pools.values():
+            if isinstance(pool, OnlinePool):  # the only one of its server
+                routes = [*online_routes(pool), *session_routes(pool)]
+            elif isinstance(pool, AgentPool):
+                routes = session_routes(sessions)
         started = asyncio.Event()
-        app = make_app(lambda: started.is_set() and pool.available and not pool.draining, metrics, routes)
+        app = make_app(lambda: started.is_set() and _plays(pools), metrics, routes)
         is_open = is_session_path if routes else lambda path: False
         http = await stack.enter_async_context(
-            serve_http(endpoint.host, endpoint.http_port, app, 5.0, config.security, is_open, names=endpoint.names)
+            serve_http(endpoint.host, endpoint.http_port, app, 5.0, security, is_open, names=endpoint.names)
         )
-        if isinstance(pool, AgentPool):
-            scheme = "https" if config.security is not None and config.security.certificate else "http"
-            pool.server = f"{scheme}://{endpoint.http_address(http)}"
-        await pool.start()
-        version, about = pool.about
-        logger.info("the environment %s: %s", version, about)
-        servicer = EnvironmentServicer(pool, metrics)
+        scheme = "https" if security is not None and security.certificate else "http"
+        for pool in pools.values():
+            if isinstance(pool, AgentPool):
+                pool.server = f"{scheme}://{endpoint.http_address(http)}"
+        starting = [asyncio.create_task(pool.start()) for pool in pools.values()]
+        for task in starting:
+            stack.push_async_callback(_end, task)
+        await asyncio.gather(*starting)
+        for name, pool in pools.items():
+            version, about = pool.about
+            logger.info("the environment %s%s: %s", f"of the set {name}, " if name else "", version, about)
+        servicer = EnvironmentServicer(pools, metrics)
         server = await stack.enter_async_context(
-            rpc.serve(endpoint.host, endpoint.port, servicer.add_to, [NAME], grace, config.security)
+            rpc.serve(endpoint.host, endpoint.port, servicer.add_to, [NAME], grace, security)
         )
         started.set()
         await server.set_ready(True)
-        name = f"environment-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        facts = {"episodes": config.episodes, "version": version}
-        lease = Lease("environment", name, endpoint.grpc_address(server.port), endpoint.http_address(http), API_VERSION, facts)
+        lease = Lease(
+            "environment",
+            f"environment-{os.getpid()}-{uuid.uuid4().hex[:6]}",
+            endpoint.grpc_address(server.port),
+            endpoint.http_address(http),
+            API_VERSION,
+            {
+                "episodes": {name: each.config.episodes for name, each in hosted.items()},
+                "versions": {name: pool.about[0] for name, pool in pools.items()},
+            },
+        )
         try:
             async with AsyncExitStack() as registered:
-                registered.push_async_callback(_end, asyncio.create_task(_follow(pool, server)))
+                registered.push_async_callback(_end, asyncio.create_task(_follow(pools, server)))
                 if run is not None:
                     await registered.enter_async_context(await Registry(run).register(lease))
                 yield lease
         finally:
-            pool.draining = True
+            for pool in pools.values():
+                pool.draining = True
             await server.set_ready(False)
 
 
-def make_pool(config: EnvironmentConfig, metrics: EnvironmentMetrics, rewarded: bool) -> Pool:
-    """What plays the episodes of a configuration. `rewarded`: see `serve`."""
+def _plays(pools: Mapping[str, Pool]) -> bool:
+    """Whether each environment can play."""
+    return all(pool.available and not pool.draining for pool in pools.values())
+
+
+def _make_pool(hosted: Hosted, metrics: EnvironmentMetrics, sessions: SessionTable) -> Pool:
+    """What plays the episodes of an environment. `sessions`: the open ones of the server."""
+    config = hosted.config
     if config.openenv:
         return OpenEnvPool(config, metrics)
+    if not config.is_agent:
+        return EpisodePool(config, metrics)
+    return AgentPool(config, metrics, _runner(config, metrics), sessions, hosted.rewarded)
+
+
+def _runner(config: EnvironmentConfig, metrics: EnvironmentMetrics) -> Runner:
+    """What runs an agent."""
     if config.verifiers is not None:
-        return AgentPool(config, metrics, VerifiersRunner(config, metrics), rewarded)
+        return VerifiersRunner(config, metrics)
     if config.nemo_gym is not None:
-        return AgentPool(config, metrics, NeMoGymRunner(config, metrics), rewarded)
-    if config.url is not None:
-        return AgentPool(config, metrics, UrlRunner(config.url), rewarded)
-    if config.function is not None:
-        return AgentPool(config, metrics, FunctionRunner(config, metrics), rewarded)
-    return EpisodePool(config, metrics)
+        return NeMoGymRunner(config, metrics)
+    return FunctionRunner(config, metrics) if config.url is None else UrlRunner(config.url)
 
 
 def _online_pool(
@@ -163,13 +228,13 @@ def make_app(ready: Callable[[], bool], metrics: EnvironmentMetrics, routes: Seq
     return app
 
 
-async def _follow(pool: Pool, server: rpc.Server) -> None:
+async def _follow(pools: Mapping[str, Pool], server: rpc.Server) -> None:
     """Updates readiness from the availability of the workers."""
     ready = True
     while True:
         await asyncio.sleep(_FOLLOW_SECONDS)
-        if pool.available != ready:
-            ready = pool.available
+        if (now := all(pool.available for pool in pools.values())) != ready:
+            ready = now
             logger.warning("ready: a worker can play again" if ready else "not ready: no worker can play")
             await server.set_ready(ready)
 

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
 _THOUGHT_BEGINS, _THOUGHT_ENDS, _CALL_BEGINS = "<think>", "</think>", "<tool_call>"
@@ -19,7 +18,7 @@ class ParsedCall:
     """A call. `arguments`: by name; `text`: their JSON text."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, object]
     text: str
 
 

@@ -28,7 +28,7 @@ _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Yields|Raises):[ \t
 _ARGUMENT = re.compile(r"^ *\**(\w+)(?: *\([^)\n]*\))?:[ \t]*")
 
 
-def tool_schema(tool: Callable[..., Any], name: str, where: str) -> Schema:
+def tool_schema(tool: Callable[..., object], name: str, where: str) -> Schema:
     """{type: function, function: {name, description, parameters}}. `where` names the file in errors.
 
     Raises:
@@ -63,7 +63,7 @@ def tool_schema(tool: Callable[..., Any], name: str, where: str) -> Schema:
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
 
 
-def _arguments(tool: Callable[..., Any], what: str) -> list[inspect.Parameter]:
+def _arguments(tool: Callable[..., object], what: str) -> list[inspect.Parameter]:
     found = [each for each in inspect.signature(tool).parameters.values() if each.name != "self"]
     for each in found:
         if each.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
@@ -94,7 +94,7 @@ def _described(body: str) -> dict[str, str]:
     return {name: " ".join(lines).strip() for name, lines in found.items()}
 
 
-def _type(hint: Any) -> Schema:
+def _type(hint: object) -> Schema:
     """The schema of a type. Raises TypeError when JSON has none."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
@@ -113,14 +113,14 @@ def _type(hint: Any) -> Schema:
     raise TypeError(f"{hint!r:.80}")
 
 
-def _literal(values: Sequence[Any]) -> Schema:
+def _literal(values: Sequence[object]) -> Schema:
     kinds = {type(value) for value in values}
     if len(kinds) != 1 or not kinds <= {str, int, float, bool}:
         raise TypeError(f"the values {list(values)!r:.80} of several types")
     return {**_type(kinds.pop()), "enum": list(values)}
 
 
-def _union(members: Sequence[Any]) -> Schema:
+def _union(members: Sequence[object]) -> Schema:
     found = [_type(member) for member in members if member is not type(None)]
     nullable = {"nullable": True} if type(None) in members else {}
     if len(found) == 1:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable
 from copy import copy
 from functools import partial
-from typing import Any
 
 from polyreme.dataset.source import ALLOWED_TOOLS
 from polyreme.errors import ConfigError
@@ -27,7 +26,7 @@ class Toolbox:
         ConfigError: a tool cannot be described.
     """
 
-    def __init__(self, kind: Any, where: str) -> None:
+    def __init__(self, kind: type[object], where: str) -> None:
         self._names = tool_names(kind)
         for name in self._names:
             if not inspect.isfunction(getattr(kind, str(name), None)) or str(name) in RESERVED:
@@ -46,7 +45,7 @@ class Toolbox:
         return part
 
     async def answer(
-        self, episode: Any, calls: Calls, limit: int, seconds: float, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+        self, episode: object, calls: Calls, limit: int, seconds: float, make: Callable[[Callable[[], object]], Awaitable[object]]
     ) -> list[ToolCall]:
         """Makes the calls, one after the other.
 
@@ -69,7 +68,11 @@ class Toolbox:
         return answers
 
     async def _result(
-        self, episode: Any, call: ParsedCall | Malformed, seconds: float, make: Callable[[Callable[[], Any]], Awaitable[Any]]
+        self,
+        episode: object,
+        call: ParsedCall | Malformed,
+        seconds: float,
+        make: Callable[[Callable[[], object]], Awaitable[object]],
     ) -> tuple[str, str]:
         """The result of a call, and why it failed ("": it did not)."""
         try:
@@ -83,7 +86,7 @@ class Toolbox:
         except Exception as raised:  # noqa: BLE001 a tool may raise anything
             return "", _reason(raised)
 
-    def _bound(self, episode: Any, call: ParsedCall, seconds: float) -> Callable[[], Any]:
+    def _bound(self, episode: object, call: ParsedCall, seconds: float) -> Callable[[], object]:
         if call.name not in self._names:
             more = ", ..." * (len(self._names) > _NAMED)
             raise ValueError(
@@ -96,7 +99,7 @@ class Toolbox:
         return partial(tool, *bound.args, **bound.kwargs)
 
 
-def _schema(tool: Any, name: str, where: str) -> Schema:
+def _schema(tool: Callable[..., object], name: str, where: str) -> Schema:
     """The schema that a tool brings, or that of its signature."""
     return getattr(tool, "schema", None) or tool_schema(tool, name, where)
 

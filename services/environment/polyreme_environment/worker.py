@@ -15,7 +15,7 @@ from typing import Any
 
 from polyreme.config.python_source import load_module
 from polyreme.dataset.source import ALLOWED_TOOLS
-from polyreme_environment.call_server import Answer, Call, in_thread, serve_calls
+from polyreme_environment.call_server import Answer, Call, Setup, in_thread, serve_calls
 from polyreme_environment.contract import Moved, begun, finite, has_step, moved, own_members
 from polyreme_environment.foreign_classes.choice import environment_class
 from polyreme_environment.foreign_classes.stand_ins import offer_stand_ins
@@ -38,14 +38,14 @@ def main(channel: socket.socket) -> int:
     return serve_calls(channel, "an environment", _load)
 
 
-def _load(setup: dict[str, Any]) -> tuple[str, str, Answer]:
+def _load(setup: Setup) -> tuple[str, str, Answer]:
     kind, options = _class_of(setup)
     player = Player(kind, options, Toolbox(kind, setup["path"]), setup)
     digest = hashlib.sha256(repr([setup[key] for key in ("code", "name", "options", "tools")]).encode()).hexdigest()[:12]
     return f"{kind.__name__}-{digest}", (inspect.getdoc(kind) or kind.__name__).partition("\n")[0], player.play
 
 
-def _class_of(setup: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _class_of(setup: Setup) -> tuple[type[Any], dict[str, Any]]:
     """The class of a worker, and the arguments that make an episode. Raises ConfigError, or what the user's code does."""
     if setup["tools"]:
         return make_class(setup["tools"]), setup["options"]
@@ -68,18 +68,18 @@ class _Played:
 class Player:
     """Plays the episodes of a worker. `setup`: its first message."""
 
-    def __init__(self, kind: Any, options: dict[str, Any], toolbox: Toolbox, setup: dict[str, Any]) -> None:
+    def __init__(self, kind: Any, options: dict[str, object], toolbox: Toolbox, setup: Setup) -> None:
         self._kind, self._toolbox, self._parser = kind, toolbox, setup["tool_parser"]
         self._options, self._limit, self._threads = options, setup["max_chars"], setup["threads"]
         self._selects, self._seconds = bool(setup["tools"]), _SHARE * setup["seconds"]
         self._episodes: dict[int, _Played] = {}
 
-    async def play(self, call: Call) -> Mapping[str, Any]:
+    async def play(self, call: Call) -> Mapping[str, object]:
         """Makes one call. Raises what user code does, and ContractError."""
         methods: dict[str, Callable[..., Awaitable[Moved]]] = {"reset": self._reset, "step": self._step, "close": self._close}
         return vars(await methods[call["method"]](call["episode"], *call["arguments"]))
 
-    async def _reset(self, number: int, row: dict[str, Any], seed: int) -> Moved:
+    async def _reset(self, number: int, row: dict[str, object], seed: int) -> Moved:
         episode = self._episodes[number] = _Played(self._tools_for(row))
         make, is_coroutine = partial(self._kind, **self._options), inspect.iscoroutinefunction(self._kind.reset)
         episode.instance = make() if is_coroutine else await self._made(episode, make)
@@ -87,7 +87,7 @@ class Player:
         first = begun(await self._made(episode, partial(episode.instance.reset, *positional, **named)), self._limit)
         return Moved(first, tools=episode.tools.schemas)
 
-    def _tools_for(self, row: dict[str, Any]) -> Toolbox:
+    def _tools_for(self, row: dict[str, object]) -> Toolbox:
         """The tools of an episode. Of a run's tools, its row may choose."""
         return self._toolbox.only(row[ALLOWED_TOOLS]) if self._selects and ALLOWED_TOOLS in row else self._toolbox
 
@@ -112,7 +112,7 @@ class Player:
                 episode.thread.shutdown(wait=False)
         return Moved()
 
-    async def _made(self, episode: _Played, method: Callable[[], Any]) -> Any:
+    async def _made(self, episode: _Played, method: Callable[[], object]) -> object:
         """What a method returns."""
         if inspect.iscoroutinefunction(method) or not self._threads:
             answer = method()
@@ -127,10 +127,12 @@ def _gained(episode: _Played) -> float:
     return episode.reward - before
 
 
-def _reset_arguments(reset: Any, row: dict[str, Any], seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _reset_arguments(
+    reset: Callable[..., object], row: dict[str, object], seed: int
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The row and the seed as `reset` takes them: `reset(row)`, `reset(row, seed)`, or the columns by name, `reset(**row)` as TRL has it."""
     parameters = inspect.signature(reset).parameters
-    seeded = {"seed": seed} if "seed" in parameters else {}
+    seeded: dict[str, object] = {"seed": seed} if "seed" in parameters else {}
     kinds = {name: each.kind for name, each in parameters.items()}
     takes_columns = inspect.Parameter.VAR_KEYWORD in kinds.values() and kinds.get("row") in (None, inspect.Parameter.VAR_KEYWORD)
     return ((), {**row, **seeded}) if takes_columns else ((row,), seeded)

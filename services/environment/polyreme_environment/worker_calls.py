@@ -8,12 +8,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import TypeVar
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
-from polyreme_environment.contract import ContractError
+from polyreme_environment.contract import ContractError, Reply
 from polyreme_environment.metrics import EnvironmentMetrics
 from polyreme_environment.pool import EpisodeLostError, PlayError, WorkerLostError
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 4.0
 """A process that has not said for so long that it could not cancel a call is blocked."""
-_STUCK: Mapping[str, Any] = {}
+_STUCK: Mapping[str, object] = {}
 """In place of the reply to a call that cannot be cancelled."""
 _NO_CALL = -1
 """At fault where something else killed the process."""
-Reply = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class StuckError(PlayError):
@@ -55,7 +55,7 @@ class WorkerCalls:
         self._ended = ""
         self._cancelling: set[asyncio.Task[None]] = set()
 
-    async def call(self, what: str, message: Mapping[str, Any], seconds: float | None, read: Callable[[Reply], Any]) -> Any:
+    async def call(self, what: str, message: Mapping[str, object], seconds: float | None, read: Callable[[Reply], T]) -> T:
         """Makes a call. A caller that is cancelled cancels it.
 
         Args:
@@ -198,7 +198,7 @@ class EpisodeWorkers:
         """The processes that take episodes."""
         return [place for place in self._places if place is not None]
 
-    async def start(self, setup: Mapping[str, Any]) -> None:
+    async def start(self, setup: Mapping[str, object]) -> None:
         """Starts the processes.
 
         Args:
@@ -256,6 +256,6 @@ class EpisodeWorkers:
         self._run(calls.read())
         return calls
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[object, object, None]) -> None:
         self._tasks.add(task := asyncio.create_task(work))
         task.add_done_callback(self._tasks.discard)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.errors import ConfigError
@@ -16,7 +15,7 @@ from polyreme.experience.loading import LoadReports, unreported
 from polyreme_reward.items import Reward
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.reward import ModelReward
-from polyreme_reward.plugins.load import ENTRY_POINTS
+from polyreme_reward.plugins.load import ENTRY_POINTS, Source
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
 from polyreme_reward.rules.reward import RuleReward
 
@@ -40,7 +39,7 @@ async def open_rewards(
     """
     async with AsyncExitStack() as stack:
         rewards: list[Reward | None] = []
-        pooled: list[tuple[int, dict[str, Any]]] = []
+        pooled: list[tuple[int, Source]] = []
         for position, spec in enumerate(config.rewards):
             if spec.url is not None:
                 from polyreme_reward.remote.reward import HttpReward  # imports httpx, so only when needed

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from itertools import islice
 
 from polyreme.config.data import DataConfig, Sources
-from polyreme.config.evaluation import EvaluationSet, best_metric, without_part
+from polyreme.config.evaluation import PART, EvaluationSet, best_metric, without_part
 from polyreme.config.python_source import find_source
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.config.run import RunConfig
@@ -61,7 +61,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         except ConfigError as error:
             yield error
     if len(needs) == len(section.rewards):
-        for sources in config.prompt_data:
+        for sources in (config.data.train, *(each.data for each in config.evaluation_sets if config.is_rewarded(each))):
             for source in filter(is_there, as_sources(sources)):  # the core reports one that is not
                 yield from _check_rows((source,), section, config.data, needs)
         yield from _check_best(config, section)
@@ -96,18 +96,20 @@ def _check_best(config: RunConfig, section: RewardConfig) -> Iterator[PolyremeEr
     """Yields an error when `eval_best` names a metric that its held-out set cannot have with these rewards."""
     if config.eval_best is None:
         return
-    settings, metric = best_metric(config.evaluation_sets, config.eval_best, config.reward_names)
+    settings, metric = best_metric(config.evaluation_sets, config.eval_best, config.part_names)
+    if not config.is_rewarded(settings):
+        return
     try:
         used = _used_rewards(settings, section)
     except DataError:  # an error of its own
         return
-    names, found = settings.metrics(used), f"eval_best: {config.eval_best}"
+    names, found = settings.metrics([*used, *([PART] if config.environment else ())]), f"eval_best: {config.eval_best}"
     if len(section.rewards) > 1 or not correctness(section.rewards[0]) or section.rewards[0].weight != 1:
         names = [name for name in names if not name.startswith("pass@")]
         found += ", which needs a single built-in reward of weight 1 that is 1 for right and 0 for wrong" * metric.startswith(
             "pass@"
         )
-    if without_part(metric, config.reward_names) not in names:
+    if without_part(metric, config.part_names) not in names:
         yield ConfigError(
             f"a metric that the held-out set {settings.name or 'data.eval'} can have: {', '.join(map(settings.metric, names))}",
             found + f", which no row of the set names in {section.choose_by}" * metric.startswith("reward/"),

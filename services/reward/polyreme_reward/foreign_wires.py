@@ -6,7 +6,6 @@ also uses zeros but logs a warning.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -69,7 +68,7 @@ def paddlenlp(scorer: Scorer, tokens: SpecialTokens) -> APIRouter:
     router = APIRouter()
 
     @router.post("/", response_model=PaddleNlpReply, responses=BUSY, summary="The PaddleNLP protocol")
-    async def score(body: PaddleNlpRequest) -> Any:
+    async def score(body: PaddleNlpRequest) -> object:
         if not len(body.src) == len(body.tgt) == len(body.response):
             lengths = f"{len(body.src)}, {len(body.tgt)} and {len(body.response)}"
             return failure(f"expected src, tgt and response of equal length; found {lengths}")
@@ -92,10 +91,10 @@ def openrlhf(scorer: Scorer, tokens: SpecialTokens) -> APIRouter:
     """The route POST /get_reward of the OpenRLHF protocol."""
     router = APIRouter()
     path = "/get_reward"
-    failed: dict[int | str, dict[str, Any]] = {500: {"model": Problem, "description": "An item could not be scored."}}
+    failed: dict[int | str, dict[str, object]] = {500: {"model": Problem, "description": "An item could not be scored."}}
 
     @router.post(path, response_model=OpenRlhfReply, responses={**BUSY, **failed}, summary="The OpenRLHF protocol")
-    async def score(body: OpenRlhfRequest) -> Any:
+    async def score(body: OpenRlhfRequest) -> object:
         try:
             items = _openrlhf_items(body, tokens)
         except ValueError as error:

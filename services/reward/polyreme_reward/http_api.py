@@ -5,7 +5,7 @@ Invariant: the routes only translate, and a failure has no score.
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -33,7 +33,9 @@ class NativeItem(BaseModel):
         [], description="The response's tokens, including the stop token; empty: only texts are known."
     )
     token_texts: list[str] = Field([], description="The text of each token; together they are response_raw.")
-    messages: list[dict[str, Any]] = Field([], description="The conversation of an episode, whose last answer is the response.")
+    messages: list[dict[str, object]] = Field(
+        [], description="The conversation of an episode, whose last answer is the response."
+    )
 
 
 class NativeRequest(BaseModel):
@@ -107,7 +109,7 @@ def _native_wire(scorer: Scorer) -> APIRouter:
         responses=http_errors.BUSY,
         summary="The native protocol, with a status for every item",
     )
-    async def native(body: NativeRequest) -> Any:
+    async def native(body: NativeRequest) -> object:
         items = [
             Item(
                 i.key,
@@ -127,7 +129,7 @@ def _native_wire(scorer: Scorer) -> APIRouter:
         return {"results": [_native(item.key, answer) for item, answer in zip(items, answers, strict=True)]}
 
     @router.get("/v1/rewards", response_model=RewardList, summary="The rewards of every score")
-    async def rewards() -> Any:
+    async def rewards() -> object:
         return RewardList(
             api=API_VERSION,
             rewards=[

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 
 class Item(NamedTuple):
@@ -38,7 +38,7 @@ class Item(NamedTuple):
     messages_json: str = ""
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, object]]:
         """The conversation; of a single response, the prompt and it. Raises RewardError when `messages_json` is not a JSON list."""
         if not self.messages_json:
             return [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.response}]

@@ -6,9 +6,8 @@ Names, numbers and messages are printed completely on any terminal width.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -17,6 +16,7 @@ from polyreme.dataset.chat import plain_prompt, read_prompt
 from polyreme.dataset.columns import label_text, value_at
 from polyreme.dataset.source import read_objects
 from polyreme.dataset.strict_json import messages_of
+from polyreme.dataset.text_files import Fields
 from polyreme.errors import DataError
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item, Status
@@ -68,7 +68,7 @@ def read_items(path: Path, columns: tuple[str, str] = ("prompt", "label")) -> It
         yield _item(row, where, columns)
 
 
-def _item(row: Mapping[str, Any], where: str, columns: tuple[str, str]) -> Item:
+def _item(row: Fields, where: str, columns: tuple[str, str]) -> Item:
     if "response" not in row:
         raise DataError(f"a row with `response` in {where}", f"columns {sorted(row)}", "Add the column.")
     missing = object()

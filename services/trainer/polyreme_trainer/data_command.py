@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -21,6 +21,7 @@ from polyreme.config.load import load_any
 from polyreme.config.named_input import TRAINING
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
+from polyreme.dataset.chat import Message
 from polyreme.dataset.columns import TokenIds
 from polyreme.dataset.formats import FORMATS, format_of, to_ours
 from polyreme.dataset.reading import watched
@@ -65,11 +66,11 @@ def check(
     file = None if file is None else resolve_path(file, TRAINING, "FILE")
     template = Template(read_model_files(resolved.model.path), resolved.data)
 
-    def report(sources: Any) -> Report:
+    def report(sources: Sources) -> Report:
         with bar(f"reading {name_of(sources)}", bytes_of(sources)) as count, watched(count):
             return report_of(sources)
 
-    def report_of(sources: Any) -> Report:
+    def report_of(sources: Sources) -> Report:
         if isinstance(resolved, StageConfig):
             return report_rows(sources, resolved, template, TABLE[resolved.stage].read)
         return report_prompts(sources, resolved, template, declared_tools(resolved))
@@ -151,13 +152,13 @@ def map_tokens(rows: Iterator[Row], model: Path | None) -> Iterator[Row]:
     for where, fields in rows:
         if not isinstance(ids := fields.get("input_ids"), TokenIds):
             raise DataError(f"a column input_ids in {where}", f"columns {sorted(fields)}", "Name the files of the prompts.")
-        texts = {"prompt": template.render([ids])[0]}
-        if "labels" in fields:
-            texts["answer"] = template.decode([fields["labels"]], special=False)[0]
+        texts: dict[str, object] = {"prompt": template.render([ids])[0]}
+        if isinstance(labels := fields.get("labels"), TokenIds):
+            texts["answer"] = template.decode([labels], special=False)[0]
         yield Row(where, texts)
 
 
-def declared_tools(config: RunConfig) -> dict[str, Any] | None:
+def declared_tools(config: RunConfig) -> dict[str, Message] | None:
     """The built-in tools of a run as its environment service declares them, by name; None for a run without tools."""
     if config.environment is None or not config.environment.tools:
         return None

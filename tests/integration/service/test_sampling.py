@@ -1,6 +1,7 @@
 """The answers of the service's sampler: the real log and sampler around a simulated engine."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,8 @@ from polyreme.experience.requests import LogPlace, RequestLog
 from polyreme_trainer.megatron.atomic import new_directory
 from polyreme_trainer.service.wire import Request
 from polyreme_trainer.testing.simulated_tenants import WEIGHT
-from support.simulated_service import LONGEST, sample
+from support.simulated_service import LONGEST, AdapterEngine, sample
+from support.waiting import until
 
 PROMPT = [5, 9, 14, 7]
 
@@ -85,6 +87,60 @@ async def test_a_name_that_is_saved_again_has_new_weights(sampler: Sampler, tmp_
             save_file({WEIGHT: np.full(32, value, dtype=np.uint8)}, folder / "model.safetensors")
         answers.append(await sampler.tokens(weights=str(tmp_path / "saved")))
     assert answers[0] != answers[1]
+
+
+@pytest.fixture
+async def adapters(redis: Redis, run_id: str) -> AsyncIterator[tuple[Sampler, AdapterEngine]]:
+    """A sampler whose engine has room for two adapters."""
+    log, engine = RequestLog(redis, run_id), AdapterEngine()
+    async with log.following():
+        task = asyncio.create_task(sample(log, asyncio.Event(), engine))
+        yield Sampler(log), engine
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def save_adapter(path: Path, value: int, rank: int = 4) -> str:
+    with new_directory(path) as folder:
+        (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        (folder / "adapter_model.safetensors").write_bytes(bytes([value]))
+        save_file({WEIGHT: np.full(32, value, dtype=np.uint8)}, folder / "model.safetensors")
+    return str(path)
+
+
+async def test_adapters_run_together_as_the_engine_has_room(adapters: tuple[Sampler, AdapterEngine], tmp_path: Path) -> None:
+    """Of four adapters that take turns; one that the engine has dropped is read again."""
+    sampler, engine = adapters
+    engine.step_seconds = 0.002
+    paths = [save_adapter(tmp_path / str(number), number) for number in range(4)]
+    alone = [await sampler.tokens(weights=path) for path in paths]
+    assert len({str(answers) for answers in alone}) == 4
+    assert await asyncio.gather(*(sampler.tokens(weights=path) for path in paths * 3)) == alone * 3
+    assert engine.most == 2
+    assert len(engine.read) > len(set(engine.read)) == 4
+
+
+async def test_an_adapter_that_is_saved_again_is_another_version(adapters: tuple[Sampler, AdapterEngine], tmp_path: Path) -> None:
+    """Running requests keep the one that they began with."""
+    sampler, engine = adapters
+    engine.step_seconds = 0.01
+    path = save_adapter(tmp_path / "saved", 1)
+    first = await sampler.tokens(weights=path)
+    running = asyncio.create_task(sampler.tokens(weights=path, max_tokens=64))
+    await until(lambda: engine.running.total() == 1)
+    save_adapter(tmp_path / "saved", 2)
+    second = await sampler.tokens(weights=path)
+    assert (await running)[0][: len(first[0])] == first[0] != second[0]
+    assert len(engine.read) == 2
+
+
+async def test_a_rank_above_the_engines_is_loaded_alone(adapters: tuple[Sampler, AdapterEngine], tmp_path: Path) -> None:
+    sampler, engine = adapters
+    wide, narrow = save_adapter(tmp_path / "wide", 1, rank=16), save_adapter(tmp_path / "narrow", 1)
+    answers = await asyncio.gather(*(sampler.tokens(weights=path) for path in (narrow, wide, narrow, wide, None)))
+    assert answers[0] == answers[2] and answers[1] == answers[3]
+    assert [name.partition(" ")[0] for name in engine.read] == [narrow]
 
 
 async def test_stops_end_an_answer(sampler: Sampler) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from polyreme.hub.tiny_model import write_tiny_model
+from polyreme_trainer.learner.gates import LIMITS
 from support.service import Service, service, tenant, three_tenants
 from support.tinker_client import SEQUENCES, STEPS, WEIGHTS
 
@@ -145,6 +146,19 @@ async def test_tenants_of_different_ranks_share_the_base_model(running: Service,
     assert first["losses"] == second["losses"] != other["losses"]
     one, two = (adapter_of(running.saved(each["end"])) for each in (first, second))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_vllm_and_the_learner_agree_for_every_model(tmp_path: Path) -> None:
+    """Of adapters that share a batch, of one that was evicted, of one that was saved again, and of all parameters."""
+    write_tiny_model(tmp_path / "model")
+    limit = LIMITS["float32"].mismatch_kl
+    with service(tmp_path, tmp_path / "model", "tiny", 64, "vllm", {"max_loras": 2, "kv_cache_mib": 64}) as running:
+        outcome = tenant(running, "adapters", tmp_path).result()
+        assert outcome["base"], "the base model has no adapter, also beside others"
+        assert max(*outcome["own"], outcome["again"]) < limit < 10 * limit < min(outcome["others"]), outcome
+        whole = tenant(running, "full_parameters", tmp_path).result()
+        assert max(whole["own"]) < limit, whole
+        assert max(outcome["prompts"] + whole["prompts"]) < 1e-4, (outcome, whole)
 
 
 def test_a_refused_request_leaves_the_model_as_it_was(running: Service, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Sets of held-out prompts in a configuration, and the result that decides about the best version."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,47 @@ def test_the_metric_that_decides(file: Path, best: str | None, found: tuple[str,
 def test_what_cannot_be_evaluated_is_refused(file: Path, overrides: list[Any]) -> None:
     with pytest.raises(ConfigError):
         load_config(file, overrides)
+
+
+def own(**keys: Any) -> str:
+    return "eval_sets=" + json.dumps([{"name": "own", "data": "x.jsonl", "answers": 2, **keys}])
+
+
+FILE = {"file": "x.py"}
+JUDGED = own(environment=FILE, scored_by="reward")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([own(scored_by="reward")], "belongs to a set with an `environment`"),
+        ([own(environment={"online": {}})], "cannot play held-out tasks"),
+        ([own(environment={"tools": ["calculator"]}, scored_by="environment")], "give no rewards"),
+        ([own(environment=FILE), "data.template=none"], "needs data.template: chat"),
+        ([own(environment=FILE), "eval_best=own/pass@2"], "needs environment.correctness"),
+        ([own(environment=FILE), "eval_best=own/reward/exact"], "own/reward/environment"),
+        ([own(environment=FILE, data=[{"path": "x", "tools": ["calculator"]}])], "environment.tools lists none"),
+        ([JUDGED, "reward=null", "environment.file=y.py"], "own needs the section `reward`"),
+        ([own(environment=FILE), "reward=null", "environment.file=y.py", "data.eval=y", "eval_best=pass@1"], "eval_best"),
+    ],
+)
+def test_what_an_environment_of_a_set_cannot_have(file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(file, overrides)
+
+
+def test_a_set_has_an_environment_of_its_own(file: Path) -> None:
+    config = load_config(file, ["data.eval=held_out.jsonl", own(environment=FILE), "eval_best=own/reward/environment"])
+    first, played = config.evaluation_sets
+    assert [*config.environments] == ["own"] and config.environments["own"].file == Path.cwd() / "x.py"
+    assert config.is_rewarded(first) and not config.is_rewarded(played)
+    assert config.part_names == ("exact",) and played.metrics(config.part_names)[-1:] == ["reward/environment"]
+    assert config.played_data("own") == (played.data,) and config.played_data("") == (config.data.train, first.data)
+    assert config.fingerprint() == load_config(file).fingerprint()
+    judged = load_config(file, [JUDGED, "eval_best=own/pass@2"])  # the reward is 1 or 0
+    assert judged.eval_sets[0].metrics(judged.part_names)[-2:] == ["reward/exact", "reward/environment"]
+    tools = load_config(file, [own(environment={"tools": ["calculator"]})])
+    assert tools.is_rewarded(tools.eval_sets[0])
 
 
 def test_no_set_has_the_name_of_a_group_of_metrics() -> None:

@@ -33,6 +33,7 @@ EXECUTED = {
     "docs/import.md": "tests/unit/import_config/test_systems.py",
     "docs/evaluation.md": "tests/integration/gateway/test_lm_eval.py",
     "docs/notebook.md": "tests/unit/docs/test_notebook.py",
+    "docs/one-iteration.md": "tests/unit/docs/test_one_iteration.py",
     "docs/online.md": "tests/integration/test_online.py",
     "docs/rewards.md": "tests/integration/test_reward_docs.py",
     "docs/stages.md": "tests/e2e/test_stages.py",

@@ -7,6 +7,7 @@ import pytest
 
 from polyreme.config.data import DataConfig, WeightedSource
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.config.evaluation import EvaluationSet
 from polyreme.config.load import resolve_paths
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
@@ -108,8 +109,26 @@ def test_files_of_tools_are_found_and_read_before_the_run(tmp_path: Path) -> Non
 def test_the_runs_security_is_the_environments(tmp_path: Path) -> None:
     tree = run_config(tmp_path).model_dump(mode="json", exclude_unset=True)
     tree |= {"reward": None, "environment": {"file": "environment.py"}, "security": {"token_env": "TOKEN"}}
+    tree["eval_sets"] = [{"name": "own", "data": "x", "environment": {"file": "environment.py"}}]
     config = RunConfig.model_validate(tree)
-    assert config.environment is not None and config.environment.security == config.security
+    assert [each.security for each in config.environments.values()] == [config.security] * 2
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+    own = {"security": {"token_env": "OTHER"}}
+    config = RunConfig.model_validate(tree | {"environment": {"file": "environment.py", **own}})
+    assert [each.security for each in config.environments.values()] == [config.environment_security] * 2
+    tree["eval_sets"][0]["environment"] |= own
+    with pytest.raises(ValueError, match="have one server"):
+        RunConfig.model_validate(tree)
+
+
+def test_the_environment_of_a_held_out_set_is_checked(tmp_path: Path) -> None:
+    section = EnvironmentConfig(file=tmp_path / "environment.py")
+    own = EvaluationSet(name="own", data=tmp_path / "held_out.jsonl", environment=section)
+    config = run_config(tmp_path, eval_sets=[own])
+    with pytest.raises(ConfigError, match="a Python file"):
+        list(check(config))
+    (tmp_path / "environment.py").write_text(GOOD)
+    assert list(check(config)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The arguments of vLLM's engine: only options that the device supports."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import yaml
 
 from polyreme.config.load import parse_config
 from polyreme.errors import ConfigError
-from polyreme_rollout.engine.vllm_arguments import CPU_BLOCK_TOKENS, engine_arguments
+from polyreme_rollout.engine.vllm_arguments import CPU_BLOCK_TOKENS, engine_arguments, with_planned_loras
 from support.configs import run_config
 
 
@@ -78,3 +79,28 @@ def test_what_the_engine_does_not_have_is_refused_by_name(tmp_path: Path, vllm: 
     with pytest.raises(ConfigError) as refused:
         arguments(tmp_path, "cpu", **vllm)
     assert name in str(refused.value)
+
+
+def planned(tmp_path: Path, model: dict[str, Any], device: str = "cpu", **vllm: Any) -> int | None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 1024, "intermediate_size": 3072, **model}))
+    tree = yaml.safe_load(run_config(tmp_path).to_yaml())
+    tree |= {"device": device, "model": {"path": str(tmp_path)}, "rollout": {**tree["rollout"], "vllm": vllm}}
+    return with_planned_loras(parse_config(tree, "the test")).rollout.vllm.max_loras
+
+
+def test_a_service_plans_its_adapters_from_the_caches_memory(tmp_path: Path) -> None:
+    """An adapter of rank 32 has 84,410,368 bytes here; the sixteenth of 8 GiB is 536,870,912."""
+    deep = {"num_hidden_layers": 28}
+    assert planned(tmp_path, deep, kv_cache_mib=8192) == 536_870_912 // 84_410_368 == 6
+    assert planned(tmp_path, deep, kv_cache_mib=8192, max_lora_rank=64) == 3
+    assert planned(tmp_path, deep) == 1
+    assert planned(tmp_path, {"num_hidden_layers": 1}, kv_cache_mib=1 << 20) == 32
+    assert planned(tmp_path, deep, max_loras=5) == 5
+    assert planned(tmp_path, deep, "cuda") == planned(tmp_path, deep | {"num_experts": 8}) == 0
+
+
+def test_only_engines_with_adapters_keep_room_for_them(tmp_path: Path) -> None:
+    assert "enable_lora" not in arguments(tmp_path, "cpu").keys() | arguments(tmp_path, "cpu", max_loras=0).keys()
+    found = arguments(tmp_path, "cpu", max_loras=3, max_lora_rank=16)
+    assert (found["max_loras"], found["max_lora_rank"]) == (3, 16)
+    assert "lm_head" not in found["lora_target_modules"]

@@ -114,17 +114,17 @@ def _restore(value: Any, after: Any) -> None:
         value.extend(after)
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     if type(value) is Remote:
         return object.__getattribute__(value, "_number")
     raise values.Unplain(f"a {type(value).__name__}")
 
 
-def _forward(operation: str) -> Callable[..., Any]:
+def _forward(operation: str) -> Callable[..., object]:
     return lambda self, *args: object.__getattribute__(self, "_program").do(operation, self, *args)
 
 
-def _reflect(operation: str) -> Callable[..., Any]:
+def _reflect(operation: str) -> Callable[..., object]:
     return lambda self, other: object.__getattribute__(self, "_program").do(operation, other, self)
 
 
@@ -139,19 +139,19 @@ class Remote:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
+    def __call__(self, *args: object, **keywords: object) -> object:
         return object.__getattribute__(self, "_program").do("call", self, args, keywords)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return object.__getattribute__(self, "_program").do("getattr", self, name)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> object:
         return object.__getattribute__(self, "_program").do("iter", self)
 
-    def __exit__(self, *_: object) -> Any:
+    def __exit__(self, *_: object) -> object:
         return object.__getattribute__(self, "_program").do("exit", self)
 
-    def __instancecheck__(self, value: object) -> Any:
+    def __instancecheck__(self, value: object) -> object:
         return type(value) is Remote and object.__getattribute__(self, "_program").do("isinstance", value, self)
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compare
@@ -169,14 +169,14 @@ for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"
     setattr(Remote, f"__r{_name.strip('_')}__", _reflect(_name))
 
 
-class _Names(dict[str, Any]):
+class _Names(dict[str, object]):
     """The test's globals. A name that neither the test nor Python defines is looked up in the program."""
 
     def __init__(self, program: _Program) -> None:
         super().__init__(__builtins__=builtins, __name__="test")
         self.program = program
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         if hasattr(builtins, name):
             raise KeyError(name)
         if (module := _SHORT.get(name, name)) in TRUSTED:

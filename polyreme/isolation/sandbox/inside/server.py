@@ -12,7 +12,7 @@ from typing import Any
 from polyreme.isolation.sandbox.inside import values
 
 _REFLECTED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
-OPERATIONS: dict[str, Callable[..., Any]] = {
+OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, args, keywords: function(*args, **keywords),
     "getattr": getattr,
     "setattr": setattr,

@@ -64,13 +64,13 @@ def decode(data: Any, dereference: Callable[[Any], Any]) -> Any:
     return _KINDS[kind](decode(each, dereference) for each in body)
 
 
-def _deque(values: Iterable[Any]) -> Any:
+def _deque(values: Iterable[object]) -> object:
     from collections import deque
 
     return deque(values)
 
 
-_KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
+_KINDS: dict[str, Callable[[Iterable[object]], object]] = {
     "list": list,
     "tuple": tuple,
     "set": set,
@@ -87,7 +87,7 @@ def frame(message: Any) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-def send(fd: int, message: Any) -> None:
+def send(fd: int, message: object) -> None:
     """Writes one frame. Raises Unplain as `frame`."""
     data = frame(message)
     while data:

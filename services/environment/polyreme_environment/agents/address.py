@@ -15,20 +15,20 @@ import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from polyreme.dataset.chat import Message
 from polyreme.errors import StoreError
 from polyreme_environment.agents.apis import APIS, Api, chat, responses
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn, encoded, server_sent
 from polyreme_environment.agents.request import (
     TOKEN_FIELDS,
     Asked,
-    Message,
     RefusedRequestError,
     TurnRequest,
     bad,
@@ -171,7 +171,8 @@ class _EventStream(StreamingResponse):
         try:
             async for part in server_sent(writer, self._parts(first)):
                 yield part
-        except RefusedRequestError as refused:
+        except (RefusedRequestError, StoreError) as found:
+            refused = unavailable(found) if isinstance(found, StoreError) else found
             error = api.error(refused.status, refused.message, refused.code)
             yield encoded([{"type": "error", **error}], is_named=writer.is_named)
 
@@ -189,7 +190,7 @@ async def _reward(session: OpenSession, body: bytes, is_gym: bool) -> Response:
 def read_reward(body: bytes) -> tuple[float, str]:
     """The reward of a request, and the task if it names one. Raises RefusedRequestError."""
     asked = read_object(body)
-    given: Any = asked.get("reward")
+    given: object = asked.get("reward")
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
         raise bad(f"expected a finite number as `reward`; found {given!r:.100}")
     return float(given), read_task(asked)

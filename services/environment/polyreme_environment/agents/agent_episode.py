@@ -7,37 +7,18 @@ has `step_timeout` seconds to give its reward. While turns are sampled, the call
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
 from polyreme_environment.agents.result import Result
 from polyreme_environment.agents.runners import Runner
 from polyreme_environment.agents.session import AgentSession, Asked, Withdrawn, agent_request
-from polyreme_environment.contract import Moved
-from polyreme_environment.pool import PlayError
+from polyreme_environment.pool import AgentMoved, PlayError
 
 _NO_REWARD = (
     "expected a reward, which the agent returns or sends by POST BASE_URL/reward; found none. An agent must also give one when its requests "
     "are refused because of a bound (code episode_over)"
 )
-
-
-@dataclass(frozen=True)
-class AgentMoved(Moved):
-    """A request of an agent, in place of messages, or the end.
-
-    Attributes:
-        withdrawn: the number of a request that is withdrawn, in place of all else; 0: none.
-        rewards: since the last one, by the numbers of their turns.
-        seconds: wall-clock seconds since the last one in which no turn was sampled.
-    """
-
-    agent: pb.AgentRequest = field(default_factory=pb.AgentRequest)
-    rewards: dict[int, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    withdrawn: int = 0
 
 
 class AgentEpisode:
@@ -55,7 +36,7 @@ class AgentEpisode:
         self._rewarded = rewarded
         self._deadline, self._idle_since = 0.0, 0.0
 
-    async def play(self, row: dict[str, Any], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
+    async def play(self, row: dict[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
         """Yields what the agent asks for, as it asks, and at last how it ended; nothing more when the answers end.
 
         Raises PlayError or EpisodeLostError.
@@ -67,7 +48,7 @@ class AgentEpisode:
         try:
             while True:
                 left = None if self._session.sampling else max(0.0, self._deadline - time.monotonic())
-                tasks: set[asyncio.Future[Any]] = {run, asking, reading}
+                tasks: set[asyncio.Task[object]] = {run, asking, reading}
                 await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if reading.done():
                     if (request := reading.result()) is None:
@@ -127,5 +108,5 @@ class AgentEpisode:
         return AgentMoved(reward=result.reward or 0.0, done=True, parts=result.metrics, rewards=rewards, seconds=seconds)
 
 
-def _read(answers: AsyncIterator[pb.RunRequest]) -> "asyncio.Future[pb.RunRequest | None]":
+def _read(answers: AsyncIterator[pb.RunRequest]) -> "asyncio.Task[pb.RunRequest | None]":
     return asyncio.ensure_future(anext(answers, None))

@@ -20,16 +20,24 @@ class AgentPool:
     """Agents and their sessions, in place of an `EpisodePool`.
 
     Args:
+        sessions: the open ones of the server.
         rewarded: whether the run's rewards score the episodes.
 
     Attributes:
-        sessions: those that are open.
         server: http(s)://host:port of the session address.
     """
 
-    def __init__(self, config: EnvironmentConfig, metrics: EnvironmentMetrics, runner: Runner, rewarded: bool = False) -> None:
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        metrics: EnvironmentMetrics,
+        runner: Runner,
+        sessions: SessionTable,
+        rewarded: bool = False,
+    ) -> None:
         self._config, self._metrics, self._runner, self._rewarded = config, metrics, runner, rewarded
-        self.sessions, self.server, self.draining = SessionTable(), "", False
+        self._sessions, self._playing = sessions, 0
+        self.server, self.draining = "", False
 
     @property
     def about(self) -> tuple[str, str]:
@@ -53,8 +61,12 @@ class AgentPool:
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[AgentEpisode]:
         """An episode with a session of its own. Raises FullError."""
-        if len(self.sessions) >= self._config.episodes or not self.available:
-            raise FullError(f"{len(self.sessions)} of environment.episodes = {self._config.episodes} agents")
+        if self._playing >= self._config.episodes or not self.available:
+            raise FullError(f"{self._playing} of environment.episodes = {self._config.episodes} agents")
         limits = SessionLimits(self._config.max_message_chars, self._config.parallel_turns, self._config.tool_parser)
-        with self.sessions.opened(limits) as session, self._metrics.playing.track_inprogress():
-            yield AgentEpisode(self._config, self._runner, session, base_url(self.server, session.id), self._rewarded)
+        self._playing += 1
+        try:
+            with self._sessions.opened(limits) as session, self._metrics.playing.track_inprogress():
+                yield AgentEpisode(self._config, self._runner, session, base_url(self.server, session.id), self._rewarded)
+        finally:
+            self._playing -= 1

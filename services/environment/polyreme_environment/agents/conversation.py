@@ -9,9 +9,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-Message = dict[str, Any]
+from polyreme.dataset.chat import Message
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _digests(messages: Sequence[Message], tools: Sequence[Message]) -> Iterator[
         yield digest
 
 
-def _known_by(message: Message) -> list[Any]:
+def _known_by(message: Message) -> list[object]:
     """What of a message tells it from another one."""
     if message["role"] == "assistant":
         return ["assistant", message["content"].strip(), [call.get("id") for call in message.get("tool_calls") or ()]]

@@ -6,13 +6,23 @@ Invariant: the reply to a request depends only on the request and its turn, so a
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from polyreme.api.v1.environment_pb2 import TurnTokens
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.message import Spoken
 from polyreme_environment.tool_calls import ParsedCall
 
 Event = dict[str, Any]
+
+
+class TokenLogprob(TypedDict):
+    """A token in the form of chat completions. `bytes`: of its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[object]
 
 
 @dataclass(frozen=True)
@@ -52,9 +62,9 @@ class AgentTurn:
         return [(f"call_{self.id}-{place}", call) for place, call in enumerate(self.said.calls)]
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Message:
         """The message in the form of chat completions."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.said.content or (None if self.said.calls else "")}
+        message: Message = {"role": "assistant", "content": self.said.content or (None if self.said.calls else "")}
         if self.said.thought:
             message["reasoning_content"] = self.said.thought
         if self.said.calls:
@@ -63,7 +73,7 @@ class AgentTurn:
             ]
         return message
 
-    def logprobs(self) -> list[dict[str, Any]]:
+    def logprobs(self) -> list[TokenLogprob]:
         """Each token with its text, its log-probability and no other candidates. Only for a turn with `sampled`."""
         assert self.sampled is not None
         pairs = zip(self.sampled.texts, self.sampled.logprobs, strict=True)
@@ -76,7 +86,7 @@ def usage(turn: AgentTurn) -> dict[str, int]:
     return {"prompt_tokens": turn.context_tokens, "completion_tokens": turn.tokens, "total_tokens": both}
 
 
-def token_fields(turn: AgentTurn) -> dict[str, Any]:
+def token_fields(turn: AgentTurn) -> dict[str, object]:
     """NeMo Gym's fields of a turn's tokens. Only for a turn with `sampled`."""
     assert turn.sampled is not None
     return {

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyreme.dataset.chat import Chat, read_chat
+from polyreme.dataset.chat import Chat, Message, read_chat
 from polyreme.errors import DataError
 
-Message = dict[str, Any]
 Asked = Mapping[str, Any]
 """The JSON object of a request."""
 
-SAMPLING: Mapping[str, tuple[Any, ...]] = {
+SAMPLING: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "top_p": (1,),
@@ -100,7 +99,7 @@ class Keys:
     """The keys of an API's requests: those that it reads, those that must have one of the values given, and those without an effect."""
 
     read: frozenset[str]
-    neutral: Mapping[str, tuple[Any, ...]]
+    neutral: Mapping[str, tuple[object, ...]]
     ignored: frozenset[str] = IGNORED
 
     def check(self, asked: Asked) -> None:
@@ -113,14 +112,14 @@ class Keys:
             check_neutral(value, key, self.neutral[key])
 
 
-def check_neutral(value: Any, key: str, allowed: Sequence[Any]) -> None:
+def check_neutral(value: object, key: str, allowed: Sequence[object]) -> None:
     """Raises RefusedRequestError unless a value equals an allowed one, where true and false are no numbers."""
     if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
         values = " or ".join(json.dumps(each) for each in allowed)
         raise bad(f"expected `{key}` to be {values} in a training session; found {value!r:.{_SHOWN}}. {_DO}")
 
 
-def read_object(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, object]:
     """The JSON object in a body. Raises RefusedRequestError."""
     try:
         asked = json.loads(body)
@@ -137,7 +136,7 @@ def digest(api: str, asked: Asked) -> bytes:
     return hashlib.sha256(f"{api} {json.dumps(told, sort_keys=True)}".encode()).digest()
 
 
-def read_conversation(messages: Any, tools: Any, what: str) -> Chat:
+def read_conversation(messages: object, tools: object, what: str) -> Chat:
     """The messages and tools of a request. `what` names the messages in errors. Raises RefusedRequestError."""
     try:
         chat = read_chat(messages, what, tools)
@@ -149,7 +148,7 @@ def read_conversation(messages: Any, tools: Any, what: str) -> Chat:
     return chat
 
 
-def check_unicode(value: Any, what: str) -> None:
+def check_unicode(value: object, what: str) -> None:
     """Raises RefusedRequestError for half a character, which an escape of JSON may stand for."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -157,13 +156,13 @@ def check_unicode(value: Any, what: str) -> None:
         raise bad(f"expected valid Unicode in {what}; found {error}. Fix the request.") from None
 
 
-def past_answer(content: list[Any], calls: list[Message], thought: str) -> Message:
+def past_answer(content: list[object], calls: list[Message], thought: str) -> Message:
     """An answer that comes back, from the parts of its text, its calls and its thought."""
     more = {"tool_calls": calls, "reasoning_content": thought}
     return {"role": "assistant", "content": content, **{key: value for key, value in more.items() if value}}
 
 
-def read_list(value: Any, key: str) -> list[Mapping[str, Any]]:
+def read_list(value: object, key: str) -> list[Mapping[str, object]]:
     """A list of objects; null: an empty one. Raises RefusedRequestError."""
     if value is None:
         return []
@@ -204,7 +203,7 @@ def bad(message: str, code: str = "invalid_request") -> RefusedRequestError:
     return RefusedRequestError(400, message, code)
 
 
-def _positive(value: Any, key: str) -> int:
+def _positive(value: object, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise bad(f"expected `{key}` to be a number of tokens above 0; found {value!r:.{_SHOWN}}. Fix the request.")
     return min(value, (1 << 31) - 1)

@@ -7,7 +7,7 @@ import json
 import ssl
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx
 
@@ -47,7 +47,7 @@ class Runner(Protocol):
 
     async def close(self) -> None: ...
 
-    async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
+    async def run(self, task: dict[str, object], base_url: str, api_key: str) -> Result:
         """One run. A run that is cancelled ends soon after.
 
         Raises:
@@ -57,7 +57,7 @@ class Runner(Protocol):
         ...
 
 
-async def posted(url: str, body: Any, limit: int) -> tuple[httpx.Response, bytes]:
+async def posted(url: str, body: object, limit: int) -> tuple[httpx.Response, bytes]:
     """The reply to a POST and its body, however long it takes: the episode has a deadline.
 
     Each has a client of its own: one for all would look at all of its connections, such as those of 2,000 agents, for each request, and would
@@ -97,7 +97,7 @@ class UrlRunner:
     async def close(self) -> None:
         """Does nothing: each run ends by itself."""
 
-    async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
+    async def run(self, task: dict[str, object], base_url: str, api_key: str) -> Result:
         """See `Runner`."""
         body = {"task": task, "base_url": base_url, "api_key": api_key}
         try:
@@ -141,7 +141,7 @@ class FunctionRunner:
         """Ends all workers and the processes that they started."""
         await self._workers.close()
 
-    async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
+    async def run(self, task: dict[str, object], base_url: str, api_key: str) -> Result:
         """See `Runner`. A function that goes on although its run was cancelled keeps its process from further runs."""
         worker = self._workers.take()
         try:
@@ -151,5 +151,5 @@ class FunctionRunner:
         return result
 
 
-def _result_of(reply: Mapping[str, Any]) -> Result:
+def _result_of(reply: Mapping[str, object]) -> Result:
     return read_result({key: reply[key] for key in ("reward", "metrics")})

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polyreme.api.v1.environment_pb2 import AgentRequest, Answer, Delta
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.conversation import AgentConversation
 from polyreme_environment.agents.message import Spoken, before_stop, spoken, spoken_so_far
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn
-from polyreme_environment.agents.request import Message, RefusedRequestError, TurnRequest, bad
+from polyreme_environment.agents.request import RefusedRequestError, TurnRequest, bad
 from polyreme_environment.contract import ToolCall
 from polyreme_environment.tool_calls import ParsedCall, beginning
 
@@ -230,10 +231,10 @@ class AgentSession:
             raise bad(f"expected the id of an earlier answer of this session; found {turn!r:.100}", "not_found")
         return found
 
-    def told(self, delta: Delta) -> None:
-        """Takes what has been sampled of a turn."""
+    def told(self, delta: Delta) -> PartialTurn | None:
+        """Takes what has been sampled of a turn. Returns what is certain of it; None: it has ended before."""
         if (pending := self._sampling.get(delta.number)) is None:
-            return
+            return None
         pending.told += delta.text
         request, text = pending.request, pending.told
         if request.prompt is not None:
@@ -244,6 +245,7 @@ class AgentSession:
         pending.so_far = PartialTurn(f"{self.id}-{delta.number}", created, said, delta.context_tokens)
         grown, pending.grown = pending.grown, asyncio.Event()
         grown.set()
+        return pending.so_far
 
     def _parser(self, request: TurnRequest) -> str | None:
         return self._limits.tool_parser if request.calls else None

@@ -18,9 +18,6 @@ class SessionTable:
         self._open: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     @contextmanager
     def opened(self, limits: SessionLimits) -> Iterator[AgentSession]:
         """A session that is open until the end of the block."""

@@ -14,7 +14,7 @@ from typing import Any
 from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme_environment.agents.result import read_result
-from polyreme_environment.call_server import Answer, Call, in_thread, serve_calls
+from polyreme_environment.call_server import Answer, Call, Setup, in_thread, serve_calls
 
 
 def main(channel: socket.socket) -> int:
@@ -26,7 +26,7 @@ def main(channel: socket.socket) -> int:
     return serve_calls(channel, "an agent", _load)
 
 
-def _load(setup: dict[str, Any]) -> tuple[str, str, Answer]:
+def _load(setup: Setup) -> tuple[str, str, Answer]:
     module, name = load_module(setup["path"], setup["code"]), setup["function"]
     function = getattr(module, name, None)
     if not callable(function):
@@ -41,7 +41,7 @@ def _load(setup: dict[str, Any]) -> tuple[str, str, Answer]:
     return f"{name}-{digest}", about, partial(_run, function, setup["options"])
 
 
-async def _run(function: Callable[..., Any], options: dict[str, Any], call: Call) -> Mapping[str, Any]:
+async def _run(function: Callable[..., Any], options: Mapping[str, object], call: Call) -> Mapping[str, object]:
     run = partial(function, *call["run"], **options)
     if inspect.iscoroutinefunction(function):
         return vars(read_result(await run()))

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from polyreme_environment.contract import ContractError, finite
+from polyreme_environment.contract import ContractError, Reply, finite
 
 _STATES = ("states", "state_dict")
 """The names that OpenRLHF's interface has for the argument of `step`."""
@@ -34,9 +34,9 @@ class InstanceEpisode:
     """An episode of an agent instance."""
 
     _agent_class: Any = None
-    _agent_options: Mapping[str, Any] = {}
+    _agent_options: Mapping[str, object] = {}
 
-    async def reset(self, row: dict[str, Any]) -> str | None:
+    async def reset(self, row: dict[str, object]) -> str | None:
         """Begins. The row's own prompt begins the conversation, unless the agent returns another text."""
         self._agent, self._label = self._agent_class.__new__(self._agent_class), row.get("label", row.get("answer"))
         begun = self._agent.__init__(**self._agent_options)
@@ -60,14 +60,14 @@ class InstanceEpisode:
         return feedback, _number(answer["rewards"], "rewards"), bool(answer["done"]), parts
 
 
-def agent_class(kind: Any, options: Mapping[str, Any]) -> type[InstanceEpisode]:
+def agent_class(kind: type[object], options: Mapping[str, object]) -> type[InstanceEpisode]:
     """The environment of an agent instance's class, whose episodes are made with `options`."""
     return type(
         kind.__name__, (InstanceEpisode,), {"_agent_class": kind, "_agent_options": options, "__doc__": inspect.getdoc(kind)}
     )
 
 
-def _text_of(row: Mapping[str, Any]) -> str:
+def _text_of(row: Mapping[str, object]) -> str:
     """The row's prompt, without the chat template. Raises ContractError."""
     prompt = row.get("prompt")
     if isinstance(prompt, str):
@@ -77,7 +77,7 @@ def _text_of(row: Mapping[str, Any]) -> str:
     raise ContractError(f"expected a column `prompt` for an AgentInstance; found the columns {sorted(row)}")
 
 
-def _checked(answer: object) -> Mapping[str, Any]:
+def _checked(answer: object) -> Reply:
     if not isinstance(answer, Mapping) or (missing := [key for key in _NEEDED if key not in answer]):
         found = answer if not isinstance(answer, Mapping) else f"no {missing[0]}"
         raise ContractError(f"expected step to return a dictionary with {', '.join(_NEEDED)}; found {found!r:.100}")

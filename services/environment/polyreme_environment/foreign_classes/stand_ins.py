@@ -9,6 +9,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 class AgentInstanceBase:
     """OpenRLHF's base class of an environment."""
 
-    async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+    async def reset(self, states: dict[str, object], **_: object) -> dict[str, object]:
         return states
 
 
@@ -31,7 +32,7 @@ class _Schema(BaseModel):
 class OpenAIFunctionPropertySchema(_Schema):
     type: str | list[str]
     description: str | None = None
-    enum: list[Any] | None = None
+    enum: list[object] | None = None
 
 
 class OpenAIFunctionParametersSchema(_Schema):
@@ -56,8 +57,8 @@ class ToolResponse(BaseModel):
     """What a tool of verl answers."""
 
     text: str | None = None
-    image: list[Any] | None = None
-    video: list[Any] | None = None
+    image: list[object] | None = None
+    video: list[object] | None = None
 
     def is_empty(self) -> bool:
         return not (self.text or self.image or self.video)
@@ -78,19 +79,21 @@ class BaseTool:
     def get_openai_tool_schema(self) -> Any:
         return getattr(self, "tool_schema", None)
 
-    async def create(self, instance_id: str | None = None, **_: Any) -> tuple[str | None, ToolResponse]:
-        return instance_id, ToolResponse()
+    async def create(self, instance_id: str | None = None, **_: object) -> tuple[str, ToolResponse]:
+        return instance_id or str(uuid4()), ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, object], **_: object
+    ) -> tuple[ToolResponse, float, dict[str, object]]:
         raise NotImplementedError(f"{type(self).__name__}.execute")
 
-    async def calc_reward(self, instance_id: str, **_: Any) -> float:
+    async def calc_reward(self, instance_id: str, **_: object) -> float:
         return 0.0
 
-    async def release(self, instance_id: str, **_: Any) -> None: ...
+    async def release(self, instance_id: str, **_: object) -> None: ...
 
 
-def _traced(function: Any) -> Any:
+def _traced(function: object) -> object:
     """verl's decorator of what it traces. Nothing is traced here."""
     return function
 
@@ -132,7 +135,7 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name, package = module.__name__, module.__name__.partition(".")[0]
 
-        def missing(attribute: str) -> Any:
+        def missing(attribute: str) -> object:
             if attribute.startswith("__"):
                 raise AttributeError(attribute)
             raise ImportError(f"no {attribute} in {name}: {package} is not installed, and {_offered(package)}", name=name)

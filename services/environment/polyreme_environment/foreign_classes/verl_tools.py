@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from polyreme.errors import ConfigError
 from polyreme_environment.contract import ContractError, finite
+from polyreme_environment.foreign_classes.stand_ins import BaseTool
 
 TOOL_METHODS = frozenset({"get_openai_tool_schema", "create", "execute", "calc_reward", "release"})
 _KEYS = {"class_name", "config", "tool_schema"}
@@ -36,7 +37,7 @@ class ToolsEpisode:
 
     rewards_calls = True
     tools: tuple[str, ...] = ()
-    _objects: Mapping[str, Any] = {}
+    _objects: Mapping[str, BaseTool] = {}
 
     def __init__(self) -> None:
         self.reward = 0.0
@@ -74,7 +75,7 @@ class ToolsEpisode:
             name, instance = self._instances.popitem()
             await self._objects[name].release(instance, **self._arguments(name, "release"))
 
-    async def _execute(self, name: str, parameters: dict[str, Any]) -> str:
+    async def _execute(self, name: str, parameters: dict[str, object]) -> str:
         arguments = self._arguments(name, "execute")
         answer = await self._objects[name].execute(self._instances[name], parameters, **arguments)
         if not isinstance(answer, tuple) or len(answer) != 3 or not isinstance(answer[2] or {}, Mapping):
@@ -86,7 +87,7 @@ class ToolsEpisode:
         self._metrics.update(numbers)
         return text
 
-    def _arguments(self, name: str, method: str) -> dict[str, Any]:
+    def _arguments(self, name: str, method: str) -> dict[str, object]:
         return (self._given.get(name) or {}).get(f"{method}_kwargs") or {}
 
 
@@ -96,8 +97,8 @@ def tools_class(classes: Mapping[str, Any], options: Mapping[str, Any], where: s
     Raises:
         ConfigError: the options or a schema are not what verl has, or two tools have one name.
     """
-    methods: dict[str, Any] = {}
-    objects: dict[str, Any] = {}
+    methods: dict[str, object] = {}
+    objects: dict[str, BaseTool] = {}
     for kind, config, schema in _listed(classes, options, where):
         tool = _made(kind, config, schema, where)
         found = tool.get_openai_tool_schema()
@@ -112,8 +113,8 @@ def tools_class(classes: Mapping[str, Any], options: Mapping[str, Any], where: s
     return type("VerlTools", (ToolsEpisode,), {**methods, "tools": tuple(objects), "_objects": objects, "__doc__": about})
 
 
-def _method(name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-    async def call(self: ToolsEpisode, /, **parameters: Any) -> str:
+def _method(name: str, schema: dict[str, object]) -> Callable[..., object]:
+    async def call(self: ToolsEpisode, /, **parameters: object) -> str:
         return await self._execute(name, parameters)
 
     call.schema = schema  # type: ignore[attr-defined]
@@ -137,7 +138,7 @@ def _listed(classes: Mapping[str, Any], options: Mapping[str, Any], where: str) 
     return listed
 
 
-def _made(kind: Any, config: dict[str, Any], schema: Any, where: str) -> Any:
+def _made(kind: type[BaseTool], config: dict[str, object], schema: object, where: str) -> BaseTool:
     try:
         if schema is not None:
             schema = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)
@@ -146,7 +147,7 @@ def _made(kind: Any, config: dict[str, Any], schema: Any, where: str) -> Any:
         raise ConfigError(f"a tool {kind.__name__} in {where} that loads", f"{type(error).__name__}: {error}", _FIX) from None
 
 
-def _text_of(response: Any, what: str) -> str:
+def _text_of(response: object, what: str) -> str:
     """The text of a ToolResponse, or a text as verl's earlier releases return it. Raises ContractError."""
     if isinstance(response, str):
         return response

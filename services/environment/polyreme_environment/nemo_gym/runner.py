@@ -9,7 +9,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -80,7 +79,7 @@ class NeMoGymRunner:
         await self._http.aclose()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
+    async def run(self, task: dict[str, object], base_url: str, api_key: str) -> Result:
         """See `Runner`. `task` has a column `task`: a row of NeMo Gym's data."""
         if not isinstance(row := task.get("task"), dict):
             do = "Write data.train by `polyreme environment tasks run.yaml`"
@@ -91,7 +90,7 @@ class NeMoGymRunner:
         except (ContractError, *INVALID_MESSAGE) as error:
             raise PlayError(f"the agent of NeMo Gym: {error or type(error).__name__}") from None
 
-    async def answer(self, row: dict[str, Any], rollout: str) -> bytes:
+    async def answer(self, row: dict[str, object], rollout: str) -> bytes:
         """The agent's answer to /run. Raises PlayError or EpisodeLostError."""
         if not self._kept.are_serving or self._plan is None:
             raise EpisodeLostError("the servers of NeMo Gym are not there")
@@ -149,7 +148,7 @@ class NeMoGymRunner:
         self._metrics.workers_replaced.labels("exit").inc()
 
 
-def scored(reply: Mapping[str, Any], row: Mapping[str, Any]) -> Result:
+def scored(reply: Mapping[str, object], row: Mapping[str, object]) -> Result:
     """The reward of an answer to /run, and the numbers beside it that the row did not have.
 
     Raises:

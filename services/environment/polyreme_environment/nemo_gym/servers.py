@@ -47,7 +47,7 @@ def site_packages(venv: Path) -> Path:
     return found[0].parent
 
 
-def read_file(site: Path, name: str) -> dict[str, Any]:
+def read_file(site: Path, name: str) -> dict[str, object]:
     """A configuration file, by its path or the one below the package's folder. Raises ConfigError."""
     path = Path(name) if Path(name).is_absolute() else site / name
     try:
@@ -78,7 +78,7 @@ def program(site: Path, file: str, server: GymServer) -> Path:
 
 
 def plan(
-    tree: Mapping[str, Any], options: Mapping[str, Any], policy: tuple[str, int], scratch: str, free_port: Callable[[], int]
+    tree: Mapping[str, object], options: Mapping[str, object], policy: tuple[str, int], scratch: str, free_port: Callable[[], int]
 ) -> GymPlan:
     """The processes of a configuration file.
 
@@ -91,7 +91,7 @@ def plan(
     Raises:
         ConfigError: it has no resources server and one agent.
     """
-    told: dict[str, Any] = {
+    told: dict[str, object] = {
         "head_server": {"host": "127.0.0.1", "port": free_port()},
         "dry_run": False,
         "uv_cache_dir": scratch,

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from polyreme.config.environment import EnvironmentConfig
+from polyreme.dataset.text_files import Fields
 from polyreme.errors import ConfigError
 from polyreme_environment.nemo_gym.servers import read_file, site_packages
 
@@ -17,7 +17,7 @@ _TYPES = ("train", "example")
 """Types of their data sets, the preferred one first."""
 
 
-def read_rows(config: EnvironmentConfig, count: int) -> list[dict[str, Any]]:
+def read_rows(config: EnvironmentConfig, count: int) -> list[dict[str, object]]:
     """The first rows, at most `count`, of the agent's data set for training, or if it has none of its example. Raises ConfigError."""
     assert config.venv is not None and config.nemo_gym is not None
     site = site_packages(config.venv)
@@ -38,12 +38,12 @@ def read_rows(config: EnvironmentConfig, count: int) -> list[dict[str, Any]]:
         return [row(json.loads(line), number) for number, line in enumerate(islice(lines, count))]
 
 
-def _data_sets(tree: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _data_sets(tree: Mapping[str, object]) -> list[Mapping[str, object]]:
     sections = [section.get("responses_api_agents") or {} for section in tree.values() if isinstance(section, Mapping)]
     return [each for agents in sections for settings in agents.values() for each in (settings or {}).get("datasets") or ()]
 
 
-def row(task: Mapping[str, Any], number: int) -> dict[str, Any]:
+def row(task: Fields, number: int) -> dict[str, object]:
     """The row of a row of theirs."""
     given = (task.get("responses_create_params") or {}).get("input")
     said = [given] if isinstance(given, str) else [each.get("content") for each in given or () if each.get("role") == "user"]

@@ -1,30 +1,28 @@
 """The sessions of a running product on a server, and their turns, which the trainer's streams sample.
 
 Invariant: a server keeps nothing of a session, so any server of the run answers for any session. A turn whose stream is lost waits for another
-stream. Turns in progress, and requests of a session, are bounded.
+stream, or its client is told so. Turns in progress, and requests of a session, are bounded.
 """
 
 import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig, OnlineConfig
 from polyreme.experience.online import OnlineSessions
 from polyreme.experience.run import Run
-from polyreme_environment.agents.agent_episode import AgentMoved
 from polyreme_environment.agents.reply import AgentTurn, PartialTurn
 from polyreme_environment.agents.request import RefusedRequestError
 from polyreme_environment.agents.session import WAITING, AgentSession, Read, SessionLimits
-from polyreme_environment.contract import Moved
 from polyreme_environment.metrics import EnvironmentMetrics
-from polyreme_environment.online.session import next_turn
-from polyreme_environment.pool import EpisodeLostError
+from polyreme_environment.online.session import turn_parts
+from polyreme_environment.pool import AgentMoved, EpisodeLostError
 
 _REFUSALS = {
     "unknown": (404, "expected the id of a session; found none with this id, or it ended long ago", "not_found"),
@@ -36,46 +34,55 @@ _REFUSALS = {
 }  # fmt: skip
 
 
-class _LostError(Exception):
-    """The stream of a turn was lost."""
-
-
 @dataclass(eq=False)
 class _Wanted:
-    """A turn that waits for a stream, and then for its answer."""
+    """A turn that waits for a stream, and then for its answer.
+
+    Attributes:
+        said: what its stream has said of it, at most a Delta for each token; None: the stream was lost.
+        left: set when nobody wants it any more.
+    """
 
     request: pb.AgentRequest
-    answer: "asyncio.Future[pb.Answer]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    said: "asyncio.Queue[pb.Delta | pb.Answer | None]" = field(default_factory=asyncio.Queue)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class _Turn:
-    """A stream, which samples one turn."""
+class OnlineTurn:
+    """A stream, which samples one turn. `wanted`: waits for a turn that is asked for, and raises EpisodeLostError when there comes none."""
 
-    def __init__(self, waiting: "asyncio.Queue[_Wanted | None]", metrics: EnvironmentMetrics) -> None:
-        self._waiting, self._metrics = waiting, metrics
-        self._wanted: _Wanted | None = None
+    def __init__(self, wanted: Callable[[], Awaitable[_Wanted]], metrics: EnvironmentMetrics) -> None:
+        self._wanted, self._metrics = wanted, metrics
 
-    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
-        """Waits for a turn that is asked for. A row is none of a product's sessions."""
-        while (wanted := await self._waiting.get()) is not None:
-            if not wanted.answer.done():
-                self._wanted = wanted
-                self._metrics.playing.inc()
-                return AgentMoved(agent=wanted.request)
-        raise EpisodeLostError("the server is draining")
+    async def play(self, row: Mapping[str, object], answers: AsyncIterator[pb.RunRequest]) -> AsyncGenerator[AgentMoved, None]:
+        """Yields the request, and the end after its answer, or a withdrawal when nobody wants it any more. See `AgentEpisode.play`."""
+        wanted = await self._wanted()
+        left, is_answered = asyncio.create_task(wanted.left.wait()), False
+        reading = asyncio.create_task(_read(answers))
+        try:
+            with self._metrics.playing.track_inprogress():
+                yield AgentMoved(agent=wanted.request)
+                while not is_answered:
+                    await asyncio.wait((left, reading), return_when=asyncio.FIRST_COMPLETED)
+                    if left.done():
+                        yield AgentMoved(withdrawn=wanted.request.number)
+                        return
+                    if (request := reading.result()) is None:
+                        return
+                    is_answered = request.HasField("answer")
+                    wanted.said.put_nowait(request.answer if is_answered else request.delta)
+                    reading = reading if is_answered else asyncio.create_task(_read(answers))
+            yield AgentMoved(done=True)
+        finally:
+            if not is_answered:
+                wanted.said.put_nowait(None)
+            for task in (left, reading):
+                task.cancel()
+            await asyncio.gather(left, reading, return_exceptions=True)
 
-    async def step(self, answer: pb.Answer) -> Moved:
-        """Gives the turn's answer."""
-        if self._wanted is not None and not self._wanted.answer.done():
-            self._wanted.answer.set_result(answer)
-        return Moved(done=True)
 
-    def close(self) -> None:
-        """A turn without an answer waits for another stream."""
-        if self._wanted is not None:
-            self._metrics.playing.dec()
-            if not self._wanted.answer.done():
-                self._wanted.answer.set_exception(_LostError())
+async def _read(answers: AsyncIterator[pb.RunRequest]) -> pb.RunRequest | None:
+    return await anext(answers, None)
 
 
 class OnlinePool:
@@ -99,7 +106,8 @@ class OnlinePool:
     ) -> None:
         self._config, self._metrics, self._settings, self._key, self._grouped = config, metrics, settings, key, grouped
         self.store, self.url = OnlineSessions(run, settings.max_age), settings.url
-        self._waiting: asyncio.Queue[_Wanted | None] = asyncio.Queue()
+        self._waiting: deque[_Wanted] = deque()
+        self._ready = asyncio.Semaphore(0)  # at least one for each that waits
         self._streams, self._asked, self._draining = 0, 0, False
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
 
@@ -110,10 +118,9 @@ class OnlinePool:
     @draining.setter
     def draining(self, value: bool) -> None:
         """Ends the streams that wait."""
-        if value and not self._draining:
-            for _ in range(self._streams):
-                self._waiting.put_nowait(None)
         self._draining = value
+        for _ in range(self._streams if value else 0):
+            self._ready.release()
 
     async def start(self) -> None:
         """Does nothing: the product comes when it likes."""
@@ -122,15 +129,22 @@ class OnlinePool:
         self.draining = True
 
     @asynccontextmanager
-    async def episode(self) -> AsyncIterator[_Turn]:
+    async def episode(self) -> AsyncIterator[OnlineTurn]:
         """A stream."""
-        turn = _Turn(self._waiting, self._metrics)
         self._streams += 1
         try:
-            yield turn
+            yield OnlineTurn(self._next, self._metrics)
         finally:
             self._streams -= 1
-            turn.close()
+
+    async def _next(self) -> _Wanted:
+        """The oldest turn that waits. Raises EpisodeLostError."""
+        while True:
+            await self._ready.acquire()
+            if self._waiting:
+                return self._waiting.popleft()
+            if self._draining:
+                raise EpisodeLostError("the server is draining")
 
     # -- what the address does
 
@@ -176,8 +190,8 @@ class OnlinePool:
         if (found := await self.store.reward(id, reward, task, grouped=self._grouped)) != "ok":
             raise RefusedRequestError(*_REFUSALS[found])
 
-    async def turn(self, id: str, read: Read) -> AgentTurn:
-        """The turn that answers a request of a session. Raises RefusedRequestError."""
+    async def parts(self, id: str, read: Read, *, streams: bool) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
+        """What is certain of the turn that answers a request of a session, if it `streams`, and at last the turn. Raises RefusedRequestError."""
         async with self._one_at_a_time(id):
             kept = None if id.startswith("u") else await self.store.read(id)
             if kept is not None and kept.state == "unknown":
@@ -185,7 +199,9 @@ class OnlinePool:
                     401, "expected the api key of an open session; its session has ended", "invalid_api_key"
                 )
             session = AgentSession(SessionLimits(self._config.max_message_chars, 1, self._config.tool_parser), id)
-            return await next_turn(session, kept, self, read)
+            async with aclosing(turn_parts(session, kept, self, read, streams=streams)) as parts:
+                async for part in parts:
+                    yield part
 
     @asynccontextmanager
     async def _one_at_a_time(self, id: str) -> AsyncIterator[None]:
@@ -209,30 +225,45 @@ class OnlinePool:
         if found != "ok":
             raise RefusedRequestError(400, f"expected an open session; found one that is {found}", "episode_over")
 
-    async def sample(self, request: pb.AgentRequest) -> pb.Answer:
-        """See `TurnKeeper`."""
+    async def sample(self, request: pb.AgentRequest) -> AsyncGenerator[pb.Delta | pb.Answer, None]:
+        """See `TurnKeeper`. A turn whose stream is lost waits for another one, unless something of it has been told."""
         if self._asked >= self._config.episodes:
             self._metrics.refused.inc()
             raise RefusedRequestError(
                 429, f"expected at most environment.episodes = {self._config.episodes} turns at once; found more", "too_many"
             )
         self._asked += 1
-        wanted = _Wanted(request)
+        deadline, wanted = asyncio.get_running_loop().time() + self._config.max_seconds, self._ask(request)
+        has_told = False
         try:
-            async with asyncio.timeout(self._config.max_seconds):
-                while True:
-                    self._waiting.put_nowait(wanted)
-                    try:
-                        return await wanted.answer
-                    except _LostError:
-                        wanted = _Wanted(request)
+            while True:
+                async with asyncio.timeout_at(deadline):
+                    said = await wanted.said.get()
+                if said is not None:
+                    yield said
+                    if isinstance(said, pb.Answer):
+                        return
+                    has_told = True
+                elif has_told:
+                    raise RefusedRequestError(503, "expected the whole turn; found that its stream was lost: ask again", "lost")
+                else:
+                    wanted = self._ask(request)
         except TimeoutError:
             raise RefusedRequestError(
                 503, f"expected an answer within environment.max_seconds = {self._config.max_seconds:g}; found none", "no_answer"
             ) from None
         finally:
             self._asked -= 1
-            wanted.answer.cancel()
+            wanted.left.set()
+            if wanted in self._waiting:
+                self._waiting.remove(wanted)
+
+    def _ask(self, request: pb.AgentRequest) -> _Wanted:
+        """Lets a turn wait for a stream."""
+        wanted = _Wanted(request)
+        self._waiting.append(wanted)
+        self._ready.release()
+        return wanted
 
 
 @dataclass(frozen=True)
@@ -243,11 +274,14 @@ class _Session:
     id: str
 
     async def turn(self, read: Read) -> AgentTurn:
-        return await self.pool.turn(self.id, read)
+        async with aclosing(self.pool.parts(self.id, read, streams=False)) as parts:
+            async for part in parts:
+                if isinstance(part, AgentTurn):
+                    return part
+        raise AssertionError("a turn is the last of its parts")
 
-    async def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
-        """The whole turn: it is stored before any of it is told."""
-        yield await self.turn(read)
+    def streamed(self, read: Read) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
+        return self.pool.parts(self.id, read, streams=True)
 
     async def give(self, amount: float, task: str = "") -> None:
         await self.pool.reward(self.id, amount, task)

@@ -1,33 +1,42 @@
 """A session of a running product, which is in the log between any two of its requests.
 
-Invariant: a turn is in the log before its reply is sent, so a reply that was lost, even with its server, is repeated by any other one. Requests of a
-session at one server are answered one after the other; the log refuses a turn of another server that came meanwhile.
+Invariant: a turn is in the log before its reply, or the end of its stream, is sent, so a reply that was lost, even with its server, is repeated by any
+other one. A stream that is closed before leaves no turn. Requests of a session at one server are answered one after the other; the log refuses a
+turn of another server that came meanwhile.
 """
 
 import asyncio
 import json
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.api.v1.experience_pb2 import ToolCall
 from polyreme.experience.online import OnlineSession
-from polyreme_environment.agents.reply import AgentTurn
+from polyreme_environment.agents.reply import AgentTurn, PartialTurn
 from polyreme_environment.agents.request import RefusedRequestError, TurnRequest
 from polyreme_environment.agents.session import AgentSession, Asked, Read, agent_request
+from polyreme_environment.contract import Reply
 
 
 class TurnKeeper(Protocol):
     """What samples turns and keeps sessions. Its calls raise RefusedRequestError."""
 
-    async def sample(self, request: pb.AgentRequest) -> pb.Answer: ...
+    def sample(self, request: pb.AgentRequest) -> AsyncGenerator[pb.Delta | pb.Answer, None]:
+        """What is sampled of the turn, if the request is streamed, and at last the answer."""
+        ...
 
     async def keep(self, id: str, number: int, exchange: pb.SessionExchange) -> None:
         """Stores a turn of a session."""
 
 
-async def next_turn(session: AgentSession, kept: OnlineSession | None, policy: TurnKeeper, read: Read) -> AgentTurn:
-    """The turn that answers a request.
+async def turn_parts(
+    session: AgentSession, kept: OnlineSession | None, policy: TurnKeeper, read: Read, *, streams: bool
+) -> AsyncGenerator[PartialTurn | AgentTurn, None]:
+    """What is certain of the turn that answers a request, as it is sampled if `streams`, and at last the turn.
 
     Args:
         session: a new one with the id of the product's.
@@ -40,9 +49,10 @@ async def next_turn(session: AgentSession, kept: OnlineSession | None, policy: T
     for exchange in exchanges:
         told = json.loads(exchange.request_json)
         session.replay(_asked(told, exchange.answer.number), exchange.answer, told["created"])
-    request = read(session.history)
+    request = replace(read(session.history), streams=streams)
     if (known := session.known(request)) is not None:
-        return known
+        yield known
+        return
     if kept is not None and kept.state != "open":
         raise RefusedRequestError(400, f"expected an open session; found one that is {kept.state}", "episode_over")
     answered = asyncio.ensure_future(session.answer(request))
@@ -51,20 +61,38 @@ async def next_turn(session: AgentSession, kept: OnlineSession | None, policy: T
             wanted = agent_request(asked)
             wanted.session = session.id.removeprefix("u")
             wanted.records.extend(exchange.answer.record for exchange in exchanges)
-            answer, created = await policy.sample(wanted), int(time.time())
-            if answer.refused:
-                session.refused(asked.number, answer.refused, over=answer.over)
-            else:
-                if kept is not None:
-                    calls = [ToolCall(name=n, arguments=a, result=r, seconds=s, error=e) for n, a, r, s, e in asked.calls]
-                    exchange = pb.SessionExchange(
-                        request_json=json.dumps(_told(asked, created)), answer=answer, after=asked.after, calls=calls
-                    )
-                    await policy.keep(session.id, len(exchanges), exchange)
-                session.sampled(answer, created)
-        return await answered
+            part: PartialTurn | None = None
+            async with aclosing(policy.sample(wanted)) as sampled:
+                async for said in sampled:
+                    if isinstance(said, pb.Answer):
+                        await _take(session, kept, policy, asked, said, part, len(exchanges))
+                    elif (part := session.told(said)) is not None:
+                        yield part
+        yield await answered
     finally:
         answered.cancel()
+
+
+async def _take(
+    session: AgentSession,
+    kept: OnlineSession | None,
+    policy: TurnKeeper,
+    asked: Asked,
+    answer: pb.Answer,
+    part: PartialTurn | None,
+    number: int,
+) -> None:
+    """Stores the answer to a request as turn `number` of a session that is kept, then gives it. `part`: what was told of it before."""
+    if answer.refused:
+        session.refused(asked.number, answer.refused, over=answer.over)
+        return
+    created = int(time.time()) if part is None else part.created
+    if kept is not None:
+        calls = [ToolCall(name=n, arguments=a, result=r, seconds=s, error=e) for n, a, r, s, e in asked.calls]
+        told = json.dumps(_told(asked, created))
+        exchange = pb.SessionExchange(request_json=told, answer=answer, after=asked.after, calls=calls)
+        await policy.keep(session.id, number, exchange)
+    session.sampled(answer, created)
 
 
 async def _next(session: AgentSession, answered: "asyncio.Future[AgentTurn]") -> Asked | None:
@@ -79,7 +107,7 @@ async def _next(session: AgentSession, answered: "asyncio.Future[AgentTurn]") ->
         asking.cancel()
 
 
-def _told(asked: Asked, created: int) -> dict[str, Any]:
+def _told(asked: Asked, created: int) -> dict[str, object]:
     """A request as it is kept, for `_asked`, with the Unix time of its answer."""
     request = asked.request
     names = ("tools", "calls", "prompt", "stop", "wants_tokens", "instructions")
@@ -87,7 +115,7 @@ def _told(asked: Asked, created: int) -> dict[str, Any]:
     return {"created": created, "digest": request.digest.hex(), "after": asked.after, "messages": asked.messages, **fields}
 
 
-def _asked(told: dict[str, Any], number: int) -> Asked:
+def _asked(told: Reply, number: int) -> Asked:
     fields = {name: told[name] for name in ("tools", "calls", "wants_tokens", "instructions")}
     prompt = tuple(told["prompt"]) if isinstance(told["prompt"], list) else told["prompt"]
     request = TurnRequest(bytes.fromhex(told["digest"]), prompt=prompt, stop=tuple(told["stop"]), **fields)

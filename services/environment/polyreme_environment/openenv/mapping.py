@@ -5,12 +5,12 @@ Invariant: a mapping that is declared fits the schema of the server's actions, o
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from polyreme.errors import ConfigError
-from polyreme_environment.contract import ContractError, Moved, finite, moved
+from polyreme_environment.contract import ContractError, Moved, Reply, finite, moved
+from polyreme_environment.tool_schema import Schema
 
 TEXT = "$text"
 """Stands for the policy's answer in `environment.action`."""
@@ -28,11 +28,11 @@ class ActionForm:
         has_tools: whether the environment has tools.
     """
 
-    template: dict[str, Any] | None
+    template: dict[str, object] | None
     structured: frozenset[str]
     has_tools: bool
 
-    def action(self, text: str) -> dict[str, Any] | None:
+    def action(self, text: str) -> dict[str, object] | None:
         """The action of an answer without a tool call."""
         if self.template is None:
             return None
@@ -40,7 +40,7 @@ class ActionForm:
                 for key, value in self.template.items()}  # fmt: skip
 
 
-def action_form(declared: Mapping[str, Any] | None, schema: Mapping[str, Any]) -> ActionForm:
+def action_form(declared: Mapping[str, object] | None, schema: Schema) -> ActionForm:
     """The form for a server's schema of actions. Raises ConfigError unless `declared` fits it, or there is only one way.
 
     Args:
@@ -67,7 +67,7 @@ def action_form(declared: Mapping[str, Any] | None, schema: Mapping[str, Any]) -
     return ActionForm(dict(declared), structured, has_tools)
 
 
-def filled(template: Any, values: Mapping[str, Any]) -> Any:
+def filled(template: object, values: Mapping[str, object]) -> object:
     """A JSON value with each string that is a key of `values` replaced by its value."""
     if isinstance(template, str):
         return values.get(template, template)
@@ -78,15 +78,15 @@ def filled(template: Any, values: Mapping[str, Any]) -> Any:
     return template
 
 
-def reset_fields(options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def reset_fields(options: Mapping[str, object], row: Mapping[str, object]) -> dict[str, object]:
     """Fields of `reset`: the options, with each `$NAME` as that column of the row. Raises ContractError for a column that it lacks."""
-    fields: dict[str, Any] = filled(options, {f"${name}": value for name, value in row.items()})
     if missing := [name for name in _names(options) if name not in row]:
         raise ContractError(f"expected the columns {missing} of environment.options in the row; found {sorted(row)}")
-    return fields
+    columns = {f"${name}": value for name, value in row.items()}
+    return {key: filled(value, columns) for key, value in options.items()}
 
 
-def _names(template: Any) -> list[str]:
+def _names(template: object) -> list[str]:
     """The names that stand for columns in a JSON value."""
     if isinstance(template, str):
         return [template[1:]] if _COLUMN.fullmatch(template) else []
@@ -94,14 +94,14 @@ def _names(template: Any) -> list[str]:
     return [name for value in values for name in _names(value)]
 
 
-def begun(reply: Mapping[str, Any], path: str | None) -> str | Sequence[Any] | None:
+def begun(reply: Reply, path: str | None) -> str | list[object] | None:
     """What a reply to `reset` says to the policy; None: nothing, so the row's own prompt stands. Raises ContractError."""
     if reply.get("done"):
         raise ContractError("expected an episode that goes on after reset; found done: true")
     return _said(reply, path) or None
 
 
-def observed(reply: Mapping[str, Any], path: str | None, limit: int) -> Moved:
+def observed(reply: Mapping[str, object], path: str | None, limit: int) -> Moved:
     """What a reply to `step` says. Raises ContractError."""
     reward, done, parts = scored(reply)
     said = "" if done else _said(reply, path)
@@ -111,7 +111,7 @@ def observed(reply: Mapping[str, Any], path: str | None, limit: int) -> Moved:
     return moved((said or None, reward, done, parts), limit)
 
 
-def scored(reply: Mapping[str, Any]) -> tuple[float, bool, dict[str, float]]:
+def scored(reply: Mapping[str, object]) -> tuple[float, bool, dict[str, float]]:
     """The reward of a reply to `step` (null is 0), whether it ends the episode, and the numbers among its metadata. Raises ContractError."""
     metadata = reply.get("metadata") or _observation(reply).get("metadata")
     numbers = metadata.items() if isinstance(metadata, Mapping) else ()
@@ -120,7 +120,7 @@ def scored(reply: Mapping[str, Any]) -> tuple[float, bool, dict[str, float]]:
     return 0.0 if reward is None else finite(reward, "reward of step"), bool(reply.get("done")), parts
 
 
-def tool_schemas(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
+def tool_schemas(listed: Reply) -> list[Schema]:
     """The tools of a reply to tools/list, as chat templates take them. Raises ContractError."""
     tools = (listed.get("result") or {}).get("tools")
     if not isinstance(tools, list) or not tools:
@@ -138,7 +138,7 @@ def tool_schemas(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def tool_result(reply: Mapping[str, Any]) -> tuple[str, str]:
+def tool_result(reply: Mapping[str, object]) -> tuple[str, str]:
     """The text that a tool returned, and why it failed ("": it did not)."""
     observation = _observation(reply)
     if error := observation.get("error"):
@@ -154,31 +154,33 @@ def tool_result(reply: Mapping[str, Any]) -> tuple[str, str]:
     return ("", text) if result.get("is_error") or result.get("isError") else (text, "")
 
 
-def _said(reply: Mapping[str, Any], path: str | None) -> Any:
+def _said(reply: Reply, path: str | None) -> str | list[object] | None:
     """The part of an observation that the policy sees; None: there is none."""
-    value: Any = _observation(reply)
+    observation = _observation(reply)
+    value: object = observation
     if path is not None:
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
     else:
-        own = {key: each for key, each in value.items() if key != "metadata"}
+        own = {key: each for key, each in observation.items() if key != "metadata"}
         value = next(iter(own.values())) if len(own) == 1 else own or None
-    is_chat = isinstance(value, list) and all(isinstance(each, Mapping) and each.keys() == {"role", "content"} for each in value)
-    return value if value is None or is_chat else _text(value)
+    if isinstance(value, list) and all(isinstance(each, Mapping) and each.keys() == {"role", "content"} for each in value):
+        return value
+    return None if value is None else _text(value)
 
 
-def _observation(reply: Mapping[str, Any]) -> dict[str, Any]:
+def _observation(reply: Mapping[str, object]) -> dict[str, object]:
     found = reply.get("observation")
     if not isinstance(found, Mapping):
         raise ContractError(f"expected an observation; found {found!r:.100}")
     return dict(found)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     """The object or list that a text is, or the text: the server says what is wrong with it."""
     try:
         value = json.loads(text)

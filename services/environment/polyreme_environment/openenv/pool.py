@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from polyreme.api.v1 import environment_pb2 as pb
 from polyreme.config.environment import EnvironmentConfig
@@ -65,10 +64,10 @@ class OpenEnvEpisode:
     def __init__(self, pool: "OpenEnvPool", stack: AsyncExitStack) -> None:
         self._pool, self._stack = pool, stack
         self._socket: OpenEnvSocket | None = None
-        self._tools: list[dict[str, Any]] = []
+        self._tools: list[dict[str, object]] = []
         self._is_rewarded = False
 
-    async def reset(self, row: dict[str, Any], seed: int) -> Moved:
+    async def reset(self, row: dict[str, object], seed: int) -> Moved:
         """Begins, on the server with the fewest episodes."""
         config, form = self._pool.config, self._pool.form
         async with self._pool.watched("reset"):
@@ -116,7 +115,7 @@ class OpenEnvEpisode:
                 break
         return Moved([] if done else [("tool", call[2]) for call in answered], reward, done, parts, answered)
 
-    async def _ask(self, action: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, action: dict[str, object]) -> dict[str, object]:
         """A reply to a step. Raises ContractError for an episode that ends without ever having had a reward."""
         assert self._socket is not None
         reply = await self._socket.ask("step", action)
@@ -177,7 +176,7 @@ class OpenEnvPool:
         finally:
             self._episodes -= 1
 
-    async def begin(self, stack: AsyncExitStack, data: dict[str, Any]) -> tuple[OpenEnvSocket, dict[str, Any]]:
+    async def begin(self, stack: AsyncExitStack, data: dict[str, object]) -> tuple[OpenEnvSocket, dict[str, object]]:
         """A connection whose `reset` was answered, until the end of `stack`, and the answer.
 
         Raises:
@@ -240,7 +239,7 @@ class OpenEnvPool:
         finally:
             server.playing -= 1
 
-    async def _schema(self, url: str) -> dict[str, Any]:
+    async def _schema(self, url: str) -> dict[str, object]:
         deadline = time.monotonic() + self.config.start_timeout
         while True:
             try:

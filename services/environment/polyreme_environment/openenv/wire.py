@@ -8,11 +8,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+from polyreme_environment.contract import Reply
 
 _PING_SECONDS = 20.0
 _CLOSE_SECONDS = 2.0
@@ -39,7 +40,7 @@ class OpenEnvSocket:
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
 
-    async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    async def ask(self, kind: str, data: dict[str, object]) -> dict[str, object]:
         """The data of the reply to a request of type `kind`: reset, step or mcp. Raises ServerLostError or OpenEnvError."""
         with suppress(ConnectionClosed):  # a full server says so before it closes, which is read below
             await self._socket.send(json.dumps({"type": kind, "data": data}))
@@ -57,7 +58,7 @@ class OpenEnvSocket:
         return body
 
 
-def _described(body: dict[str, Any]) -> str:
+def _described(body: Reply) -> str:
     """What an error says. One of validation has its reasons apart."""
     reasons = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in body.get("errors") or ()]
     return ("; ".join(reasons) or str(body.get("message"))).encode(errors="replace").decode()
@@ -91,7 +92,7 @@ async def opened(url: str, max_chars: int) -> AsyncIterator[OpenEnvSocket]:
         await socket.close()
 
 
-async def action_schema(url: str, seconds: float) -> dict[str, Any]:
+async def action_schema(url: str, seconds: float) -> dict[str, object]:
     """The JSON schema of the actions of a server. Raises ServerLostError."""
     try:
         async with httpx.AsyncClient(timeout=seconds, trust_env=False) as http:

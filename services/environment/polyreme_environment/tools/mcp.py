@@ -134,7 +134,7 @@ class McpClient:
         self._transport: _Transport | None = None
         self.name = config["url"] or " ".join(config["command"])
 
-    def tools(self) -> dict[str, Callable[..., Any]]:
+    def tools(self) -> dict[str, Callable[..., object]]:
         """The server's tools as methods, by name. Raises ConfigError when there are none."""
         found: list[Message] = []
         try:
@@ -152,7 +152,7 @@ class McpClient:
             raise ConfigError(f"tools of the MCP server {self.name}", "none", "Fix environment.tools.")
         return tools
 
-    def _tool(self, listed: Message) -> Callable[..., Any]:
+    def _tool(self, listed: Message) -> Callable[..., object]:
         name = listed["name"]
 
         def tool(self_: object, /, **arguments: Any) -> str:

@@ -30,7 +30,7 @@ def python_schema(limits: PythonLimits) -> Schema:
     return {"type": "function", "function": {"name": "python", "description": about, "parameters": parameters}}
 
 
-def python_tool(settings: Mapping[str, Any]) -> Callable[..., str]:
+def python_tool(settings: Mapping[str, object]) -> Callable[..., str]:
     """The tool as a method of RowTools. `settings`: the fields of PythonLimits.
 
     Raises:

@@ -16,12 +16,13 @@ from polyreme_environment.tools.calculator import calculate
 from polyreme_environment.tools.mcp import McpClient
 from polyreme_environment.tools.python import python_schema, python_tool
 
-Sources = Sequence[Mapping[str, Any]]
+Source = Mapping[str, Any]
+Sources = Sequence[Source]
 
 
-def sources_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
+def sources_of(config: EnvironmentConfig) -> list[dict[str, object]]:
     """`environment.tools` as a worker gets them, with the text of the files. Raises ConfigError when one cannot be read."""
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     for tool in config.tools:
         if tool == "python":
             found.append({"python": PythonLimits().model_dump()})
@@ -51,7 +52,7 @@ class RowTools:
     def __init__(self) -> None:
         self.kept: dict[str, Kept] = {}
 
-    def reset(self, row: dict[str, Any]) -> None: ...
+    def reset(self, row: dict[str, object]) -> None: ...
 
     def close(self) -> None:
         """Ends what tools have kept."""
@@ -68,7 +69,7 @@ def calculator(self: RowTools, expression: str) -> int | float:
     return calculate(expression)
 
 
-BUILT_IN: Mapping[str, Callable[..., Any]] = {"calculator": calculator}
+BUILT_IN: Mapping[str, Callable[..., object]] = {"calculator": calculator}
 
 
 def declared(config: EnvironmentConfig) -> dict[str, Schema]:
@@ -88,7 +89,7 @@ def make_class(sources: Sources) -> type[RowTools]:
     Raises:
         ConfigError: a file has no tools, or two tools have one name.
     """
-    tools: dict[str, Any] = {}
+    tools: dict[str, object] = {}
     for source in sources:
         new = _tools_of(source)
         if twice := sorted(new.keys() & tools.keys()):
@@ -97,7 +98,7 @@ def make_class(sources: Sources) -> type[RowTools]:
     return type("RowTools", (RowTools,), {**tools, "tools": tuple(tools), "__doc__": f"The tools {', '.join(tools)}."})
 
 
-def _tools_of(source: Mapping[str, Any]) -> dict[str, Any]:
+def _tools_of(source: Source) -> dict[str, Any]:
     if "built_in" in source:
         return {source["built_in"]: BUILT_IN[source["built_in"]]}
     if "python" in source:

@@ -3,12 +3,10 @@
 Invariant: an episode has a reward only if it is ok, complete and scored. That a run was answered (`success`) says nothing of that. Pure.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from polyreme_environment.agents.result import Result
-from polyreme_environment.contract import ContractError, finite
+from polyreme_environment.contract import ContractError, Reply, finite
 
 _SHOWN = 500
 
@@ -22,8 +20,8 @@ class _Trace:
     """What is known of a trace: numbers of its nodes and calls, its errors, and the fields that were set."""
 
     counts: dict[str, int] = field(default_factory=lambda: {"nodes": 0, "calls": 0})
-    errors: list[Any] = field(default_factory=list)
-    fields: dict[str, Any] = field(default_factory=dict)
+    errors: list[object] = field(default_factory=list)
+    fields: dict[str, object] = field(default_factory=dict)
 
 
 class EpisodeDeltas:
@@ -32,7 +30,7 @@ class EpisodeDeltas:
     def __init__(self) -> None:
         self._traces: dict[str, _Trace] = {}
 
-    def add(self, delta: Mapping[str, Any]) -> None:
+    def add(self, delta: Reply) -> None:
         """Takes the next delta. Raises one of INVALID_MESSAGE."""
         if delta.get("discard"):
             self._traces.pop(delta["trace"], None)
@@ -43,7 +41,7 @@ class EpisodeDeltas:
         trace.errors += delta.get("errors", ())
         trace.fields |= delta.get("set") or {}
 
-    def result(self, reply: Mapping[str, Any]) -> Result:
+    def result(self, reply: Reply) -> Result:
         """The reward of the episode and its metrics, from the reply that ends it.
 
         Raises:
@@ -66,7 +64,7 @@ class EpisodeDeltas:
         return _scored(traces[0].fields)
 
 
-def _scored(fields: Mapping[str, Any]) -> Result:
+def _scored(fields: Reply) -> Result:
     rewards = fields.get("rewards") or {}
     if missing := [name for name, each in rewards.items() if each is None]:
         raise UnscoredEpisodeError(f"the rewards {missing} were not computed")

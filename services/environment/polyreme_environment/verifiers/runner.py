@@ -8,7 +8,6 @@ import hashlib
 import shutil
 import tempfile
 from functools import partial
-from typing import Any
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.isolation.processes import INVALID_MESSAGE
@@ -63,7 +62,7 @@ class VerifiersRunner:
         await self._kept.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def run(self, task: dict[str, Any], base_url: str, api_key: str) -> Result:
+    async def run(self, task: dict[str, object], base_url: str, api_key: str) -> Result:
         """See `Runner`. `task` has a column `task`: the data of a task of verifiers."""
         if not isinstance(data := task.get("task"), dict):
             do = "Write data.train by `polyreme environment tasks run.yaml`"
@@ -79,7 +78,7 @@ class VerifiersRunner:
             "timeout": {"connect": self._config.max_seconds},
         }
         episode = EpisodeDeltas()
-        body = {"task_data": data, "client": model, "model": api_key, "sampling": {}}
+        body: dict[str, object] = {"task_data": data, "client": model, "model": api_key, "sampling": {}}
         try:
             return episode.result(await client.run(body, episode.add))
         except EnvServerLostError as lost:

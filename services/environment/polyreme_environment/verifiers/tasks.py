@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from polyreme.config.environment import EnvironmentConfig
 from polyreme.errors import ConfigError
@@ -20,7 +19,7 @@ _TOLD = 1500
 """Characters of the package's last output in an error."""
 
 
-def read_tasks(config: EnvironmentConfig, count: int) -> list[dict[str, Any]]:
+def read_tasks(config: EnvironmentConfig, count: int) -> list[dict[str, object]]:
     """The rows of at most `count` tasks. Raises ConfigError."""
     assert config.venv is not None
     with TemporaryDirectory() as folder:
@@ -41,7 +40,7 @@ def read_tasks(config: EnvironmentConfig, count: int) -> list[dict[str, Any]]:
         return [row(json.loads(line)) for line in found.read_text().splitlines()]
 
 
-def row(task: Mapping[str, Any]) -> dict[str, Any]:
+def row(task: Mapping[str, object]) -> dict[str, object]:
     """The row of a task."""
     prompt = task.get("prompt")
     shown = prompt if isinstance(prompt, str) and prompt else task.get("name") or f"task {task.get('idx')}"

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgpack
 import zmq
@@ -32,9 +31,9 @@ class EnvServerLostError(Exception):
 
 @dataclass
 class _Request:
-    on_delta: Callable[[dict[str, Any]], None] | None
+    on_delta: Callable[[dict[str, object]], None] | None
     nbytes: int = 0
-    reply: "asyncio.Future[dict[str, Any]]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    reply: "asyncio.Future[dict[str, object]]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class EnvServerClient:
@@ -57,7 +56,7 @@ class EnvServerClient:
         except TimeoutError:
             return False
 
-    async def run(self, body: dict[str, Any], on_delta: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    async def run(self, body: dict[str, object], on_delta: Callable[[dict[str, object]], None]) -> dict[str, object]:
         """The reply to a run; `on_delta` gets what comes before it.
 
         Raises:
@@ -80,8 +79,8 @@ class EnvServerClient:
         self._context.term()
 
     async def _call(
-        self, method: str, body: dict[str, Any], on_delta: Callable[[dict[str, Any]], None] | None = None
-    ) -> dict[str, Any]:
+        self, method: str, body: dict[str, object], on_delta: Callable[[dict[str, object]], None] | None = None
+    ) -> dict[str, object]:
         name = uuid.uuid4().hex.encode()
         request = self._requests[name] = _Request(on_delta)
         try:
@@ -93,7 +92,7 @@ class EnvServerClient:
                 with suppress(zmq.ZMQError):  # its socket is closed, and the server ends
                     await self._send(uuid.uuid4().hex.encode(), "cancel", {"request_id": name.decode()})
 
-    async def _send(self, name: bytes, method: str, body: dict[str, Any]) -> None:
+    async def _send(self, name: bytes, method: str, body: dict[str, object]) -> None:
         await self._socket.send_multipart([name, method.encode(), msgpack.packb(body)])
 
     async def _receive(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from polyreme.isolation.processes import INVALID_MESSAGE, Worker, WorkerExitedError, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed
 from polyreme_reward.metrics import RewardMetrics
+from polyreme_reward.plugins.load import Source
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        sources: Sequence[dict[str, Any]],
+        sources: Sequence[Source],
         preload: Sequence[str],
         size: int,
         item_timeout: float,

@@ -17,7 +17,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # texts are tokenized one at a t
 
 import torch
 import xxhash
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from polyreme.dataset.chat import Chat, read_prompt, render, shows_tools
@@ -56,10 +62,10 @@ class Classifier:
             self._model, self._tokenizer = _load(path, options["dtype"])
         self._model.eval().to(self._device)
         self._text_config = self._model.config.get_text_config()
-        self._embeddings: int = self._model.get_input_embeddings().weight.shape[0]
+        self._embeddings = len(self._model.get_input_embeddings().get_parameter("weight"))
         self._longest = _longest(self._text_config, self._tokenizer, options["max_length"])
         self._most_chars = self._longest * max(map(len, self._tokenizer.get_vocab()))
-        self._label = _label(self._model.config.num_labels, options["label"])
+        self._label = _label(self._model.config.num_labels or 1, options["label"])
         if self._chat and not self._tokenizer.chat_template:
             raise ConfigError(f"a chat template in {path}", "none", "Add chat_template.jinja, or set options.template: none.")
         self._probe(path)
@@ -122,7 +128,7 @@ class Classifier:
         values: list[float] = logits[:, self._label].float().tolist()
         return values
 
-    def _prompt(self, item: Item) -> Any:
+    def _prompt(self, item: Item) -> object:
         """The prompt as text, or the value of the row's prompt column."""
         if self._column is None:
             return item.prompt
@@ -173,13 +179,13 @@ def _reported(report: Loaded) -> Iterator[None]:
         set_tqdm_hook(previous)
 
 
-def _counted(tensors: Collection[Any], report: Loaded) -> Iterator[Any]:
+def _counted(tensors: Collection[object], report: Loaded) -> Iterator[object]:
     for done, tensor in enumerate(tensors, start=1):
         yield tensor
         report(done / len(tensors))
 
 
-def _load(path: str, dtype: str) -> tuple[Any, Any]:
+def _load(path: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
@@ -213,7 +219,7 @@ def _label(outputs: int, label: int | None) -> int:
     return label or 0
 
 
-def _longest(config: Any, tokenizer: Any, asked: int | None) -> int:
+def _longest(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, asked: int | None) -> int:
     """Maximum number of tokens: the model's limit, or a lower one in the options."""
     known = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
     most = min([int(limit) for limit in known if limit is not None and 0 < limit < _UNBOUNDED], default=_UNBOUNDED)

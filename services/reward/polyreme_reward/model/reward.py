@@ -100,7 +100,7 @@ class ModelReward:
         name: str,
         weight: float,
         path: Path,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         item_timeout: float,
         start_timeout: float,
         memory_mib: int,

@@ -8,8 +8,8 @@ Receives lists of [number, item]. Sends {"begin": numbers that are being scored,
 
 import select
 import socket
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import Loaded
@@ -18,7 +18,15 @@ from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
 from polyreme_reward.model.batches import next_batch
 
 
-def load(setup: Mapping[str, Any], report: Loaded) -> Any:
+class Scorer(Protocol):
+    """A loaded classifier, as `Classifier`."""
+
+    def encode(self, item: Item) -> list[int]: ...
+
+    def score(self, sequences: Sequence[list[int]], /) -> list[Outcome]: ...
+
+
+def load(setup: Mapping[str, Any], report: Loaded) -> Scorer:
     """Loads the Classifier of a setup message, and reports the fraction of its weights. Raises ConfigError."""
     try:
         from polyreme_reward.model.classifier import Classifier
@@ -31,7 +39,7 @@ def load(setup: Mapping[str, Any], report: Loaded) -> Any:
     return Classifier(setup["model"], setup["options"], report)
 
 
-def run(channel: socket.socket, classifier: Any, setup: Mapping[str, Any]) -> int:
+def run(channel: socket.socket, classifier: Scorer, setup: Mapping[str, Any]) -> int:
     """Scores until the socket closes. Returns the exit status of the process."""
     waiting: list[tuple[int, list[int]]] = []  # number and token ids, oldest first
     while True:

@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
@@ -21,18 +22,22 @@ ENTRY_POINTS = "polyreme.rewards"
 USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
 
 
+Source = Mapping[str, Any]
+"""Where a reward is loaded from, as the configuration says it, with its `options`."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A reward in its worker. `unwrap(call(item))` is an answer for `outcome_of`. If `call` returns a coroutine, await it first."""
 
     call: Callable[[Item], object]
-    unwrap: Callable[[Any], object]
+    unwrap: Callable[[object], object]
     version: str
     description: str
     reads_tokens: bool = False
 
 
-def load(source: Mapping[str, Any]) -> Loaded:
+def load(source: Source) -> Loaded:
     """Loads a reward.
 
     Args:
@@ -73,17 +78,17 @@ def load(source: Mapping[str, Any]) -> Loaded:
     )
 
 
-def _function(module: Any, name: str | None, where: str) -> Callable[..., Any]:
+def _function(module: ModuleType, name: str | None, where: str) -> Callable[..., Any]:
     own = {
         key: value
         for key, value in vars(module).items()
         if callable(value) and not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
     }
     if name is not None:
-        found: Any = getattr(module, name, None)
+        found = getattr(module, name, None)
         if not callable(found):
             raise no_function(name, own, where)
-        return cast(Callable[..., Any], found)
+        return found
     return own[choose_function(list(own), where)]
 
 
@@ -104,7 +109,7 @@ def no_function(name: str, own: Iterable[str], where: str) -> ConfigError:
     return ConfigError(f"a function {name} in {where}", f"the functions {sorted(own)}", "Fix `function`.")
 
 
-def _code(module: Any) -> str:
+def _code(module: ModuleType | Callable[..., object]) -> str:
     try:
         return inspect.getsource(module)
     except (OSError, TypeError):  # an extension module has no source

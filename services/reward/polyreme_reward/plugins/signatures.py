@@ -20,7 +20,6 @@ and `templated_prompt` is the text that the model saw. As in the original system
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import NO_TOKENS, Item, RewardError
@@ -37,7 +36,7 @@ LABEL_NAMES = (
     "target",
     "targets",
 )
-_OURS: dict[str, Callable[[Item], Any]] = {
+_OURS: dict[str, Callable[[Item], object]] = {
     "prompt": lambda item: item.prompt,
     "templated_prompt": lambda item: item.seen,
     "response": lambda item: item.response,
@@ -77,12 +76,12 @@ class Adapted:
     """
 
     convention: str
-    call: Callable[[Item], Any]
-    unwrap: Callable[[Any], object]
+    call: Callable[[Item], object]
+    unwrap: Callable[[object], object]
     reads_tokens: bool = False
 
 
-def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
+def adapt(function: Callable[..., object], options: Mapping[str, object]) -> Adapted:
     """Adapts a reward function with any known signature.
 
     Raises:
@@ -110,7 +109,7 @@ def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
     if missing := required - set(sources) - set(options):
         raise _misfit(function, f"the unknown parameters {sorted(missing)}")
 
-    def call(item: Item) -> Any:
+    def call(item: Item) -> object:
         arguments = {name: source(item) for name, source in sources.items()}
         if listed:
             arguments = {name: [value] for name, value in arguments.items()}
@@ -120,7 +119,7 @@ def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
     return Adapted(convention, call, unwrap, bool(_TOKEN_NAMES & sources.keys()))
 
 
-def _convention(names: list[str]) -> tuple[str, dict[str, Callable[[Item], Any]], bool]:
+def _convention(names: list[str]) -> tuple[str, dict[str, Callable[[Item], object]], bool]:
     """The name of the convention, its parameters, and whether they are lists."""
     if "queries" in names:
         query = {"queries": lambda item: item.seen + item.raw, "prompts": lambda item: item.seen}
@@ -135,8 +134,8 @@ def _convention(names: list[str]) -> tuple[str, dict[str, Callable[[Item], Any]]
     return "polyreme", _OURS, False
 
 
-def _verl() -> dict[str, Callable[[Item], Any]]:
-    def extra_info(item: Item) -> Any:
+def _verl() -> dict[str, Callable[[Item], object]]:
+    def extra_info(item: Item) -> object:
         metadata = item.metadata
         return metadata.get("extra_info", metadata)
 
@@ -153,11 +152,11 @@ def _trl(
 ) -> Adapted:
     special = {"prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
-    def call(item: Item) -> Any:
+    def call(item: Item) -> object:
         columns = item.metadata
         for name in LABEL_NAMES:
             columns.setdefault(name, item.label)
-        given: dict[str, Any] = {"prompts": [item.prompt], "completions": [item.response]}
+        given: dict[str, object] = {"prompts": [item.prompt], "completions": [item.response]}
         given |= {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
         if item.token_ids or "completion_ids" in required:
             given["completion_ids"] = [list(_tokens(item).token_ids)]
@@ -186,7 +185,7 @@ def _same(answer: object) -> object:
     return answer
 
 
-def _first(answer: Any) -> object:
+def _first(answer: object) -> object:
     """The element of a list, array or tensor of length 1, also for the `score` of a mapping."""
     if isinstance(answer, Mapping):
         return {name: _first(value) if name == "score" else value for name, value in answer.items()}
@@ -211,7 +210,7 @@ def _unwrap_openrlhf(answer: object) -> object:
     return {**extras, "score": _first(answer["rewards"])}
 
 
-def _misfit(function: Callable[..., Any], found: str) -> ConfigError:
+def _misfit(function: Callable[..., object], found: str) -> ConfigError:
     return ConfigError(
         "a reward function with parameters among (prompt, templated_prompt, response, response_raw, messages, label, metadata, token_ids, token_texts, "
         "item), or with PaddleNLP's, verl's, OpenRLHF's or TRL's signature",

@@ -29,7 +29,7 @@ class Protocol:
     """`encode` returns the JSON body. `decode` takes the JSON object of a 200 reply and the items of the request."""
 
     encode: Callable[[Sequence[Item]], dict[str, Any]]
-    decode: Callable[[dict[str, Any], Sequence[Item]], list[Outcome]]
+    decode: Callable[[dict[str, object], Sequence[Item]], list[Outcome]]
 
 
 def parse(http_status: int, body: bytes, protocol: Protocol, items: Sequence[Item]) -> list[Outcome]:
@@ -48,11 +48,11 @@ def parse(http_status: int, body: bytes, protocol: Protocol, items: Sequence[Ite
     return protocol.decode(tree, items)
 
 
-def _encode_paddlenlp(items: Sequence[Item]) -> dict[str, Any]:
+def _encode_paddlenlp(items: Sequence[Item]) -> dict[str, object]:
     return {"src": [i.seen for i in items], "tgt": [i.label for i in items], "response": [i.raw for i in items]}
 
 
-def _decode_paddlenlp(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcome]:
+def _decode_paddlenlp(tree: dict[str, object], items: Sequence[Item]) -> list[Outcome]:
     if tree.get("error_code") != 0:
         raise BadReply(f"expected error_code 0; found {tree.get('error_code')!r}: {str(tree.get('error_msg'))[:1000]}")
     return [outcome_of(score) for score in _column(tree, "score", len(items))]
@@ -62,10 +62,10 @@ def _encode_openrlhf(items: Sequence[Item]) -> dict[str, object]:
     return {"query": [i.seen + i.raw for i in items], "prompts": [i.seen for i in items], "labels": [i.label for i in items]}
 
 
-def _decode_openrlhf(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcome]:
+def _decode_openrlhf(tree: dict[str, object], items: Sequence[Item]) -> list[Outcome]:
     count = len(items)
     rewards = _column(tree, "rewards", count)
-    named: dict[str, list[Any]] = {}
+    named: dict[str, list[object]] = {}
     logs = tree.get("extra_logs")
     for name, values in [("scores", tree.get("scores")), *(logs.items() if isinstance(logs, dict) else ())]:
         if isinstance(values, list) and len(values) == count:
@@ -75,7 +75,7 @@ def _decode_openrlhf(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcom
     ]
 
 
-def _encode_native(items: Sequence[Item]) -> dict[str, Any]:
+def _encode_native(items: Sequence[Item]) -> dict[str, object]:
     return {
         "items": [
             {
@@ -94,25 +94,26 @@ def _encode_native(items: Sequence[Item]) -> dict[str, Any]:
     }
 
 
-def _decode_native(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcome]:
+def _decode_native(tree: dict[str, object], items: Sequence[Item]) -> list[Outcome]:
     outcomes = []
     for item, result in zip(items, _column(tree, "results", len(items)), strict=True):
-        status = result.get("status") if isinstance(result, dict) else None
+        fields = result if isinstance(result, dict) else {}
+        status = fields.get("status")
         if status == "ok":
-            parts = result.get("parts")
+            parts = fields.get("parts")
             named = (
                 {p["name"]: p.get("raw") for p in parts if isinstance(p, dict) and "name" in p} if isinstance(parts, list) else {}
             )
-            answer = {"score": result.get("score"), "token_rewards": result.get("token_rewards")}
+            answer = {"score": fields.get("score"), "token_rewards": fields.get("token_rewards")}
             outcomes.append(outcome_of({**named, **answer}, len(item.token_ids)))
         elif status in ("error", "timeout", "invalid"):
-            outcomes.append(failed(Status[status.upper()], str(result.get("message", ""))))
+            outcomes.append(failed(Status[status.upper()], str(fields.get("message", ""))))
         else:
             outcomes.append(failed(Status.INVALID, f"expected a result with a status; found {str(result)[:200]}"))
     return outcomes
 
 
-def _column(tree: dict[str, Any], name: str, count: int) -> list[Any]:
+def _column(tree: dict[str, object], name: str, count: int) -> list[object]:
     values = tree.get(name)
     if not isinstance(values, list):
         raise BadReply(f"expected a list under {name!r}; found {str(values)[:100]!r}", Status.INVALID)

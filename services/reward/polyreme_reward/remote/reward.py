@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -96,7 +96,7 @@ class HttpReward:
         urls: Sequence[str],
         protocol: str,
         item_timeout: float,
-        options: dict[str, Any],
+        options: dict[str, object],
         security: EndpointSecurity | None = None,
     ) -> None:
         try:

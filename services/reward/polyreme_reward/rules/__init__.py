@@ -72,7 +72,7 @@ def make_rule(name: str, options: Mapping[str, object]) -> Rule:
     return _with_options(name, _builtin(name).factory, options)
 
 
-def check_rule(name: str, options: Mapping[str, Any]) -> Builtin:
+def check_rule(name: str, options: Mapping[str, object]) -> Builtin:
     """Checks a built-in rule without creating it, since that may start a sandbox. Returns the rule's entry.
 
     Raises:
@@ -112,7 +112,7 @@ def _with_options(name: str, factory: Callable[..., Any], options: Mapping[str, 
         raise ConfigError(f"options of the reward {name} ({known})", problems, "Fix reward.rewards.") from None
 
 
-def builtin_version(name: str, options: Mapping[str, Any]) -> str:
+def builtin_version(name: str, options: Mapping[str, object]) -> str:
     """The version of a rule, which changes with the package's version and the options."""
     digest = hashlib.sha256(json.dumps([name, dict(options)], sort_keys=True, default=str).encode()).hexdigest()[:8]
     return f"{name}-{package_version('polyreme-reward')}-{digest}"

@@ -49,7 +49,7 @@ def numeric(after: str | None = None, before: str | None = None) -> Callable[[It
     The number is the last one in the last \boxed{...}; without a box, the last one after the last "####" or "answer is"; otherwise the
     last one in the response. A later correction ("no, 42") replaces it. Text in <think>...</think> does not count. Values are compared
     exactly: 1,234.50 equals 1234.5, 12 500 equals 12500, 1e-05 equals 0.00001, 50 mm equals 5 cm. Dates, times, ranges and powers are not
-    numbers. The label must be one number, optionally after "####" or "=". Any other label is an error, including a fraction, which the
+    numbers. The label must be one number, optionally after "####" or "=". Every other label is an error, including a fraction, which the
     reward `math` compares.
 
     Args:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError
@@ -61,7 +60,7 @@ class _Words:
 class _Formula:
     """A sympy object and its unit, or None when no unit is stated."""
 
-    object: Any
+    object: object
     unit: Unit | None
 
 

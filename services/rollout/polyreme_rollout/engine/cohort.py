@@ -5,12 +5,15 @@ sequences nor the number of times that the cohort was computed again matters, up
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
 from polyreme_rollout.engine.protocol import EngineRequest, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _U64 = (1 << 64) - 1
 
@@ -56,7 +59,7 @@ class Cohort:
         self._cache = None
 
     @torch.inference_mode()
-    def step(self, model: Any) -> None:
+    def step(self, model: "PreTrainedModel") -> None:
         """Samples one token of each running row, and leaves the others out of the cohort."""
         self._leave_out_ended()
         if not self.rows:
@@ -126,7 +129,7 @@ def cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Scores [vocabulary] with minus infinity for the tokens outside top_k and top_p."""
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-    none: Any = None  # neither reads the tokens before
+    none: object = None  # neither reads the tokens before
     rows = scores[None]
     if sampling.top_k > 0:
         rows = TopKLogitsWarper(sampling.top_k)(none, rows)

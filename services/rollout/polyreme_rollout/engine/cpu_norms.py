@@ -5,14 +5,12 @@ that a small model needs for a token. Invariant: only fp32 is computed by them, 
 of the last bit; in bf16 they round elsewhere than transformers and the learner.
 """
 
-from typing import Any
-
 import torch
 
 PROVIDER = "polyreme_cpu"
 
 
-def register_norms() -> dict[str, Any]:
+def register_norms() -> dict[str, object]:
     """Registers the kernels with vLLM's operators, once per process; forked workers inherit them. Returns the engine arguments that prefer
     them."""
     from vllm import ir

@@ -7,7 +7,12 @@ Invariant: a request waits here only while the engine runs no other, and at most
 """
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.request_queue import RequestQueue
+    from vllm.v1.request import Request
 
 QUIET_SECONDS = 0.003
 """Without a further request for this long, the engine starts."""
@@ -17,17 +22,17 @@ LONGEST_WAIT_SECONDS = 0.05
 class GatheredStart:
     """Mixed into vLLM's Scheduler. vLLM's loop sleeps for a millisecond after a step in which nothing ran."""
 
-    running: list[Any]
-    waiting: Any
+    running: "list[Request]"
+    waiting: "RequestQueue"
     max_num_running_reqs: int
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments: object) -> None:
         super().__init__(**arguments)
         self.polyreme_clock = time.monotonic
         self.polyreme_gathered = 0  # requests that waited at the last call; 0: the engine does not gather
         self.polyreme_first = self.polyreme_newest = 0.0
 
-    def schedule(self, *arguments: Any, **options: Any) -> Any:
+    def schedule(self, *arguments: object, **options: object) -> "SchedulerOutput":
         limit = self.max_num_running_reqs
         if self._polyreme_gathers():
             self.max_num_running_reqs = self.max_num_active_reqs = 0

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
@@ -18,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from polyreme.dataset.chat import Chat, read_chat, render
 from polyreme.errors import DataError
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, NewTokens, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Codec(Protocol):
@@ -37,7 +40,7 @@ class Codec(Protocol):
 class TokenizerCodec:
     """The text of a Hugging Face tokenizer. `day`: the day that its chat template shows; None: today."""
 
-    def __init__(self, tokenizer: Any, stop_ids: tuple[int, ...], day: date | None = None) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_ids: tuple[int, ...], day: date | None = None) -> None:
         self._tokenizer, self.stop_ids, self._day = tokenizer, stop_ids, day
 
     @classmethod
@@ -59,11 +62,11 @@ class TokenizerCodec:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def decode_whole(self, ids: Sequence[int]) -> str:
         """The text with its special tokens."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class _Asked(BaseModel):
@@ -88,10 +91,10 @@ class _Completion(_Asked):
 
 
 class _Chat(_Asked):
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = Field(None, min_length=1)
+    messages: list[dict[str, object]] = Field(min_length=1)
+    tools: list[dict[str, object]] | None = Field(None, min_length=1)
     tool_choice: Literal["none"] | None = None  # no parser reads calls from the answer
-    chat_template_kwargs: dict[Literal["tools"], Any] = {}  # those of `chat_requests`
+    chat_template_kwargs: dict[Literal["tools"], object] = {}  # those of `chat_requests`
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
@@ -115,17 +118,17 @@ def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[]
         return engine.generate(EngineRequest(f"openai.{number}", ids, longest or room, seed, salted, sampling))
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> dict[str, object]:
         card = {"id": served_name, "object": "model", "owned_by": "polyreme", "max_model_len": engine.max_model_len}
         return {"object": "list", "data": [card]}
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(asked: _Completion) -> dict[str, Any] | StreamingResponse:
+    async def completions(asked: _Completion) -> dict[str, object] | StreamingResponse:
         ids = codec.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
         deltas = await begin(asked, ids, asked.max_tokens)
 
-        def part(text: str, tokens: NewTokens) -> dict[str, Any]:
-            choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": tokens.finish}
+        def part(text: str, tokens: NewTokens) -> dict[str, object]:
+            choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": tokens.finish}
             if asked.logprobs is not None:
                 choice["logprobs"] = {"tokens": list(map(str, tokens.token_ids)), "token_logprobs": list(tokens.logprobs)}
             return choice
@@ -133,14 +136,14 @@ def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[]
         return await _reply(deltas, asked, "text_completion", "text_completion", served_name, len(ids), codec, part, part)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(asked: _Chat) -> dict[str, Any] | StreamingResponse:
+    async def chat(asked: _Chat) -> dict[str, object] | StreamingResponse:
         try:
             ids = codec.chat(read_chat(asked.messages, "`messages`", asked.tools))
         except DataError as error:
             raise HTTPException(400, str(error)) from None
         deltas = await begin(asked, ids, asked.max_completion_tokens or asked.max_tokens)
 
-        def whole(text: str, tokens: NewTokens) -> dict[str, Any]:
+        def whole(text: str, tokens: NewTokens) -> dict[str, object]:
             return {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": tokens.finish}
 
         def part(text: str, tokens: NewTokens) -> dict[str, object]:
@@ -151,7 +154,7 @@ def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[]
     return app
 
 
-_Choice = Callable[[str, NewTokens], dict[str, Any]]
+_Choice = Callable[[str, NewTokens], dict[str, object]]
 
 
 async def _reply(
@@ -164,7 +167,7 @@ async def _reply(
     codec: Codec,
     whole: _Choice,
     part: _Choice,
-) -> dict[str, Any] | StreamingResponse:
+) -> dict[str, object] | StreamingResponse:
     head = {"id": f"{kind}-{time.time_ns()}", "created": int(time.time()), "model": served_name}
     if asked.stream:
         events = _events(deltas, codec, lambda text, tokens: {**head, "object": part_kind, "choices": [part(text, tokens)]})

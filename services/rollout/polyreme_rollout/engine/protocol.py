@@ -38,6 +38,24 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """An adapter in PEFT's format.
+
+    Attributes:
+        folder: its directory.
+        name: of this version. Other files have another name, also in the same directory.
+    """
+
+    folder: Path
+    name: str
+
+    @classmethod
+    def newest(cls, folder: Path) -> "Adapter":
+        """The version that is in a directory now. Raises OSError."""
+        return cls(folder, f"{folder} {folder.stat().st_mtime_ns}")
+
+
+@dataclass(frozen=True)
 class EngineRequest:
     """One sequence to continue.
 
@@ -47,7 +65,7 @@ class EngineRequest:
         max_new: upper bound of tokens to sample.
         seed: seed of this request's sampler, 63 bits.
         salt: requests share cached prefixes only under the same salt.
-        adapter: the directory of an adapter in PEFT's format, whose files do not change; for a `ServesAdapters` only.
+        adapter: one that `ServesAdapters.load_adapter` has loaded.
     """
 
     request_id: str
@@ -56,7 +74,7 @@ class EngineRequest:
     seed: int
     salt: str
     sampling: Sampling
-    adapter: Path | None = None
+    adapter: Adapter | None = None
 
 
 class NewTokens(NamedTuple):
@@ -200,21 +218,26 @@ class ServesAdapters(Protocol):
     """An `InferenceEngine` whose requests may each have an adapter of their own on the loaded weights.
 
     Attributes:
-        max_lora_rank: of an adapter; 0: the engine was started without adapters.
+        max_loras: the number of adapters that running requests may name, so that each runs at once and keeps its adapter; 0: the engine was
+            started without adapters.
+        max_lora_rank: of an adapter.
     """
 
+    max_loras: int
     max_lora_rank: int
 
-    async def load_adapter(self, folder: Path) -> None:
-        """Loads an adapter before the first request names it. One that was evicted is loaded again with the next request. Raises LoadError,
-        EngineDeadError."""
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Loads an adapter, unless it is loaded. The directory's files are read again if it was evicted, here or with a later request. Raises
+        LoadError, EngineDeadError."""
         ...
 
-    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Path | None = None) -> Sequence[float]:
+    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Adapter | None = None) -> Sequence[float]:
         """As `InferenceEngine.logprobs`, with an adapter."""
         ...
 
-    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str, adapter: Path | None = None) -> Sequence[TopTokens]:
+    async def top_logprobs(
+        self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None = None
+    ) -> Sequence[TopTokens]:
         """As `InferenceEngine.top_logprobs`, with an adapter."""
         ...
 

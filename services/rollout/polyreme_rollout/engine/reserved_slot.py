@@ -8,22 +8,27 @@ vLLM plans each step anew, and a step admits waiting requests in the order of pr
 """
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.request_queue import RequestQueue
+    from vllm.v1.request import Request
 
 
 class ReservedSlot:
     """Mixed into vLLM's Scheduler. Its policy must be "priority"."""
 
-    running: list[Any]
-    waiting: Any
+    running: "list[Request]"
+    waiting: "RequestQueue"
     max_num_running_reqs: int
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments: object) -> None:
         super().__init__(**arguments)
         self.polyreme_slots = self.max_num_running_reqs - 1
         self.polyreme_passed_over = False
 
-    def schedule(self, *arguments: Any, **options: Any) -> Any:
+    def schedule(self, *arguments: object, **options: object) -> "SchedulerOutput":
         runs = any(request.priority < 0 for request in self.running)
         waits = self._polyreme_waits()
         limit = self.polyreme_slots + (runs or waits)

@@ -17,5 +17,5 @@ def extend_scheduler(scheduler_config: Any) -> None:
     scheduler_config.scheduler_cls = partial(_start, scheduler_config.get_scheduler_cls())
 
 
-def _start(base: type, **arguments: Any) -> Any:
+def _start(base: type, **arguments: object) -> object:
     return type(base.__name__, (OutputChunks, ReservedSlot, GatheredStart, base), {})(**arguments)

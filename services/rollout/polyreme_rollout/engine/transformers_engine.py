@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import xxhash
@@ -36,6 +36,10 @@ from polyreme_rollout.engine.protocol import (
     TopTokens,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
 MAX_COHORTS = 4
 """Cohorts beyond this number are computed again as one: each costs a pass of the model per step."""
 
@@ -69,7 +73,13 @@ class TransformersEngine:
     reports_routes = False
 
     def __init__(
-        self, model: Any, model_dir: Path, device: str, max_model_len: int, max_num_seqs: int, day: date | None = None
+        self,
+        model: Any,
+        model_dir: Path,
+        device: str,
+        max_model_len: int,
+        max_num_seqs: int,
+        day: date | None = None,
     ) -> None:
         import transformers
 
@@ -225,7 +235,7 @@ class TransformersEngine:
             cohort.step(self._model)
         self._cohorts = [cohort for cohort in self._cohorts if any(row.running for row in cohort.rows)]
 
-    async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _compute(self, function: Callable[..., T], *arguments: object) -> T:
         """The result of a function in the thread of the model."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
@@ -238,7 +248,7 @@ def _nothing() -> None:
     """A place in the queue of the model's thread."""
 
 
-def _weight_names(model: Any) -> list[str]:
+def _weight_names(model: "PreTrainedModel") -> list[str]:
     """The names of the model's tensors in its files, without aliases."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -248,25 +258,25 @@ def _weight_names(model: Any) -> list[str]:
 
 
 @torch.inference_mode()
-def _rows(model: Any, ids: Sequence[int]) -> torch.Tensor:
+def _rows(model: "PreTrainedModel", ids: Sequence[int]) -> torch.Tensor:
     """The log-probabilities of all tokens after each of ids[:-1], float32 [n - 1, vocabulary]."""
     tokens = torch.tensor([list(ids)], device=model.device)
     return model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
-def _logprobs(model: Any, ids: Sequence[int]) -> list[float]:
+def _logprobs(model: "PreTrainedModel", ids: Sequence[int]) -> list[float]:
     rows = _rows(model, ids)
     wanted = torch.tensor(list(ids[1:]), device=rows.device)
     return [float(value) for value in rows.gather(-1, wanted[:, None])[:, 0].tolist()]
 
 
-def _top_logprobs(model: Any, ids: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+def _top_logprobs(model: "PreTrainedModel", ids: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
     values, tokens = _rows(model, ids).topk(count, dim=-1)
     return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
 
 
 @torch.no_grad()
-def _digests(model: Any) -> dict[str, TensorDigest]:
+def _digests(model: "PreTrainedModel") -> dict[str, TensorDigest]:
     """See `InferenceEngine.weight_digests`."""
     return {
         name: TensorDigest(

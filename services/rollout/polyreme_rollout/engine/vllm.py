@@ -33,6 +33,7 @@ from polyreme.process.lifecycle import die_with_parent, gc_disabled
 from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.output_chunks import IN_CHUNKS
 from polyreme_rollout.engine.protocol import (
+    Adapter,
     EngineDeadError,
     EngineRequest,
     LoadError,
@@ -50,6 +51,8 @@ from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 LOAD_TIMEOUT = 600.0
 SHUTDOWN_TIMEOUT = 10.0
+FIRST_LORA = 1 << 20
+"""The number of the first adapter. vLLM gives the lowest numbers to those of its own that it runs as it starts."""
 KNOWN_LORAS = 10_000
 """Adapters whose numbers are remembered. An older one is loaded again under a new number."""
 
@@ -73,9 +76,11 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
         from polyreme_rollout.engine.cpu_norms import register_norms
 
     on_cpu = config.device == "cpu"
-    options = config.rollout.vllm
-    cache = options.kv_cache_mib << 20 if on_cpu else int(torch.cuda.mem_get_info()[1] * options.gpu_memory_utilization)
-    arguments = engine_arguments(config, model_dir, random_weights, cache) | (register_norms() if on_cpu else {})
+    arguments = engine_arguments(config, model_dir, random_weights) | (register_norms() if on_cpu else {})
+    if on_cpu and "max_loras" in arguments:
+        from polyreme_rollout.engine.cpu_adapters import register_adapters
+
+        register_adapters()
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     extend_scheduler(vllm_config.scheduler_config)
     if on_cpu:
@@ -111,8 +116,8 @@ class VllmEngine:
         self._sleep_level, self._asleep = sleep_level, False
         self._day = day
         lora = llm.vllm_config.lora_config
-        self.max_lora_rank = 0 if lora is None else int(lora.max_lora_rank)
-        self._lora_ids, self._numbers = dict[str, int](), itertools.count(1)
+        self.max_loras, self.max_lora_rank = (0, 0) if lora is None else (int(lora.max_loras), int(lora.max_lora_rank))
+        self._lora_ids, self._numbers = dict[str, int](), itertools.count(FIRST_LORA)
         # The core then handles calls in order and between two steps, so a load may follow a pause that has not been answered.
         self._steps_end_first = not llm.vllm_config.scheduler_config.async_scheduling and self._pauses_at_once
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
@@ -156,39 +161,40 @@ class VllmEngine:
         finally:
             await outputs.aclose()
 
-    async def load_adapter(self, folder: Path) -> None:
+    async def load_adapter(self, adapter: Adapter) -> None:
         try:
-            await self._call(self.llm.add_lora(self._lora_request(folder)))
+            await self._call(self.llm.add_lora(self._lora_request(adapter)))
         except EngineDeadError:
             raise
         except Exception as error:  # noqa: BLE001 - the core passes on its worker's errors without their types
             raise LoadError(f"{type(error).__name__}: {error}") from None
 
-    def _lora_request(self, folder: Path | None) -> Any:
-        """vLLM's name of an adapter. Other files in the same directory get another number, and so does an adapter that has been forgotten."""
+    def _lora_request(self, adapter: Adapter | None) -> Any:
+        """vLLM's name of an adapter. One that has been forgotten gets another number."""
         from vllm.lora.request import LoRARequest
 
-        if folder is None:
+        if adapter is None:
             return None
-        name = f"{folder} {folder.stat().st_mtime_ns}"
-        number = self._lora_ids.pop(name, None) or next(self._numbers)
-        self._lora_ids[name] = number
+        number = self._lora_ids.pop(adapter.name, None) or next(self._numbers)
+        self._lora_ids[adapter.name] = number
         if len(self._lora_ids) > KNOWN_LORAS:
             del self._lora_ids[next(iter(self._lora_ids))]
-        return LoRARequest(name, number, str(folder))
+        return LoRARequest(adapter.name, number, str(adapter.folder))
 
-    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Path | None = None) -> Sequence[float]:
+    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Adapter | None = None) -> Sequence[float]:
         rows = await self._prompt_logprobs(ids, 0, salt, adapter)
         return [row[token].logprob for token, row in zip(ids[1:], rows, strict=True)]
 
-    async def top_logprobs(self, ids: Sequence[int], count: int, salt: str, adapter: Path | None = None) -> Sequence[TopTokens]:
+    async def top_logprobs(
+        self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None = None
+    ) -> Sequence[TopTokens]:
         rows = await self._prompt_logprobs(ids, count, salt, adapter)
         ranked = [sorted((value.rank, token, value.logprob) for token, value in row.items()) for row in rows]
         # A prompt's own token may be a further one.
         return [[(token, logprob) for _, token, logprob in row[:count]] for row in ranked]
 
     async def _prompt_logprobs(
-        self, ids: Sequence[int], count: int, salt: str, adapter: Path | None
+        self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None
     ) -> Sequence[Mapping[int, Any]]:
         """vLLM's log-probabilities of each of ids[1:], and of the `count` most likely tokens at its place."""
         # The engine computes log-probabilities of a prompt before any temperature. It samples at least one token.

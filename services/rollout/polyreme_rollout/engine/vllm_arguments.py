@@ -17,12 +17,16 @@ CPU_BLOCK_TOKENS = 32
 """Tokens per block of the key-value cache on CPU: the least for which vLLM has its fast attention. A group shares whole blocks of its prompt
 only, so vLLM's default of 128 would share nothing of a shorter prompt."""
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The layers that may have adapters. Otherwise vLLM keeps room for them in the embedding and the output layer, too."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The keys of config.json that hold a number of experts, by family."""
 MOST_LORAS = 32
 """Largest planned number of adapters on the device."""
 
 
-def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool, cache_bytes: int = 0) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs. `cache_bytes`: about the size of the key-value cache, for `plan_loras`."""
+def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs."""
     rollout, options = config.rollout, config.rollout.vllm
     seats = rollout.max_num_seqs + 1  # see `reserved_slot`
     arguments: dict[str, Any] = {
@@ -44,12 +48,13 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool, c
     }
     if options.speculative is not None:
         arguments["speculative_config"] = _ngram(options.speculative)
-    if slots := options.max_loras if options.max_loras is not None else plan_loras(config, model_dir, cache_bytes):
+    if options.max_loras:
         arguments |= {
             "enable_lora": True,
-            "max_loras": slots,
-            "max_cpu_loras": 4 * slots,
+            "max_loras": options.max_loras,
+            "max_cpu_loras": 4 * options.max_loras,
             "max_lora_rank": options.max_lora_rank,
+            "lora_target_modules": list(LORA_TARGETS),
         }
     if config.device != "cpu":
         return arguments | {
@@ -66,17 +71,24 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool, c
     }
 
 
-def plan_loras(config: RunConfig, model_dir: Path, cache_bytes: int) -> int:
-    """The number of adapters that a sixteenth of the key-value cache's memory holds, from 1 to 32.
+def with_planned_loras(config: RunConfig) -> RunConfig:
+    """The configuration of a training service's sampler with a number as `rollout.vllm.max_loras`, from the model's config.json.
 
     An adapter of rank r has r numbers for each input and output feature of a linear layer: about r (10 hidden + 3 inner + 4 key-value
     features) in each layer of the usual families.
     """
-    model = json.loads((model_dir / "config.json").read_text())
-    hidden, inner = model["hidden_size"], model.get("intermediate_size") or 4 * model["hidden_size"]
-    width = 4 if config.model.dtype == "float32" else 2
-    adapter = config.rollout.vllm.max_lora_rank * (14 * hidden + 3 * inner) * model["num_hidden_layers"] * width
-    return max(1, min(MOST_LORAS, cache_bytes // 16 // adapter))
+    options = config.rollout.vllm
+    if options.max_loras is not None:
+        return config
+    model = json.loads((config.model.path / "config.json").read_text())
+    planned = 0
+    if config.device == "cpu" and not any(model.get(key) for key in EXPERTS):
+        hidden, inner = model["hidden_size"], model["intermediate_size"]
+        width = 4 if config.model.dtype == "float32" else 2
+        adapter = options.max_lora_rank * (14 * hidden + 3 * inner) * model["num_hidden_layers"] * width
+        planned = max(1, min(MOST_LORAS, (options.kv_cache_mib << 20) // 16 // adapter))
+    rollout = config.rollout.model_copy(update={"vllm": options.model_copy(update={"max_loras": planned})})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _ngram(options: NgramConfig) -> dict[str, object]:

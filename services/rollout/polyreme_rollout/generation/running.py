@@ -14,7 +14,8 @@ from polyreme_rollout.generation.sequences import SequenceProgress
 from polyreme_rollout.metrics import ReplicaMetrics
 
 GATHER_SECONDS = 0.2
-"""Seconds that a chunk may wait for other chunks of its call. The death of a replica loses this much more generation."""
+"""Seconds that tokens may wait for others of their call, if the caller does not say. The death of a replica loses this much more generation."""
+MOST_GATHER_SECONDS = 60.0
 
 
 class PolicyLostError(Exception):
@@ -26,20 +27,37 @@ class PolicyChangedError(Exception):
 
 
 class GenerateCall:
-    """The unsent results of one Generate call. `exact_version`: the only version that may sample; None: any."""
+    """The unsent results of one Generate call.
 
-    def __init__(self, exact_version: int | None) -> None:
-        self.exact_version = exact_version
+    Args:
+        exact_version: the only version that may sample; None: any.
+        gather_seconds: for which tokens may wait for others.
+    """
+
+    def __init__(self, exact_version: int | None, gather_seconds: float = GATHER_SECONDS) -> None:
+        self.exact_version, self._gather_seconds = exact_version, gather_seconds
+        self._chunks: dict[int, pb.Chunk] = {}  # unsent, by sequence
         self.response = pb.GenerateResponse()
         self.must_send = asyncio.Event()
         self.open_sequences = 0
         self.failure: Exception | None = None
         self._gathering: asyncio.TimerHandle | None = None
 
+    def add(self, chunk: pb.Chunk) -> None:
+        """Adds tokens to the unsent ones of their sequence."""
+        if (unsent := self._chunks.get(chunk.slot)) is None:
+            self.response.chunks.append(chunk)
+            self._chunks[chunk.slot] = self.response.chunks[-1]
+            return
+        unsent.token_ids += chunk.token_ids
+        unsent.logprobs += chunk.logprobs
+        unsent.routes += chunk.routes
+        unsent.oldest_version = min(unsent.oldest_version, chunk.oldest_version)
+
     def send_soon(self) -> None:
-        """Schedules the response, whose chunks may wait for others."""
+        """Schedules the response, whose tokens may wait for others."""
         if self._gathering is None:
-            self._gathering = asyncio.get_running_loop().call_later(GATHER_SECONDS, self.must_send.set)
+            self._gathering = asyncio.get_running_loop().call_later(self._gather_seconds, self.must_send.set)
 
     def take(self) -> pb.GenerateResponse:
         """The response to send. A new, empty one replaces it."""
@@ -47,6 +65,7 @@ class GenerateCall:
             self._gathering.cancel()
             self._gathering = None
         self.must_send.clear()
+        self._chunks.clear()
         response, self.response = self.response, pb.GenerateResponse()
         return response
 

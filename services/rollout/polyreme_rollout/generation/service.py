@@ -1,8 +1,8 @@
 """Generate: the sequences of one group become engine requests, and their tokens become one stream of chunks.
 
 Invariant: a call ends with the end of every sequence, or with a status that gives the reason. When it ends in any other way, its
-engine requests are aborted. A chunk waits briefly for other chunks of its call, since a message costs both sides far
-more than a chunk in it. The end of a sequence does not wait.
+engine requests are aborted. Tokens wait briefly for others of their call, since a message costs both sides far more than
+the tokens in it. The end of a sequence does not wait.
 """
 
 import asyncio
@@ -18,6 +18,8 @@ from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
 from polyreme_rollout.engine.protocol import EngineDeadError, EngineRequest, InferenceEngine, Sampling
 from polyreme_rollout.generation.requests import InvalidRequestError, RequestLimits, SequenceRequest, parse_sequences
 from polyreme_rollout.generation.running import (
+    GATHER_SECONDS,
+    MOST_GATHER_SECONDS,
     GenerateCall,
     PolicyChangedError,
     PolicyLostError,
@@ -75,7 +77,8 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             )
         sampling = request.sampling
         shared = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop_token_ids))
-        call = GenerateCall(request.exact_version if request.HasField("exact_version") else None)
+        gather = min(request.gather_ms / 1000, MOST_GATHER_SECONDS) if request.gather_ms else GATHER_SECONDS
+        call = GenerateCall(request.exact_version if request.HasField("exact_version") else None, gather)
         tasks = [self._start(sequence, shared, call) for sequence in sequences]
         try:
             while call.open_sequences or call.must_send.is_set():  # the last sequences may end while a response is sent
@@ -155,7 +158,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             if call.failure:
                 return
             if chunk:
-                call.response.chunks.append(chunk)
+                call.add(chunk)
             if delta.finish:
                 call.response.ends.append(progress.end(delta.finish))
                 call.open_sequences -= 1

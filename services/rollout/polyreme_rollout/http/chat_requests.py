@@ -5,7 +5,6 @@ engine's application refuses it.
 """
 
 import json
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -66,7 +65,7 @@ def rewritten(body: bytes) -> bytes:
         DataError: a message has no text, or another part than text; or a tool or a call cannot be read.
     """
     try:
-        asked: Any = json.loads(body)
+        asked: object = json.loads(body)
     except (ValueError, RecursionError):
         return body
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list) or not asked["messages"]:

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polyreme_rollout.http.chat_requests import ChatRequests
 from polyreme_rollout.http.reply_version import VersionedReplies
@@ -45,7 +45,7 @@ def make_app(
                 made.append(await openai())
             return made[0]
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await own(scope, receive, send)
         if scope["path"] == "/openapi.json":

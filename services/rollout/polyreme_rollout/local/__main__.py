@@ -24,6 +24,7 @@ from polyreme.rundir.run_directory import owned
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.plain_openai import TokenizerCodec
 from polyreme_rollout.engine.protocol import InferenceEngine
+from polyreme_rollout.engine.vllm_arguments import with_planned_loras
 from polyreme_rollout.local.requests import ServedSampler
 from polyreme_rollout.local.weights import SavedWeights
 
@@ -46,7 +47,7 @@ async def serve(config: ServeConfig, engine: InferenceEngine, url: str) -> None:
 
 def run(config: ServeConfig, url: str) -> None:
     """Runs the sampler of a service until a signal. `url`: its Redis."""
-    settings = config.as_run()
+    settings = with_planned_loras(config.as_run())
     with closing(load_engine(settings.rollout.engine)(settings, settings.model.path, random_weights=False)) as engine:
         asyncio.run(serve(config, engine, url))
 

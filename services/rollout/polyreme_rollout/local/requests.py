@@ -1,7 +1,8 @@
 """The sampler of the training service: answers the requests of its log with an inference engine.
 
-Where the engine has adapters for each request, those of all models run together on the base model. Any other model is loaded alone: its
-requests run together; a request for another one waits until they have ended, and no later one runs before it.
+Where the engine takes an adapter with each request, those of several models run together on the base model, as many as it has room for. Any
+other model is loaded alone: its requests run together. A request whose model has no room waits until running ones have ended, and no later
+one starts before it.
 
 Invariant: an answer depends on its request alone. So a request that is executed again after a restart has the same answer, up to the
 engine's rounding.
@@ -11,80 +12,42 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns
-from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, LoadError, Sampling, ServesAdapters, TopTokens
+from polyreme_rollout.engine.protocol import (
+    Adapter,
+    EngineRequest,
+    InferenceEngine,
+    LoadError,
+    Sampling,
+    ServesAdapters,
+    TopTokens,
+)
 from polyreme_rollout.local.report import SamplerReport
+from polyreme_rollout.local.sample_request import SampleRequest, admitted
 
 if TYPE_CHECKING:
     from polyreme_rollout.local.weights import SavedWeights
 
 MAX_RUNNING = 1024
 """Most requests that run at once. Each may ask for several samples."""
-
+MAX_VERSIONS = 4
+"""How often an adapter is loaded again that is saved again while it is loaded."""
 
 _NO_LOGPROB = -99999.0
 
 
-@dataclass(frozen=True)
-class SampleRequest:
-    """A request as it is in the log.
+class Running(NamedTuple):
+    """A running request: its id, and the directory of the adapter that the engine uses for it."""
 
-    Attributes:
-        weights: the directory of a saved model; None: the base model.
-        prompt: token ids.
-        samples: the number of answers.
-        max_tokens: of an answer; None: as many as fit.
-        seed: None: that of the request's id.
-        stop_ids: tokens that end an answer; None: the model's own.
-        stop_strings: texts that end an answer.
-        prompt_logprobs: whether the prompt's log-probabilities are returned.
-        prompt_logprobs_last: of how many of its last tokens; None: of all.
-        topk: how many of the most likely tokens of each place in the prompt are returned.
-    """
-
-    weights: str | None
-    prompt: Sequence[int]
-    samples: int
-    max_tokens: int | None
-    seed: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    stop_ids: Sequence[int] | None
-    stop_strings: Sequence[str]
-    prompt_logprobs: bool
-    prompt_logprobs_last: int | None = None
-    topk: int = 0
-
-    @property
-    def is_scoring(self) -> bool:
-        """Whether the request is for the prompt's log-probabilities."""
-        return self.prompt_logprobs and self.max_tokens == 1
-
-    @cached_property
-    def files(self) -> str | None:
-        """The files of the saved model as they are at first use, since its name may be saved again. None: the base model."""
-        if self.weights is None:
-            return None
-        with suppress(FileNotFoundError):  # the load says so
-            return f"{self.weights} {Path(self.weights).stat().st_mtime_ns}"
-        return self.weights
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> "SampleRequest":
-        fields = json.loads(payload.partition(b"\n")[0])
-        given = {name: value for name, value in fields.items() if name not in ("op", "arrived")}
-        return cls(**({"max_tokens": None, "seed": None} | given))
+    id: str
+    adapter: Path | None
 
 
 class ServedSampler:
@@ -105,11 +68,11 @@ class ServedSampler:
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._log, self._engine, self._weights, self._stop_ids, self._decode = log, engine, weights, stop_ids, decode
-        self._adapters = engine if isinstance(engine, ServesAdapters) and engine.max_lora_rank else None
+        self._adapters = engine if isinstance(engine, ServesAdapters) and engine.max_loras else None
         self._loaded: str | None = None
         self._loads = self._asked = 0
         self._requests: dict[str, SampleRequest] = {}
-        self._running: dict[asyncio.Task[None], str] = {}
+        self._running: dict[asyncio.Task[None], Running] = {}
         self._report = SamplerReport(log.records, decode)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -130,8 +93,8 @@ class ServedSampler:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _start_waiting(self) -> None:
-        """Starts the requests whose model is loaded, or loads the model of the first one when nothing runs."""
-        started = set(self._running.values())
+        """Starts the requests whose model is loaded or has room, or loads the model of the first one when nothing runs."""
+        started = {each.id for each in self._running.values()}
         waiting = in_turns([place for place in await self._log.open("sampler") if place.id not in started])
         self._requests = {id: request for id, request in self._requests.items() if id in {place.id for place in waiting}}
         for place in waiting[:MAX_RUNNING]:
@@ -143,21 +106,40 @@ class ServedSampler:
             if await self._load(waiting[0]):
                 break
             waiting = waiting[1:]
-        for place in waiting[: MAX_RUNNING - len(self._running)]:
-            request = self._requests.get(place.id)
-            if request is not None and self._needs(request) == self._loaded:
-                self._running[asyncio.create_task(self._answer(place, request))] = place.id
+        ready = [place for place in waiting[: MAX_RUNNING - len(self._running)] if self._can_run(place)]
+        adapters = [self._adapter(self._requests[place.id]) for place in ready]
+        busy = {each.adapter for each in self._running.values() if each.adapter is not None}
+        for number in admitted(adapters, busy, 0 if self._adapters is None else self._adapters.max_loras):
+            place = ready[number]
+            task = asyncio.create_task(self._answer(place, self._requests[place.id]))
+            self._running[task] = Running(place.id, adapters[number])
+
+    def _can_run(self, place: LogPlace) -> bool:
+        """Whether what a request needs is loaded."""
+        request = self._requests.get(place.id)
+        return request is not None and self._needs(request) == self._loaded
 
     def _needs(self, request: SampleRequest) -> str | None:
         """The files that have to be loaded for a request: None for the base model, on which also adapters run."""
         return None if self._adapter(request) is not None else request.files
 
     def _adapter(self, request: SampleRequest) -> Path | None:
-        """The adapter with which the engine answers a request."""
-        if self._adapters is None or request.weights is None:
+        """The directory of the adapter with which the engine answers a request."""
+        if self._adapters is None or request.weights is None or not 0 < request.rank <= self._adapters.max_lora_rank:
             return None
-        folder = Path(request.weights)
-        return folder if 0 < _adapter_rank(folder) <= self._adapters.max_lora_rank else None
+        return Path(request.weights)
+
+    async def _load_adapter(self, request: SampleRequest) -> Adapter | None:
+        """Loads the newest version of a request's adapter. Raises OSError, LoadError, EngineDeadError."""
+        folder = self._adapter(request)
+        if self._adapters is None or folder is None:
+            return None
+        for _ in range(MAX_VERSIONS):
+            adapter = Adapter.newest(folder)
+            await self._adapters.load_adapter(adapter)
+            if Adapter.newest(folder) == adapter:  # else the engine may have read other files
+                return adapter
+        raise LoadError(f"files that were replaced {MAX_VERSIONS} times while they were loaded")
 
     async def _load(self, place: LogPlace) -> bool:
         """Loads the model of a request. Returns False, and answers the request with an error, when it cannot be loaded."""
@@ -201,10 +183,9 @@ class ServedSampler:
         await self._log.finish(place, _failure(problem))
 
     async def _sample(self, place: LogPlace, request: SampleRequest, room: int) -> pb.SampleResponse:
-        salt, adapter = f"{self._loads} {request.weights or ''}", self._adapter(request)
-        if self._adapters is not None and adapter is not None:
-            await self._adapters.load_adapter(adapter)  # unless it is loaded
-        parts = [self._sequence(place, request, number, room, salt) for number in range(request.samples)]
+        adapter = await self._load_adapter(request)
+        salt = f"{self._loads} {request.weights if adapter is None else adapter.name}"
+        parts = [self._sequence(place, request, number, room, salt, adapter) for number in range(request.samples)]
         answer = pb.SampleResponse(sequences=await asyncio.gather(*parts))
         unscored = max(1, len(request.prompt) - (request.prompt_logprobs_last or len(request.prompt)))
         if request.prompt_logprobs:
@@ -212,19 +193,23 @@ class ServedSampler:
             values[:unscored] = np.nan
             answer.prompt_logprobs = values.tobytes()
         if request.topk:
-            if self._adapters is None or adapter is None:
-                rows = await self._engine.top_logprobs(request.prompt, request.topk, salt)
-            else:
-                rows = await self._adapters.top_logprobs(request.prompt, request.topk, salt, adapter)
+            rows = await self._top_logprobs(request.prompt, request.topk, salt, adapter)
             answer.topk_prompt_logprobs.CopyFrom(_matrices(rows[unscored - 1 :], len(request.prompt), request.topk))
         return answer
 
-    async def _logprobs(self, ids: Sequence[int], salt: str, adapter: Path | None) -> Sequence[float]:
-        if self._adapters is None or adapter is None:
+    async def _logprobs(self, ids: Sequence[int], salt: str, adapter: Adapter | None) -> Sequence[float]:
+        if self._adapters is None:
             return await self._engine.logprobs(ids, salt)
         return await self._adapters.logprobs(ids, salt, adapter)
 
-    async def _sequence(self, place: LogPlace, request: SampleRequest, number: int, room: int, salt: str) -> pb.SampledSequence:
+    async def _top_logprobs(self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None) -> Sequence[TopTokens]:
+        if self._adapters is None:
+            return await self._engine.top_logprobs(ids, count, salt)
+        return await self._adapters.top_logprobs(ids, count, salt, adapter)
+
+    async def _sequence(
+        self, place: LogPlace, request: SampleRequest, number: int, room: int, salt: str, adapter: Adapter | None
+    ) -> pb.SampledSequence:
         """One answer. A stop token or the token that completes a stop string is its last."""
         stop_ids = self._stop_ids if request.stop_ids is None else tuple(request.stop_ids)
         sampling = Sampling(request.temperature, request.top_p, request.top_k or -1, stop_ids)
@@ -232,8 +217,7 @@ class ServedSampler:
         seed = xxhash.xxh3_64_intdigest(f"{origin} {number}".encode()) >> 1
         self._asked += 1
         longest = min(room, request.max_tokens or room)
-        name, adapter = str(self._asked), self._adapter(request)
-        ask = EngineRequest(name, list(request.prompt), longest, seed, salt, sampling, adapter)
+        ask = EngineRequest(str(self._asked), list(request.prompt), longest, seed, salt, sampling, adapter)
         ids, logprobs, finish = list[int](), list[float](), None
         tokens = self._engine.generate(ask)
         async for new in tokens:
@@ -268,13 +252,6 @@ def _matrices(rows: Sequence[TopTokens], length: int, count: int) -> pb.TopkLogp
         tokens[place, : len(row)] = [token for token, _ in row]
         logprobs[place, : len(row)] = [value for _, value in row]
     return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=count, length=length)
-
-
-@lru_cache(4096)
-def _adapter_rank(folder: Path) -> int:
-    """The rank of the adapter that was saved in a directory; 0 for all weights."""
-    file = folder / "adapter_config.json"
-    return int(json.loads(file.read_text())["r"]) if file.exists() else 0
 
 
 def _unloadable(weights: str | None, error: Exception) -> bytes:

@@ -7,6 +7,7 @@ in `polyreme rollout`.
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,12 +35,14 @@ def simulation(
     ] = None,
     port: Port = 0,
     http_port: HttpPort = 0,
+    http: Annotated[bool, typer.Option(help="Whether each replica has an HTTP port.")] = True,
     advertise: Advertise = None,
 ) -> None:
     """Serves a run with simulated engines that have its context, vocabulary and end token."""
     logging_setup.setup("rollout")
     with lifecycle.exit_on_error("rollout"):
         endpoint = endpoint_of(None, port, http_port, advertise, redis)
+        endpoint = endpoint if http else replace(endpoint, http_port=None)
         asyncio.run(_simulate(redis, run, replicas, step_seconds, mean_length, length_spread, count, endpoint))
 
 

@@ -4,7 +4,6 @@ Invariant: one thread at a time writes to the buffer.
 """
 
 import asyncio
-from typing import Any
 
 from polyreme.weights.assembly import RangeAssembly
 from polyreme_rollout.weights.outgoing import Outgoing
@@ -48,6 +47,6 @@ class Arrival:
         """Records that the stream has ended."""
         self.outgoing.update(self.outgoing.available, arriving=False)
 
-    def _publish(self, added: "asyncio.Future[Any]") -> None:
+    def _publish(self, added: "asyncio.Future[object]") -> None:
         if not added.cancelled() and not added.exception():  # the stream may end before it reads the error
             self.outgoing.update(self.assembly.verified, self.outgoing.arriving)

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ class Buffer:
 
     def __init__(self, arena: Arena, manifest: Manifest) -> None:
         self.arena, self.part, self.generation = arena, manifest.part, 0
-        self._applying: asyncio.Future[Any] | None = None
+        self._applying: asyncio.Future[Assembly] | None = None
         self.empty(manifest)
 
     @property

@@ -6,7 +6,6 @@ loss. The result of a user's function is checked before it is used.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +32,8 @@ class UserAlgorithm(Algorithm):
     """
 
     source: str
-    own_advantages: Callable[[TokenBatch], Any] | None
-    own_loss: Callable[[LossInputs], Any] | None
+    own_advantages: Callable[[TokenBatch], object] | None
+    own_loss: Callable[[LossInputs], object] | None
 
     def estimate(self, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:
         """As `Algorithm.estimate`. Raises RunFailedError when the user's result is not finite numbers [t]."""

@@ -1,6 +1,6 @@
 """Reads foreign files of torch.save without running code from them.
 
-Invariant: unpickling creates only tensors, numbers, strings and containers, to which argparse's Namespace belongs. Any other object becomes
+Invariant: unpickling creates only tensors, numbers, strings and containers, to which argparse's Namespace belongs. Every other object becomes
 an empty placeholder, and its class is not imported.
 """
 
@@ -23,7 +23,7 @@ _INDEX = (
     *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
 )
 
-_PLAIN: dict[tuple[str, str], Any] = {
+_PLAIN: dict[tuple[str, str], object] = {
     ("argparse", "Namespace"): argparse.Namespace,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
@@ -44,15 +44,15 @@ DAMAGED = (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, 
 class _Empty:
     """The placeholder for an object of any other class."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None: ...
 
-    def __setstate__(self, _: Any) -> None: ...
+    def __setstate__(self, _: object) -> None: ...
 
-    def __setitem__(self, *_: Any) -> None: ...
+    def __setitem__(self, *_: object) -> None: ...
 
-    def append(self, _: Any) -> None: ...
+    def append(self, _: object) -> None: ...
 
-    def extend(self, _: Any) -> None: ...
+    def extend(self, _: object) -> None: ...
 
 
 class _Unpickler(pickle.Unpickler):
@@ -64,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
         return _Empty
 
 
-_PICKLE: Any = SimpleNamespace(Unpickler=_Unpickler, load=lambda file, **_: _Unpickler(file).load(), __name__="pickle")
+_PICKLE: object = SimpleNamespace(Unpickler=_Unpickler, load=lambda file, **_: _Unpickler(file).load(), __name__="pickle")
 """The attributes that torch.load requires of a pickle module."""
 
 

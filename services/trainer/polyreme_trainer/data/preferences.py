@@ -6,7 +6,6 @@ Invariant: both answers of a pair follow the same prompt.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -109,7 +108,7 @@ def _whole(template: Template, prompts: Sequence[PromptSource], responses: Seque
     return [Example(ids, np.ones(len(ids), dtype=np.uint8)) for ids in template.encode_whole(prompts, responses)]
 
 
-def _pair(fields: Mapping[str, Any], where: str, data: PairData) -> tuple[PromptSource, tuple[Answer, Answer]]:
+def _pair(fields: Mapping[str, object], where: str, data: PairData) -> tuple[PromptSource, tuple[Answer, Answer]]:
     """The prompt and both answers. Answers of several messages are whole conversations, which differ in their last message; then the
     prompt column may be absent, and otherwise has the same prompt (UltraFeedback)."""
     chosen, rejected = (

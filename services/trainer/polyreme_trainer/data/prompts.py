@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -20,6 +20,7 @@ from polyreme.dataset.columns import TokenIds, column_names, label_text, value_a
 from polyreme.dataset.formats import advice
 from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.dataset.strict_json import messages_of
+from polyreme.dataset.text_files import Fields
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompt_store import Prompt, PromptStore
 from polyreme_trainer.data.template import Template
@@ -55,7 +56,7 @@ class DatasetRow:
     where: str
     prompt: PromptSource
     label: str | TokenIds
-    metadata: dict[str, Any]
+    metadata: Fields
     has_column: bool = True
 
 
@@ -230,7 +231,7 @@ def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Seque
         raise
 
 
-def _row(fields: Mapping[str, Any], where: str, data: DataConfig) -> DatasetRow:
+def _row(fields: Mapping[str, object], where: str, data: DataConfig) -> DatasetRow:
     answer, source = value_at(fields, data.label_key), prompt_in(fields, where, data)
     if _with_history(value_at(fields, data.prompt_key), answer) is not None:
         answer = None
@@ -240,7 +241,7 @@ def _row(fields: Mapping[str, Any], where: str, data: DataConfig) -> DatasetRow:
     return DatasetRow(where, source, label, metadata, value_at(fields, data.label_key) is not None)
 
 
-def prompt_in(fields: Mapping[str, Any], where: str, data: TextConfig) -> PromptSource:
+def prompt_in(fields: Mapping[str, object], where: str, data: TextConfig) -> PromptSource:
     """The prompt of a row, with its tools. Raises DataError."""
     prompt = column(fields, data.prompt_key, where, "data.prompt_key")
     if isinstance(data, DataConfig) and (turns := _with_history(prompt, value_at(fields, data.label_key))) is not None:
@@ -249,12 +250,12 @@ def prompt_in(fields: Mapping[str, Any], where: str, data: TextConfig) -> Prompt
     return read_prompt(structured(prompt, what, data), what, tools_in(fields, data))
 
 
-def structured(value: Any, what: str, data: TextConfig) -> Any:
+def structured(value: object, what: str, data: TextConfig) -> object:
     """The messages of a JSON text, for a template of messages; another value as it is. Raises DataError."""
     return value if data.template == "none" else messages_of(value, what)
 
 
-def tools_in(fields: Mapping[str, Any], data: TextConfig) -> Any:
+def tools_in(fields: Mapping[str, object], data: TextConfig) -> object:
     """The tools of a row as its column has them; None for a template without messages, whose texts are complete."""
     return None if data.tools_key is None or data.template == "none" else value_at(fields, data.tools_key)
 

@@ -10,16 +10,14 @@ answer also follows that of the real one.
 import json
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 
-from polyreme.dataset.chat import read_chat
+from polyreme.dataset.chat import Message, read_chat
 from polyreme.errors import ConfigError, DataError
 from polyreme_trainer.data.template import Template
 
-Message = dict[str, Any]
-Tools = list[Any] | None
+Tools = list[Message] | None
 _WHERE = "the messages of an episode"
 _TOOL = "f"
 _COUNTS = 256

@@ -9,7 +9,7 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar, overload
+from typing import IO, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,7 @@ class TokenStore:
             return Slices(_mapped(self._ids, np.int32), ends), Slices(_mapped(self._mask, np.uint8), ends)
 
 
-def _mapped(file: Any, kind: type[Number]) -> NDArray[Number]:
+def _mapped(file: IO[bytes], kind: type[Number]) -> NDArray[Number]:
     with file:
         if file.tell() == 0:  # an empty file cannot be mapped
             return np.empty(0, dtype=kind)
@@ -80,7 +80,7 @@ def _mapped(file: Any, kind: type[Number]) -> NDArray[Number]:
         return np.asarray(np.memmap(file, dtype=kind, mode="r"))
 
 
-def _discard(file: Any) -> None:
+def _discard(file: IO[bytes]) -> None:
     """Closes a file. Its tokens are not needed any more, so it does not matter whether the last ones can still be written."""
     with suppress(OSError):
         file.close()

@@ -9,7 +9,6 @@ import logging
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from polyreme import API_VERSION
 from polyreme.config.run import RunConfig
@@ -57,7 +56,7 @@ async def lead(
     """
     machines = Machines(run)
     launch = f"learner-0-{uuid.uuid4().hex[:8]}"
-    facts: dict[str, Any] = {"node": 0, "log_dir": str(log_dir), "members": []}
+    facts: dict[str, object] = {"node": 0, "log_dir": str(log_dir), "members": []}
     proof = proof_of(config, launch)
     for old in proof.parent.glob(proof_of(config, "*").name):  # left behind by killed leaders
         old.unlink(missing_ok=True)

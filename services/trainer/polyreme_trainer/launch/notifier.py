@@ -17,11 +17,10 @@ from typing import Protocol
 from polyreme.config.base import BaseConfig
 from polyreme.config.notices import CommandConfig, ReceiverConfig, WebhookConfig
 from polyreme.errors import PolyremeError, UnavailableError
-from polyreme.experience.metric_records import Evaluation, ServiceNotice, TrackerFailed
+from polyreme.experience.metric_records import Evaluation, Line, ServiceNotice, TrackerFailed
 from polyreme.experience.run import RunState
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
-from polyreme.rundir.progress import Line
 from polyreme_trainer.observe.notices import Notice, NoticeRules
 
 logger = logging.getLogger(__name__)

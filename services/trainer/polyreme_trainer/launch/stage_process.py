@@ -17,10 +17,10 @@ from rich.console import Console
 from polyreme.config.stage import StageConfig
 from polyreme.display.report import plain_line
 from polyreme.errors import RunFailedError
-from polyreme.experience.metric_records import ServiceNotice, TrackerFailed
+from polyreme.experience.metric_records import Line, ServiceNotice, TrackerFailed
 from polyreme.experience.run import RunState
 from polyreme.process.supervisor import ChildFailedError, ProcessSet
-from polyreme.rundir.progress import Line, Progress
+from polyreme.rundir.progress import Progress
 from polyreme.rundir.run_records import write_summary
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.supervision import LEARNER, Supervision

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, StoreError, UnavailableError
@@ -140,7 +140,7 @@ class LeaseThread:
                 self._running.result(START_TIMEOUT).call_soon_threadsafe(self._stop.set)
             self._thread.join(CLOSE_TIMEOUT)
 
-    async def _ask(self, request: Coroutine[Any, Any, T]) -> T:
+    async def _ask(self, request: Coroutine[object, object, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._running.result(0)))
 
     async def _take(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyreme.config.trainer import SftPhase
+from polyreme.experience.metric_records import MetricValues
 from polyreme.experience.record_codec import decode_group
 from polyreme.experience.records import GroupRecord
 from polyreme.experience.trained_samples import TrainedSamples
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from polyreme_trainer.algorithms.metrics import Metrics
     from polyreme_trainer.algorithms.objective import Objective
 
-IterationMetrics = Mapping[str, Any]
+Facts = Mapping[str, Any]
+"""The facts of a checkpoint: JSON values."""
+IterationMetrics = MetricValues
 """Metric name to number; None where a metric was not measured."""
 
 
@@ -156,7 +159,7 @@ class Engine(StepEngine, Protocol):
         ...
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Facts:
         """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
         ...
 
@@ -195,7 +198,7 @@ class StageEngine(Engine, Protocol):
         """
         ...
 
-    def save(self, number: int, facts: Mapping[str, Any], hf_path: Path | None) -> None:
+    def save(self, number: int, facts: Facts, hf_path: Path | None) -> None:
         """Starts to write the checkpoint of step `number`.
 
         Args:
@@ -246,11 +249,11 @@ class TrainEngine(Engine, Protocol):
         """Takes the rows of `algorithm.ptx`. Every later step of the actor mixes some of them in."""
         ...
 
-    def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
+    def save_warm_start(self, step: int, facts: Mapping[str, int]) -> None:
         """Starts to write a checkpoint between two supervised steps; `step` counts the completed steps of all phases. As `save`."""
         ...
 
-    def load_warm_start(self) -> Mapping[str, Any] | None:
+    def load_warm_start(self) -> Mapping[str, int] | None:
         """Restores the newest intact checkpoint of a warm start. Returns its facts; None without one."""
         ...
 
@@ -271,7 +274,7 @@ class TrainEngine(Engine, Protocol):
         """Writes the actor's weights into a free arena slot as `version`."""
         ...
 
-    def save(self, written: Written, version: int, facts: Mapping[str, object]) -> None:
+    def save(self, written: Written, version: int, facts: Facts) -> None:
         """Starts to write a checkpoint and a Hugging Face directory of `version`, the newest version that was written. `facts`: JSON values."""
         ...
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.metric_records import Alarm, CheckpointSaved, DoneLearning, MetricRecord, Resumed, WarmStartDone
@@ -252,7 +251,7 @@ class Learner:
         """Waits for the previous save, then starts to save the current version, which `written` holds."""
 
         def begin() -> None:
-            facts: dict[str, Any] = {"run_id": self.run_id, "version": self.version, "fingerprint": self.config.fingerprint()}
+            facts: dict[str, object] = {"run_id": self.run_id, "version": self.version, "fingerprint": self.config.fingerprint()}
             self.ranks.on_leader(lambda: self.client.add_facts(facts))
             self.engine.save(written, self.version, facts)
 

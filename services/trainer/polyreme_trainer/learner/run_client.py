@@ -5,8 +5,8 @@ Invariant: every wait ends when the run drains or fails. DrainError is not a fai
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner import gates
+from polyreme_trainer.learner.engine import Facts
 from polyreme_trainer.weight_sync.publisher import Publisher
 from polyreme_trainer.weight_sync.replica_state import Commit
 
@@ -58,7 +59,7 @@ class RunClient:
     async def close(self) -> None:
         await self.run.redis.aclose()
 
-    async def begin(self, version: int, facts: Mapping[str, Any]) -> None:
+    async def begin(self, version: int, facts: Facts) -> None:
         """Begins the log at `version`. A fork's log starts with the pass rates in its checkpoint's facts."""
         rates = {prompt: PassRate.parse(text) for prompt, text in facts.get("pass_rates", {}).items()}
         await self.experience.begin(version, rates)

@@ -55,11 +55,11 @@ class Device:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def rng_state(self) -> dict[str, Any]:
+    def rng_state(self) -> dict[str, object]:
         """State of all generators, as plain containers and tensors."""
         name, keys, *rest = np.random.get_state(legacy=True)
         numpy_state = (name, np.asarray(keys).tolist(), *rest)
-        state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
+        state: dict[str, object] = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
         if self.kind != "cpu":
             state["device"] = getattr(torch, self.kind).get_rng_state()
         return state

@@ -7,7 +7,6 @@ rows, their order and the weights: ranks and micro-batches change it only by rou
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from polyreme.config.stage import StageConfig
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import RowsLoss
+from polyreme_trainer.learner.engine import Facts, RowsLoss
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.batches.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
 from polyreme_trainer.megatron.device import Device
@@ -53,7 +52,7 @@ class MegatronEngine:
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
         self.host = HostMemory(config.trainer.offload, device.pins)
         self.roles: dict[str, AnyRole] = {}
-        self.facts: Mapping[str, Any] = {}
+        self.facts: Facts = {}
 
     def add_policy(self, name: str, path: Path, *, trainable: bool, temperature: float = 1.0) -> Role[Policy]:
         """Creates a role with a language model that has the weights of a Hugging Face directory. Raises ConfigError."""

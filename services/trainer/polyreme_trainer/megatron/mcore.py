@@ -47,6 +47,7 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel.schedules import (
         forward_backward_pipelining_with_interleaving,
@@ -97,6 +98,7 @@ __all__ = [
     "IdentityOp",
     "MLPSubmodules",
     "MegatronModule",
+    "MegatronOptimizer",
     "MoEAlltoAllTokenDispatcher",
     "MoELayer",
     "MoESubmodules",

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.mixing import rows_of_step
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
+from polyreme_trainer.learner.engine import DeviceUse, Facts, IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.learning_rate import learning_rate
@@ -166,10 +165,10 @@ class RunEngine(MegatronEngine):
         first = (iteration - 1) * steps
         return [rows.take(rows_of_step(len(rows), ptx.batch_size, first + step, seed)) for step in range(steps)]
 
-    def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
+    def save_warm_start(self, step: int, facts: Mapping[str, int]) -> None:
         self.saves.save_warm_start(step, self.trained, facts)
 
-    def load_warm_start(self) -> Mapping[str, Any] | None:
+    def load_warm_start(self) -> Mapping[str, int] | None:
         found = self.saves.find_warm_start()
         if found is None:
             return None
@@ -235,7 +234,7 @@ class RunEngine(MegatronEngine):
     def write(self, slot: int, version: int, term: int) -> Written:
         return replace(self.writer.write(slot, version, term), canary=self.probes.canary())
 
-    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
+    def save(self, written: Written, version: int, facts: Facts) -> None:
         adapter = self.policy.adapter(*self.config.published(self.config.model.path))
         others = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
         exports = {name: model for name, model in others.items() if model}

@@ -4,7 +4,8 @@ A layer saves for its backward pass the inputs of its norms, matrix products, at
 size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (3q + 3k + 4f) / t. Outside of attention and MLP,
 sequence parallelism divides too. Attention is fused, so no [s, s] matrix is saved (Korthikanti et al. 2022, section 4, without the score
 matrix). Where no kernel takes packed sequences, attention pads sequences of similar length to one another, and saves queries, keys, values and
-output of the padding too; a sliding window has a mask [s, s] for the longest sequence, once for all layers.
+output of the padding too. A sliding window w has a mask [w, w], once for all layers, and its layers save the keys and values before each w queries
+as well.
 
 Invariant: the estimate is that of a full micro-batch. For padding, the lengths of its sequences count as evenly spread.
 """
@@ -142,7 +143,7 @@ def _wide_adapters(model: Model, sharding: Sharding, batch: MicroBatchSize) -> l
 
 
 def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: int) -> list[Addend]:
-    """The activations that attention saves for padding, and the mask of a window. Empty where attention does not pad."""
+    """The activations that attention saves for padding and for a window. Empty where attention does not pad."""
     if not batch.padded:
         return []
     arch, terms = model.arch, list[Addend]()
@@ -153,10 +154,11 @@ def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: in
         arithmetic = f"{extra:,} positions x {kept} layers x {each:,} bytes, for lengths spread from 1 to {batch.padded:,}"
         terms.append(Addend(f"{model.role} attention padding", extra * kept * each, arithmetic))
     if arch.window is not None and batch.padded > arch.window:
-        mask = batch.padded**2 * (model.width + 1)
-        terms.append(
-            Addend(f"{model.role} attention mask", mask, f"{batch.padded:,} x {batch.padded:,} x ({model.width} + 1) bytes")
-        )
+        mask, each = arch.window**2 * (model.width + 1), model.width * 2 * arch.keys // sharding.rank.tp
+        sliding = sum(arch.sliding[layer] for layer in layers_of(arch, sharding.rank))
+        kept = 1 if batch.recompute == "full" else sliding * sharding.micro_batches
+        arithmetic = f"{arch.window:,} x {arch.window:,} x ({model.width} + 1) bytes + {batch.tokens:,} tokens x {kept} layers x {each:,} bytes"
+        terms.append(Addend(f"{model.role} attention window", mask + batch.tokens * kept * each, arithmetic))
     return terms
 
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from polyreme.rundir.progress import Line
+from polyreme.experience.metric_records import Line
 from polyreme.rundir.reader.scalars import scalars
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Board:
     """A TensorBoard event file. tensorboardX's SummaryWriter is not used: it writes in a thread, which dies silently when the disk is full,
     and the next caller then blocks on its queue."""
 
-    def __init__(self, file: "RecordWriter", event: "type[Event]", scalar: "Callable[..., Any]") -> None:
+    def __init__(self, file: "RecordWriter", event: "type[Event]", scalar: "Callable[..., object]") -> None:
         self._file, self._event, self._scalar = file, event, scalar
 
     @classmethod

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.run import Run, RunState
-from polyreme.net.http_server import PROBES, ASGIApp, Receive, Scope, Send, serve_http
+from polyreme.net.http_server import PROBES, serve_http
 from polyreme.page import PATH
 from polyreme.page.api import application, is_open
 from polyreme.page.runs import Runs

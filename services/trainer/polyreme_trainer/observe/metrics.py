@@ -4,7 +4,6 @@ Invariant: every number of a record has a row in `registry`, which defines it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from polyreme.api.v1.experience_pb2 import (
     OUTCOME_TURNS,
 )
 from polyreme.config.run import RunConfig
-from polyreme.experience.metric_records import IterationTrained
+from polyreme.experience.metric_records import IterationTrained, MetricValues
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.observe.alarms import Observation, is_repetitive
 
@@ -25,7 +24,7 @@ from polyreme_trainer.observe.alarms import Observation, is_repetitive
 def iteration_record(
     iteration: int,
     groups: Sequence[GroupRecord],
-    trained: Mapping[str, Any],
+    trained: MetricValues,
     seconds: Mapping[str, float],
     now: float,
     config: RunConfig,
@@ -119,7 +118,7 @@ def part_means(samples: Sequence[SampleRecord]) -> dict[str, float]:
     }
 
 
-def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, Any]:
+def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, object]:
     """The staleness metrics: how many versions the samples are behind the trained policy."""
     versions = [[span[0] for span in sample.spans] for sample in samples if sample.spans] or [[iteration - 1]]
     lag = np.array([iteration - 1 - min(written_by) for written_by in versions])
@@ -131,7 +130,7 @@ def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, Any]
     }
 
 
-def carried(samples: Sequence[SampleRecord]) -> dict[str, Any]:
+def carried(samples: Sequence[SampleRecord]) -> dict[str, object]:
     """The metrics of partial rollouts: samples and tokens that newer versions continued. A part is the tokens that one version sampled."""
     parts = [len({version for version, _, _ in sample.spans}) for sample in samples]
     tokens = 0
@@ -147,7 +146,7 @@ def carried(samples: Sequence[SampleRecord]) -> dict[str, Any]:
 
 
 def timings(
-    groups: Sequence[GroupRecord], trained: Mapping[str, Any], seconds: Mapping[str, float], config: RunConfig
+    groups: Sequence[GroupRecord], trained: MetricValues, seconds: Mapping[str, float], config: RunConfig
 ) -> dict[str, float]:
     """The `timing/` metrics that the training itself does not measure, in seconds."""
     specs = config.reward.rewards if config.reward else []
@@ -191,7 +190,7 @@ def last_turn(sample: SampleRecord) -> int:
     return sample.turns[-1].start if sample.turns else 0
 
 
-def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], changed_tensors: int) -> Observation:
+def observe(iteration: int, groups: Sequence[GroupRecord], trained: MetricValues, changed_tensors: int) -> Observation:
     """The iteration as the alarms see it."""
     samples = [sample for group in groups for sample in group.sampled]
     scores = [sample.score for group in groups for sample in group.scored]

@@ -6,12 +6,11 @@ The same holds for the first version with another metric, which a resume may hav
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from polyreme.config.notices import Event
-from polyreme.experience.metric_records import Alarm, Evaluation, MetricRecord, StageEvaluation, read_record
+from polyreme.experience.metric_records import Alarm, Evaluation, Line, MetricRecord, StageEvaluation, read_record
 from polyreme.experience.run import RunState
-from polyreme.rundir.progress import Line, comparable, evaluation_of
+from polyreme.rundir.progress import comparable, evaluation_of
 
 _ENDS: Mapping[RunState, Event] = {RunState.DONE: "done", RunState.STOPPED: "stopped", RunState.FAILED: "failed"}
 
@@ -34,9 +33,9 @@ class Notice:
     run_dir: str
     time: float
     text: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
 
-    def payload(self) -> dict[str, Any]:
+    def payload(self) -> dict[str, object]:
         """The object, with the facts next to the other values."""
         values = asdict(self)
         return {**values.pop("facts"), **values}

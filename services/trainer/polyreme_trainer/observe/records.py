@@ -19,12 +19,12 @@ import numpy as np
 
 from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.errors import PolyremeError
-from polyreme.experience.metric_records import Evaluation, MetricRecord, Resumed, StageStep, fields_of
+from polyreme.experience.metric_records import Evaluation, Line, MetricRecord, Resumed, StageStep, fields_of
 from polyreme.experience.record_codec import decode_group
 from polyreme.experience.records import GroupRecord, SampleRecord, episode_fields
 from polyreme.experience.run import RunState
 from polyreme.experience.trained_samples import TrainedSamples
-from polyreme.rundir.progress import Line, Progress, stream_time
+from polyreme.rundir.progress import Progress, stream_time
 from polyreme.rundir.run_records import read_records, write_atomically, write_summary
 from polyreme_trainer.observe.board import Board
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
 from polyreme.config.run import RunConfig
@@ -20,7 +21,7 @@ from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import freeze_gc
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.orchestrator.environment.choose import make_environment
+from polyreme_trainer.orchestrator.environment.choose import make_environments
 from polyreme_trainer.orchestrator.environment.protocol import Environment, EpisodeError
 from polyreme_trainer.orchestrator.evaluation.answers import HeldOutSet, make_answers
 from polyreme_trainer.orchestrator.evaluation.evaluate import Evaluator
@@ -89,25 +90,25 @@ async def _orchestrate(run: Run) -> None:
     bounds = config.groups_per_iteration, config.max_staleness
     budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
     sampler = Sampler(run.run_id, config, template, pool)
-    environment = make_environment(run, sampler, scoring, partial_log, budget, experience)
+    environments = make_environments(run, sampler, scoring, partial_log, budget, experience)
     is_new = await run.check() is RunState.STARTING  # a running run continues with the replicas that it has
     wanted = config.rollout.replicas if is_new else 1
-    waits = [pool.wait_for(wanted), environment.wait_ready()]
+    waits = [pool.wait_for(wanted), *(each.wait_ready() for each in environments.values())]
     waits += [rewards.wait_for(1)] if rewards else []
     waits += [teacher.check(template, config.longest_sequence)] if teacher else []
     await together(waits)
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
-    maker = GroupMaker(config, train, environment)
+    maker = GroupMaker(config, train, environments[""])
     sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
-    answers = make_answers(run, sampler, rewards, environment)
-    evaluator = Evaluator(run, config, sets, answers) if sets and answers else None
+    evaluator = Evaluator(run, config, sets, make_answers(run, sampler, rewards, environments)) if sets else None
     freeze_gc()
     try:
-        await Orchestrator(run, config, experience, pool, scoring, maker, evaluator, environment, partial_log, budget).work()
+        await Orchestrator(run, config, experience, pool, scoring, maker, evaluator, environments, partial_log, budget).work()
     finally:
         await pool.close()
-        await environment.close()
+        for environment in environments.values():
+            await environment.close()
 
 
 async def _started(run: Run) -> RunState | None:
@@ -132,13 +133,14 @@ class Orchestrator:
         scoring: Scoring,
         maker: GroupMaker,
         evaluator: Evaluator | None,
-        environment: Environment,
+        environments: Mapping[str, Environment],
         partial_log: PartialRolloutLog,
         budget: TokenBudget | None,
     ) -> None:
         self._run, self._config, self._experience = run, config, experience
         self._pool, self._scoring, self._maker = pool, scoring, maker
-        self._environment, self._partial_log, self._budget = environment, partial_log, budget
+        self._environments, self._environment = environments, environments[""]
+        self._partial_log, self._budget = partial_log, budget
         self._wake = asyncio.Event()
         self._schedule = EvalSchedule(run, config, experience, pool, evaluator, ended=self._wake.set)
         self._attempts: dict[int, int] = {}
@@ -177,7 +179,8 @@ class Orchestrator:
                     self._pool.set_asleep(await trains(self._run))
                 if not signals or "lease" in signals:
                     await self._pool.refresh()
-                    await self._environment.refresh()
+                    for environment in self._environments.values():
+                        await environment.refresh()
                 elif "commit" in signals:
                     await self._pool.take_commits()
                 if not signals or "expire" in signals:

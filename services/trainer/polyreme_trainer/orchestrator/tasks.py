@@ -29,3 +29,11 @@ async def together(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T
     async with task_group() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in tasks]
+
+
+async def end_all(tasks: Iterable["asyncio.Task[object]"]) -> None:
+    """Cancels the tasks and waits for their ends, whatever these are."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

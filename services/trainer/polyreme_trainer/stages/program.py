@@ -7,17 +7,16 @@ and records. A stage that returns has no unfinished save. This module imports no
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from polyreme.config.stage import StageConfig, StageTrainer
 from polyreme.experience.metric_records import CheckpointSaved, MetricRecord, Resumed, StageDone, StageEvaluation, StageStep
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.learner.engine import STEP, Engine, Saved, StageEngine
+from polyreme_trainer.learner.engine import STEP, Engine, Facts, Saved, StageEngine
 from polyreme_trainer.learner.gates import Gate
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.learning_rate import learning_rate
@@ -152,7 +151,7 @@ class Best:
     held_out: str
 
 
-def loaded_best(facts: Mapping[str, Any], held_out: StageRows | None) -> Best | None:
+def loaded_best(facts: Facts, held_out: StageRows | None) -> Best | None:
     """The best step in a checkpoint's facts; None without one, or if other rows were held out."""
     best = facts.get("best")
     return None if best is None or held_out is None or best["held_out"] != held_out.digest() else Best(**best)

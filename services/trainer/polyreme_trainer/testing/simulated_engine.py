@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,12 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, RowsLoss, Saved, Written
+from polyreme_trainer.learner.engine import DeviceUse, Facts, IterationMetrics, PlannedBatch, RowsLoss, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.megatron.atomic import discard, new_directory
+
+if TYPE_CHECKING:
+    from polyreme_trainer.algorithms.metrics import Metrics
 
 LAYOUT = plan_manifest([TensorSpec("weight", "U8", (64,))])
 
@@ -58,7 +61,7 @@ class PendingSave:
 
     path: Path
     weights: Weights
-    facts: dict[str, Any]
+    facts: dict[str, object]
     polled: bool = False
 
 
@@ -81,7 +84,7 @@ class SimulatedTrainEngine:
         self.newest_save: int | None = None
         self._pending: PendingSave | None = None
         self.trained_samples: TrainedSamples | None = None
-        self.facts: Mapping[str, Any] = {}
+        self.facts: Facts = {}
 
     @property
     def arena(self) -> Arena:
@@ -105,11 +108,11 @@ class SimulatedTrainEngine:
     def forward(self, role: str, rows: StageRows) -> NDArray[np.float32]:
         return np.zeros(sum(len(ids) - 1 for ids in rows.ids), dtype=np.float32)
 
-    def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
+    def forward_backward(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
         time.sleep(self._train_seconds)
         return []
 
-    def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> Sequence[Any]:
+    def measure(self, role: str, rows: StageRows, loss: RowsLoss) -> "Sequence[Metrics]":
         return []
 
     def means(self, metrics: Sequence[object]) -> Mapping[str, float]:
@@ -124,10 +127,10 @@ class SimulatedTrainEngine:
     def mix_in(self, rows: StageRows) -> None:
         pass
 
-    def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
+    def save_warm_start(self, step: int, facts: Mapping[str, int]) -> None:
         self._begin(checkpoint_path(self._checkpoints, step, "warm-start"), facts)
 
-    def load_warm_start(self) -> Mapping[str, Any] | None:
+    def load_warm_start(self) -> Mapping[str, int] | None:
         found = numbered(self._checkpoints, "warm-start")
         return json.loads((found[-1] / "facts.json").read_text()) if found else None
 
@@ -154,10 +157,10 @@ class SimulatedTrainEngine:
         sealed = seal(self._layout.stamped(self._run_id, term, version), view)
         return Written(sealed, slot, self._arena.complete(slot, version, term))
 
-    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
+    def save(self, written: Written, version: int, facts: Facts) -> None:
         self._begin(self.hf_path(version), facts)
 
-    def _begin(self, path: Path, facts: Mapping[str, object]) -> None:
+    def _begin(self, path: Path, facts: Facts) -> None:
         assert self._pending is None, "one save at a time"
         self._pending = PendingSave(path, self._weights, dict(facts))
 

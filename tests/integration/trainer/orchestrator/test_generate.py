@@ -36,6 +36,7 @@ async def test_tokens_of_one_replica(world):
     (replica,) = await world.start(profile)
     samples = await world.generate(count=8)
     assert len({one.length for one in samples}) > 3
+    assert [call.gather_ms for call in replica.calls] == [200]  # with few calls, tokens come soon
     for one in samples:
         ids, logprobs = expected(replica.engine, 1000 * one.index)
         assert one.token_ids().tolist() == ids

@@ -195,3 +195,11 @@ async def test_a_call_for_one_version_ends_when_the_policy_changes(replica: Repl
         await asyncio.wait_for(answering, 300)
     assert refused.value.args[0] == "FAILED_PRECONDITION"
     assert len(replica.running) == 0
+
+
+async def test_tokens_that_gather_are_one_chunk_of_their_sequence(replica: Replica) -> None:
+    replica.engine.has_place.set()
+    [response] = await replica.answer(60, gather_ms=60_000)
+    [chunk] = response.chunks
+    assert (len(chunk.token_ids), len(chunk.logprobs), chunk.oldest_version) == (240, 240, 1)
+    assert [(end.slot, [(span.start, span.end) for span in end.spans]) for end in response.ends] == [(0, [(0, 60)])]

@@ -162,7 +162,11 @@ def test_padding_saves_the_tensors_of_attention_for_each_position() -> None:
     assert 24 * full == added(arch, batch)["padding"]
 
 
-@pytest.mark.parametrize(("longest", "mask"), [(4096, {}), (4097, {"mask": 4097**2 * 5})])
-def test_a_window_has_a_mask_where_a_sequence_is_longer(longest: int, mask: dict[str, int]) -> None:
-    arch = replace(architecture(), window=4096, sliding=(True,) * 28)
-    assert added(arch, MicroBatchSize(longest, longest, padded=longest)) == mask
+def test_a_window_saves_its_mask_and_the_keys_before_queries() -> None:
+    arch = replace(architecture(), window=1024, sliding=(True,) * 14 + (False,) * 14)
+    assert added(arch, MicroBatchSize(1024, 1024, padded=1024)) == {}
+    keys = 4 * 2 * 512
+    for longest in (1025, 32768):
+        batch = MicroBatchSize(longest, longest, padded=longest)
+        assert added(arch, batch)["window"] == 1024**2 * 5 + longest * 14 * keys
+        assert added(arch, replace(batch, recompute="full"))["window"] == 1024**2 * 5 + longest * keys

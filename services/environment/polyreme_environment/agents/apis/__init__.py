@@ -4,11 +4,12 @@ Invariant: an API is a pure translation to a `TurnRequest` and from an `AgentTur
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis import chat, completions, inference, messages, responses
-from polyreme_environment.agents.reply import AgentTurn, EventWriter
-from polyreme_environment.agents.request import Asked, Message, TurnRequest
+from polyreme_environment.agents.reply import AgentTurn, Event, EventWriter
+from polyreme_environment.agents.request import Asked, TurnRequest
 
 
 class Api(Protocol):
@@ -18,7 +19,7 @@ class Api(Protocol):
         """The request. `history`: the conversation up to an answer, by the id of its turn. Raises RefusedRequestError."""
         ...
 
-    def reply(self, asked: Asked, turn: AgentTurn, /) -> dict[str, Any]:
+    def reply(self, asked: Asked, turn: AgentTurn, /) -> dict[str, object]:
         """The whole reply."""
         ...
 
@@ -26,7 +27,7 @@ class Api(Protocol):
         """What writes the same as server-sent events."""
         ...
 
-    def error(self, status: int, message: str, code: str, /) -> dict[str, Any]: ...
+    def error(self, status: int, message: str, code: str, /) -> Event: ...
 
 
 APIS: Mapping[str, Api] = {

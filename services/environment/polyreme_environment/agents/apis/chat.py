@@ -1,8 +1,8 @@
 """OpenAI's chat completions, with the fields by which vLLM's replies tell token ids. See `Api`."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, token_fields, usage
 from polyreme_environment.agents.request import (
     IGNORED,
@@ -10,7 +10,6 @@ from polyreme_environment.agents.request import (
     TOKEN_FIELDS,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     digest,
@@ -20,7 +19,7 @@ from polyreme_environment.agents.request import (
     read_temperature,
 )
 
-OUTPUT: dict[str, tuple[Any, ...]] = {
+OUTPUT: dict[str, tuple[object, ...]] = {
     "ignore_eos": (False,),
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
@@ -77,7 +76,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
     )
 
 
-def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def reply(asked: Asked, turn: AgentTurn) -> Event:
     choice = {
         "index": 0,
         "message": {**turn.message, "refusal": None, **_fields(asked, turn)},
@@ -106,7 +105,7 @@ class ChatEvents:
             yield self._chunk(turn, {"content": text})
 
     def end(self, turn: AgentTurn) -> Iterator[Event]:
-        calls = [{"index": place, **call} for place, call in enumerate(turn.message.get("tool_calls", ()))]
+        calls: list[Event] = [{"index": place, **call} for place, call in enumerate(turn.message.get("tool_calls", ()))]
         last = self._chunk(turn, {**({"tool_calls": calls} if calls else {}), **_fields(self._asked, turn)})
         (choice,) = last["choices"]
         choice |= {"logprobs": _logprobs(self._asked, turn), "finish_reason": _finish(turn), "stop_reason": turn.stopped_by}
@@ -122,7 +121,7 @@ class ChatEvents:
 events = ChatEvents
 
 
-def error(status: int, message: str, code: str) -> dict[str, Any]:
+def error(status: int, message: str, code: str) -> Event:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
@@ -150,14 +149,14 @@ def token_names(asked: Asked, turn: AgentTurn) -> list[str]:
     return [f"token_id:{id}" for id in turn.sampled.ids] if asked.get("return_tokens_as_token_ids") else list(turn.sampled.texts)
 
 
-def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, Any] | None:
+def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, object] | None:
     if not asked.get("logprobs"):
         return None
     pairs = zip(turn.logprobs(), token_names(asked, turn), strict=True)
     return {"content": [{**each, "token": name} for each, name in pairs], "refusal": None}
 
 
-def _head(asked: Asked, turn: PartialTurn | AgentTurn, kind: str) -> dict[str, Any]:
+def _head(asked: Asked, turn: PartialTurn | AgentTurn, kind: str) -> dict[str, object]:
     return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": turn.created, "model": str(asked.get("model") or "")}
 
 

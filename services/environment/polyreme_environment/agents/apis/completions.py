@@ -1,15 +1,14 @@
 """OpenAI's completions: a prompt as text or tokens, without a chat template. See `Api`."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis.chat import OUTPUT, error, token_names, wants_usage
 from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, usage
 from polyreme_environment.agents.request import (
     SAMPLING,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     check_neutral,
@@ -45,7 +44,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
     )
 
 
-def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def reply(asked: Asked, turn: AgentTurn) -> dict[str, object]:
     return {**_head(asked, turn), "choices": [{**_choice(asked, turn), **_finish(turn)}], "usage": usage(turn)}
 
 
@@ -73,7 +72,7 @@ class CompletionEvents:
 events = CompletionEvents
 
 
-def _prompt(value: Any) -> str | tuple[int, ...]:
+def _prompt(value: object) -> str | tuple[int, ...]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str) and value:
@@ -82,15 +81,15 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     return read_ids(value, "prompt")
 
 
-def read_ids(value: Any, key: str) -> tuple[int, ...]:
+def read_ids(value: object, key: str) -> tuple[int, ...]:
     """The ids of tokens, at least one. Raises RefusedRequestError."""
     if isinstance(value, list) and value and all(type(each) is int and 0 <= each < _IDS for each in value):
         return tuple(value)
     raise bad(f"expected `{key}` to be one text or the ids of one; found {value!r:.100}. Send a request for each one.")
 
 
-def _choice(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": 0, "text": turn.said.content, "logprobs": None}
+def _choice(asked: Asked, turn: AgentTurn) -> dict[str, object]:
+    choice: dict[str, object] = {"index": 0, "text": turn.said.content, "logprobs": None}
     if asked.get("logprobs") is not None:
         choice["logprobs"] = _logprobs(asked, turn)
     if asked.get("return_token_ids") and turn.sampled is not None:
@@ -98,7 +97,7 @@ def _choice(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
     return choice
 
 
-def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, object]:
     offsets, at = [], 0
     for each in turn.logprobs():
         offsets.append(at)
@@ -107,10 +106,10 @@ def _logprobs(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
     return {"tokens": token_names(asked, turn), "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
 
 
-def _finish(turn: AgentTurn) -> dict[str, Any]:
+def _finish(turn: AgentTurn) -> dict[str, object]:
     return {"finish_reason": "length" if turn.is_cut else "stop", "stop_reason": turn.stopped_by}
 
 
-def _head(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, Any]:
+def _head(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, object]:
     model = str(asked.get("model") or "")
     return {"id": f"cmpl-{turn.id}", "object": "text_completion", "created": turn.created, "model": model}

@@ -1,8 +1,8 @@
 """Tokens in, tokens out, as vLLM's /inference/v1/generate and the renderers of verifiers have it. See `Api`."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis.chat import error
 from polyreme_environment.agents.apis.completions import CompletionEvents, read_ids
 from polyreme_environment.agents.reply import AgentTurn, usage
@@ -11,7 +11,6 @@ from polyreme_environment.agents.request import (
     SAMPLING,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     digest,
@@ -58,7 +57,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
     )
 
 
-def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def reply(asked: Asked, turn: AgentTurn) -> dict[str, object]:
     assert turn.sampled is not None
     # vLLM names a token by `token_id`, where the renderers expect `token`.
     pairs = zip(turn.sampled.ids, turn.sampled.logprobs, strict=True)

@@ -1,14 +1,13 @@
 """Anthropic's messages: content blocks of texts, tool uses and their results. See `Api`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn
 from polyreme_environment.agents.request import (
     SAMPLING,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     check_neutral,
@@ -29,7 +28,7 @@ _KEYS = Keys(
     frozenset(("model", "metadata", "service_tier", "cache_control", "inference_geo")),
 )
 _ERRORS = {401: "authentication_error", 429: "rate_limit_error"}
-_Block = dict[str, Any]
+_Block = Event
 
 
 def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
@@ -53,7 +52,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
     )
 
 
-def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def reply(asked: Asked, turn: AgentTurn) -> dict[str, object]:
     return {
         **_head(asked, turn),
         "content": list(_blocks(asked, turn)),
@@ -115,7 +114,7 @@ class MessageEvents:
 events = MessageEvents
 
 
-def error(status: int, message: str, code: str) -> dict[str, Any]:
+def error(status: int, message: str, code: str) -> dict[str, object]:
     return {"type": "error", "error": {"type": _ERRORS.get(status, "invalid_request_error"), "message": message, "code": code}}
 
 
@@ -138,7 +137,7 @@ def _blocks(asked: Asked, turn: AgentTurn) -> Iterator[_Block]:
         yield {"type": "tool_use", "id": id, "name": call.name, "input": call.arguments}
 
 
-def _stop(turn: AgentTurn) -> dict[str, Any]:
+def _stop(turn: AgentTurn) -> dict[str, object]:
     reason = (
         "max_tokens" if turn.is_cut else "tool_use" if turn.said.calls else "stop_sequence" if turn.stopped_by else "end_turn"
     )
@@ -150,9 +149,11 @@ def _usage(turn: PartialTurn | AgentTurn, tokens: int) -> dict[str, int]:
     return {"input_tokens": turn.context_tokens, "output_tokens": tokens, **cache}
 
 
-def _assistant(message: Mapping[str, Any]) -> list[Message]:
+def _assistant(message: Mapping[str, object]) -> list[Message]:
     """An answer that comes back."""
-    parts, calls, thought = [], [], ""
+    parts: list[object] = []
+    calls: list[Message] = []
+    thought = ""
     for block in _content(message):
         match block.get("type"):
             case "tool_use":
@@ -167,7 +168,7 @@ def _assistant(message: Mapping[str, Any]) -> list[Message]:
     return [past_answer(parts, calls, thought)]
 
 
-def _user(message: Mapping[str, Any]) -> list[Message]:
+def _user(message: Mapping[str, object]) -> list[Message]:
     """The messages of a user's message: one for each result of a tool, and for the texts between them."""
     found: list[Message] = []
     for block in _content(message):
@@ -180,17 +181,17 @@ def _user(message: Mapping[str, Any]) -> list[Message]:
     return found
 
 
-def _content(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _content(message: Mapping[str, object]) -> list[Mapping[str, object]]:
     content = message.get("content")
     return [{"type": "text", "text": content}] if isinstance(content, str) else read_list(content, "content")
 
 
-def _text(block: Mapping[str, Any]) -> _Block:
+def _text(block: Mapping[str, object]) -> _Block:
     """A block without what is not for the policy, such as `cache_control`. One that is no text is refused with the conversation."""
     return {"type": block.get("type"), "text": block.get("text")}
 
 
-def _tool(tool: Mapping[str, Any]) -> Message:
+def _tool(tool: Mapping[str, object]) -> Message:
     if tool.get("type") not in (None, "custom"):
         raise bad(
             f"expected tools with an `input_schema`; found type {tool.get('type')!r:.100}. The run has no other tools: remove it."

@@ -5,17 +5,16 @@ An answer is up to three kinds of items: the thought, the message and the calls.
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, groupby
-from typing import Any
 
+from polyreme.dataset.chat import Message
 from polyreme_environment.agents.apis.chat import error
-from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, token_fields
+from polyreme_environment.agents.reply import AgentTurn, Event, PartialTurn, TokenLogprob, token_fields
 from polyreme_environment.agents.request import (
     IGNORED,
     SAMPLING,
     TOKEN_FIELDS,
     Asked,
     Keys,
-    Message,
     TurnRequest,
     bad,
     check_neutral,
@@ -49,7 +48,7 @@ _KEYS = Keys(
 )
 _LOGPROBS = "message.output_text.logprobs"
 _PREFIX = "resp_"
-_Item = dict[str, Any]
+_Item = Event
 
 
 def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
@@ -72,7 +71,7 @@ def read(asked: Asked, history: Callable[[str], list[Message]]) -> TurnRequest:
     )
 
 
-def reply(asked: Asked, turn: AgentTurn) -> dict[str, Any]:
+def reply(asked: Asked, turn: AgentTurn) -> dict[str, object]:
     whole = {
         **_response(asked, turn),
         "status": "incomplete" if turn.is_cut else "completed",
@@ -168,7 +167,7 @@ def _no_logprobs(kind: str) -> Event:
     return {"logprobs": []} if kind == "output_text" else {}
 
 
-def _response(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, Any]:
+def _response(asked: Asked, turn: PartialTurn | AgentTurn) -> dict[str, object]:
     same = {key: asked.get(key) for key in ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")}
     return {
         "id": f"{_PREFIX}{turn.id}",
@@ -207,7 +206,7 @@ def _thought(turn: PartialTurn | AgentTurn) -> _Item:
     return {"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": content, "status": "completed"}
 
 
-def _message(turn: PartialTurn | AgentTurn, status: str, logprobs: list[_Item]) -> _Item:
+def _message(turn: PartialTurn | AgentTurn, status: str, logprobs: list[TokenLogprob]) -> _Item:
     part = {"type": "output_text", "text": turn.said.content, "annotations": [], "logprobs": logprobs}
     return {"type": "message", "id": f"msg_{turn.id}", "role": "assistant", "content": [part], "status": status}
 
@@ -217,7 +216,7 @@ def _wants_logprobs(asked: Asked) -> bool:
     return isinstance(include, list) and _LOGPROBS in include
 
 
-def _messages(items: Any) -> list[Message]:
+def _messages(items: object) -> list[Message]:
     """The messages of the input. Successive items of an answer are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -225,15 +224,15 @@ def _messages(items: Any) -> list[Message]:
     return [each for by_policy, group in groups for each in ([_answer(group)] if by_policy else map(_input, group))]
 
 
-def _kind(item: Mapping[str, Any]) -> Any:
+def _kind(item: Mapping[str, object]) -> object:
     return item.get("type") or "message"
 
 
-def _is_answer(item: Mapping[str, Any]) -> bool:
+def _is_answer(item: Mapping[str, object]) -> bool:
     return _kind(item) in ("reasoning", "function_call") or (_kind(item) == "message" and item.get("role") == "assistant")
 
 
-def _input(item: Mapping[str, Any]) -> Message:
+def _input(item: Mapping[str, object]) -> Message:
     match _kind(item):
         case "message":
             return {"role": item.get("role"), "content": item.get("content")}
@@ -244,8 +243,10 @@ def _input(item: Mapping[str, Any]) -> Message:
             raise bad(f"expected items of type {kinds} in `input`; found {kind!r:.100}. Remove it.")
 
 
-def _answer(items: list[Mapping[str, Any]]) -> Message:
-    parts, calls, thoughts = [], [], []
+def _answer(items: list[Mapping[str, object]]) -> Message:
+    parts: list[object] = []
+    calls: list[Message] = []
+    thoughts: list[str] = []
     for item in items:
         if _kind(item) == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -259,7 +260,7 @@ def _answer(items: list[Mapping[str, Any]]) -> Message:
     return past_answer(parts, calls, "".join(thoughts))
 
 
-def _tool(tool: Mapping[str, Any]) -> Message:
+def _tool(tool: Mapping[str, object]) -> Message:
     if tool.get("type") != "function":
         raise bad(f"expected tools of type function; found {tool.get('type')!r:.100}. The run has no other tools: remove it.")
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

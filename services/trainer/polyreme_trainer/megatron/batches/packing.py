@@ -9,7 +9,6 @@ at the end only, as a separate sequence. The queries of a sequence belong to the
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -17,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyreme_trainer.megatron.batches.attention_blocks import plan_blocks
-from polyreme_trainer.megatron.batches.context_cut import Cut, runs
+from polyreme_trainer.megatron.batches.attention_blocks import cut_pieces, plan_pieces
+from polyreme_trainer.megatron.batches.attention_layout import Layout, lay_out
+from polyreme_trainer.megatron.batches.context_cut import Cut
 from polyreme_trainer.megatron.mcore import PackedSeqParams
 
 IntArray = NDArray[np.int64]
@@ -99,22 +99,6 @@ class Copies:
         return cls(*(torch.from_numpy(each).to(device) for each in (places, order, starts, order[starts])))
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Padded blocks in which attention runs where no kernel takes packed sequences.
-
-    Attributes:
-        shapes: rows and width of each block.
-        gather: int64 [p], the token at each of the p positions of all blocks; padding repeats a sequence's last token. None: p = t, and the
-            positions are the tokens in their order.
-        scatter: int64 [t], each token's position.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    gather: Tensor | None
-    scatter: Tensor
-
-
 @dataclass
 class Packing(PackedSeqParams):
     """megatron-core's parameters of packed sequences, with the rotary angles of all tokens.
@@ -140,55 +124,16 @@ class Packing(PackedSeqParams):
     halves: "tuple[Packing, ...]" = field(default=(), repr=False)
     keys: Tensor | None = field(default=None, repr=False)
     copies: Copies | None = field(default=None, repr=False)
-    _bands: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
-    _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    _layouts: dict[int | None, Layout] = field(default_factory=dict, repr=False)
 
-    def band(self, window: int, dtype: torch.dtype) -> Tensor:
-        """[s, s] for the longest sequence: 0 where the row's position attends to the column's, else minus infinity.
-
-        All layers share it. Its first rows and columns are the mask of a shorter sequence.
-        """
-        if (window, dtype) not in self._bands:
-            width = max(self.lengths)
-            is_seen = torch.ones(width, width, dtype=torch.bool, device=self.cu_seqlens_q.device).tril_().triu_(1 - window)
-            scores = torch.zeros(width, width, dtype=dtype, device=is_seen.device)
-            self._bands[window, dtype] = scores.masked_fill_(~is_seen, float("-inf"))
-        return self._bands[window, dtype]
-
-    def mask(self, number: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """The mask to add to the scores of block `number`, [queries, keys] or [rows, 1, queries, keys]; None: causal. All layers share it."""
-        width = self.blocks.shapes[number][1]
-        if self.blocks is self.key_blocks:
-            return None if window is None or width <= window else self.band(window, dtype)[:width, :width]
-        if (number, window, dtype) not in self._masks:
-            lengths, seen = (np.array(each, dtype=np.int64) for each in (self.lengths, self.key_lengths))
-            sizes = [rows * width for rows, width in self.blocks.shapes]
-            places = torch.from_numpy(runs(seen - lengths, lengths)).to(self.cu_seqlens_q.device)
-            places = places if self.blocks.gather is None else places.index_select(0, self.blocks.gather)
-            row = places.split(sizes)[number].view(-1, 1, width, 1)
-            column = torch.arange(self.key_blocks.shapes[number][1], device=places.device)
-            is_seen = (column <= row) if window is None else (column <= row) & (column > row - window)
-            scores = torch.zeros(is_seen.shape, dtype=dtype, device=places.device)
-            self._masks[number, window, dtype] = scores.masked_fill_(~is_seen, float("-inf"))
-        return self._masks[number, window, dtype]
-
-    @cached_property
-    def _plan(self) -> list[IntArray]:
-        lengths = np.array(self.key_lengths, dtype=np.int64)
-        starts = np.cumsum((0, *(self.runs or (len(lengths),))))
-        return [start + block for start, end in pairwise(starts) for block in plan_blocks(lengths[start:end], self.features)]
-
-    @cached_property
-    def key_blocks(self) -> Blocks:
-        """The blocks of the keys."""
-        return cut_blocks(np.array(self.key_lengths, dtype=np.int64), self._plan, self.cu_seqlens_q.device)
-
-    @cached_property
-    def blocks(self) -> Blocks:
-        """The blocks of the queries. They contain the same sequences as the blocks of the keys, and equal these if every key has a query."""
-        if self.lengths == self.key_lengths:
-            return self.key_blocks
-        return cut_blocks(np.array(self.lengths, dtype=np.int64), self._plan, self.cu_seqlens_q.device)
+    def layout(self, window: int | None) -> Layout:
+        """The blocks in which layers with this window run. All of them share it."""
+        if window not in self._layouts:
+            lengths, key_lengths = (np.array(each, dtype=np.int64) for each in (self.lengths, self.key_lengths))
+            pieces = cut_pieces(lengths, key_lengths, window)
+            plan = plan_pieces(pieces, self.features, window, self.runs)
+            self._layouts[window] = lay_out(pieces, plan, window, self.cu_seqlens_q.device)
+        return self._layouts[window]
 
     @cached_property
     def ends(self) -> list[int]:
@@ -253,22 +198,3 @@ def _of_lengths(lengths: tuple[int, ...], key_lengths: tuple[int, ...], features
         key_lengths=key_lengths,
         features=features,
     )
-
-
-def cut_blocks(lengths: IntArray, plan: list[IntArray], device: torch.device) -> Blocks:
-    """The planned blocks of sequences that stand one after the other. `plan`: see `plan_blocks`."""
-    starts = np.cumsum(lengths) - lengths
-    shapes: list[tuple[int, int]] = []
-    gathered: list[IntArray] = []
-    scatter, base = np.empty(int(lengths.sum()), dtype=np.int64), 0
-    for part in plan:
-        width, columns = int(lengths[part].max()), np.arange(lengths[part].max())
-        tokens = starts[part][:, None] + np.minimum(columns, lengths[part][:, None] - 1)
-        real = columns < lengths[part][:, None]
-        scatter[tokens[real]] = base + np.flatnonzero(real)
-        shapes.append((len(part), width))
-        gathered.append(tokens.ravel())
-        base += tokens.size
-    gather = np.concatenate(gathered)
-    moved = base != len(scatter) or bool((gather != np.arange(base)).any())
-    return Blocks(tuple(shapes), torch.from_numpy(gather).to(device) if moved else None, torch.from_numpy(scatter).to(device))

@@ -39,6 +39,7 @@ from polyreme.rundir.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
+from polyreme_trainer.learner.engine import Facts
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
@@ -72,8 +73,8 @@ class Checkpoint:
 
     path: Path
     iteration: int
-    layout: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    layout: Facts
+    facts: Facts
     files: Mapping[str, str]
 
     def intact(self) -> bool:
@@ -91,8 +92,8 @@ class RankContents:
         rank, ranks: this rank's number, and how many there are.
     """
 
-    contents: Mapping[str, Any]
-    models: Mapping[str, Any]
+    contents: Mapping[str, object]
+    models: Facts
     rank: int
     ranks: int
 
@@ -172,7 +173,7 @@ def give_up(temporary: Path, own: RankContents, error: OSError) -> None:
     _write_receipt(temporary, own.rank, {"error": str(error)})
 
 
-def complete(temporary: Path, path: Path, own: RankContents, facts: Mapping[str, Any], seconds: float) -> None:
+def complete(temporary: Path, path: Path, own: RankContents, facts: Facts, seconds: float) -> None:
     """Publishes the checkpoint `path`, and replaces an existing one, once every rank has written its files. On rank 0, after `write`.
 
     Args:
@@ -320,7 +321,7 @@ def _receipt(temporary: Path, rank: int) -> Path:
     return temporary / f"written-{rank}.json"
 
 
-def _write_receipt(temporary: Path, rank: int, content: Mapping[str, Any]) -> None:
+def _write_receipt(temporary: Path, rank: int, content: Mapping[str, object]) -> None:
     receipt = _receipt(temporary, rank)
     unfinished = receipt.with_suffix(".part")
     unfinished.write_text(json.dumps(content))
@@ -335,7 +336,7 @@ def _state_file(rank: int) -> str:
     return f"state-{rank}.pt"
 
 
-def _models(roles: Sequence[AnyRole]) -> dict[str, Any]:
+def _models(roles: Sequence[AnyRole]) -> dict[str, object]:
     adapters = roles[0].model.adapters
     lora = {} if adapters is None else {"lora": adapters.lora.model_dump(mode="json")}
     return {"dtype": roles[0].model.dtype, "roles": [role.name for role in roles], **lora}

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from polyreme.errors import PolyremeError
 from polyreme.rundir.checkpoint_manifest import number_of, numbered
@@ -54,7 +53,7 @@ class Save:
 
     path: Path
     roles: Sequence[AnyRole]
-    facts: Callable[[], Mapping[str, Any]]
+    facts: Callable[[], Mapping[str, object]]
     keep: int
     hf_path: Path | None = None
     exports: Mapping[str, Export] = field(default_factory=dict)
@@ -165,6 +164,6 @@ class CheckpointWriter:
         return min([number, *map(number_of, numbered(folder, prefix))]), time.perf_counter() - began
 
 
-async def _finished(work: BackgroundWork[Any], seconds: float) -> bytes:
+async def _finished(work: BackgroundWork[tuple[int, float]], seconds: float) -> bytes:
     """One byte: whether the work finishes within `seconds`."""
     return bytes([await asyncio.to_thread(work.finished, seconds) if seconds else work.finished()])

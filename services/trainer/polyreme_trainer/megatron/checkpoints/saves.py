@@ -7,14 +7,13 @@ is never removed: it is the reference policy, and every checkpoint has its diges
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.loading import LoadReports, unreported
 from polyreme.rundir.checkpoint_manifest import checkpoint_path, number_of, numbered
-from polyreme_trainer.learner.engine import Saved
+from polyreme_trainer.learner.engine import Facts, Saved
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.checkpoints import checkpoint
@@ -72,7 +71,7 @@ class Saves:
         self._frozen = FrozenWeights(ranks)
         self._writer = CheckpointWriter(ranks)
 
-    def load(self, roles: Sequence[AnyRole], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
+    def load(self, roles: Sequence[AnyRole], loads: LoadReports = unreported) -> tuple[int, Facts] | None:
         """Restores the newest intact checkpoint. Collective.
 
         Returns:
@@ -92,7 +91,7 @@ class Saves:
         self,
         number: int,
         roles: Sequence[AnyRole],
-        facts: Mapping[str, Any],
+        facts: Facts,
         hf_path: Path | None,
         exports: Mapping[str, Export],
     ) -> None:
@@ -114,11 +113,11 @@ class Saves:
         """Waits once more for a running save after an error elsewhere. Not collective."""
         self._writer.close()
 
-    def _check(self, facts: Mapping[str, Any]) -> None:
+    def _check(self, facts: Facts) -> None:
         """Raises ConfigError for a checkpoint that does not fit. Collective."""
         self._frozen.check(self.frozen_directories, facts[FROZEN])
 
-    def _further_facts(self) -> dict[str, Any]:
+    def _further_facts(self) -> dict[str, object]:
         """The facts for the manifest that a resume checks. In rank 0's thread."""
         return {FROZEN: self._frozen.record(self.frozen_directories)}
 
@@ -143,12 +142,12 @@ class RunSaves(Saves):
         """The path of the Hugging Face directory of `version`."""
         return checkpoint_path(self._hf, version)
 
-    def load(self, roles: Sequence[AnyRole], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
+    def load(self, roles: Sequence[AnyRole], loads: LoadReports = unreported) -> tuple[int, Facts] | None:
         if (loaded := super().load(roles, loads)) is not None:
             self.newest = loaded[0]
         return loaded
 
-    def save_warm_start(self, step: int, roles: Sequence[AnyRole], facts: Mapping[str, Any]) -> None:
+    def save_warm_start(self, step: int, roles: Sequence[AnyRole], facts: Facts) -> None:
         """Starts to write a checkpoint between two steps of a warm start. `step` counts the steps of all phases. Collective."""
         path = checkpoint_path(self._root, step, WARM_START)
         self._writer.start(Save(path, roles, lambda: {**facts, **super(RunSaves, self)._further_facts()}, keep=1))
@@ -159,11 +158,11 @@ class RunSaves(Saves):
             self.newest = saved.number
         return saved
 
-    def _further_facts(self) -> dict[str, Any]:
+    def _further_facts(self) -> dict[str, object]:
         further = {**super()._further_facts(), "warm_started": bool(self._trainer.sft)}
         return {**self._frozen.record(self._reference), **further}
 
-    def check_reference(self, facts: Mapping[str, Any]) -> Path:
+    def check_reference(self, facts: Facts) -> Path:
         """The Hugging Face directory of version 0, after a check of its weights against the checkpoint's digest. Collective.
 
         Raises:
@@ -197,7 +196,7 @@ class RunSaves(Saves):
         atomic.discard_unfinished(self._hf, "iteration-*")
         atomic.discard_unfinished(self._root, f"{WARM_START}-*")
 
-    def _check(self, facts: Mapping[str, object]) -> None:
+    def _check(self, facts: Facts) -> None:
         """Also raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
 
         The reference and the critic would have the wrong frozen weights: after a warm start they start from version 0's export, otherwise

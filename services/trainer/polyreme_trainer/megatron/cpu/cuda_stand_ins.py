@@ -6,10 +6,14 @@ ends.
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from polyreme_trainer.megatron.mcore import MoEAlltoAllTokenDispatcher
 
 
 class CudaIsCpu(TorchFunctionMode):
@@ -27,7 +31,7 @@ class CudaIsCpu(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_CUDA_STAND_INS: dict[str, Any] = {
+_CUDA_STAND_INS: dict[str, object] = {
     "current_device": lambda: "cpu",
     "synchronize": lambda device=None: None,
     "get_rng_state": lambda device=None: torch.get_rng_state(),
@@ -52,7 +56,9 @@ def install_cuda_stand_ins() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_as_lists
 
 
-def _counts_as_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+def _counts_as_lists(
+    dispatcher: "MoEAlltoAllTokenDispatcher", point: str, tokens_per_expert: Tensor | None = None
+) -> Tensor | None:
     """Returns the numbers of tokens that this expert rank sends and receives as lists, where megatron-core would copy them to the CPU."""
     if point == dispatcher.cuda_dtoh_point:
         dispatcher.input_splits, dispatcher.output_splits = dispatcher.input_splits.tolist(), dispatcher.output_splits.tolist()

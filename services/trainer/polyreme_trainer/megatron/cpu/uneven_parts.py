@@ -3,17 +3,18 @@
 Invariant: a sum adds the ranks' parts in the order of the ranks, so the result is reproducible bit by bit.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from polyreme_trainer.megatron.mcore import mappings
 
 _gather_equal, _reduce_scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
 
-def gather(part: Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+def gather(
+    part: Tensor, group: ProcessGroup, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> Tensor:
     """All ranks' parts, one after the other along the first dimension. output_split_sizes: each part's length; None for equal ones."""
     if output_split_sizes is None or group.size() == 1:
         return _gather_equal(part, group, None, use_global_buffer)
@@ -25,7 +26,7 @@ def gather(part: Tensor, group: Any, output_split_sizes: list[int] | None = None
 
 
 def reduce_scatter(
-    whole: Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    whole: Tensor, group: ProcessGroup, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> Tensor:
     """This rank's part along the first dimension of the sum of `whole` over the ranks. input_split_sizes: as in `gather`."""
     if input_split_sizes is None or group.size() == 1:

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +28,7 @@ EXPERT_BIASES = ("e_score_correction_bias", "expert_bias", "moe_statics.e_score_
 class HfTensors(Mapping[str, Tensor]):
     """Tensors by name, read from memory-mapped files when accessed."""
 
-    def __init__(self, path: Path, files: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, files: Mapping[str, safe_open]) -> None:
         self._path, self._files = path, files
 
     def __getitem__(self, name: str) -> Tensor:
@@ -42,7 +41,7 @@ class HfTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], unread: tuple[str, ...] = ()) -> None:
-        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor. Any other bias in
+        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor. Another bias in
         the choice of experts is refused, because without it other experts would be chosen. `unread`: the starts of names that no model reads.
         """
         for name in self._files:
@@ -96,7 +95,7 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 def open_tensors(path: Path) -> Iterator[HfTensors]:
     """Opens the directory's weights. Raises ConfigError when a file is missing or damaged."""
     with contextlib.ExitStack() as stack:
-        files: dict[str, Any] = {}
+        files: dict[str, safe_open] = {}
         for file in _weight_files(Path(path)):
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))

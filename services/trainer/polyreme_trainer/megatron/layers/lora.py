@@ -24,6 +24,9 @@ from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, hf_shapes, param_shapes, rank_slices, stage_rows
 from polyreme_trainer.megatron.huggingface.lora_mapping import LORA_A, A, B, adapter_architecture, projection_of
 from polyreme_trainer.megatron.mcore import (
+    ColumnParallelLinear,
+    GPTModel,
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     parallel_state,
@@ -43,18 +46,25 @@ class Adapter:
         scale: the factor of the adapter's output.
     """
 
-    def __init__(self, layer: Any, a: torch.nn.Parameter, b: torch.nn.Parameter, owner: Tensor | None, scale: float) -> None:
+    def __init__(
+        self,
+        layer: ColumnParallelLinear | RowParallelLinear,
+        a: torch.nn.Parameter,
+        b: torch.nn.Parameter,
+        owner: Tensor | None,
+        scale: float,
+    ) -> None:
         self.layer, self.a, self.b, self.owner, self.scale, self.on = layer, a, b, owner, scale, True
         self._product: Product = layer._forward_impl
 
-    def __call__(self, **arguments: Any) -> Tensor:
+    def __call__(self, **arguments: object) -> Tensor:
         """The layer's matrix product with the adapter's, from the arguments of megatron-core's `_forward_impl`."""
         if not self.on:
             return self._product(**arguments)
         local = without_collectives(self.layer, arguments)
         return self.add_to(self._product(**local), self._product, local)
 
-    def add_to(self, output: Tensor, product: Product, local: Mapping[str, Any]) -> Tensor:
+    def add_to(self, output: Tensor, product: Product, local: Mapping[str, object]) -> Tensor:
         """The layer's output with the adapter's. `product` computes that one from `local`, the arguments of the layer's own product."""
         inner = product(**{**local, "bias": None, "weight": self.a})
         outer = product(**{**local, "bias": None, "weight": self.wide_b(), "input": inner})
@@ -83,7 +93,7 @@ class Adapter:
         return weight.float().addmm(self.wide_b().float(), self.a.float(), alpha=self.scale).to(weight.dtype)
 
 
-def without_collectives(layer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def without_collectives(layer: ColumnParallelLinear | RowParallelLinear, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a layer's product with the tensor ranks' collectives already done. Several products that read this one input have
     their gradients of it summed over the ranks at once."""
     input = arguments["input"]
@@ -130,7 +140,7 @@ class Adapters:
         params: the trained parameters by name.
     """
 
-    def __init__(self, module: Any, arch: Architecture, here: Rank, lora: LoraConfig, seed: int) -> None:
+    def __init__(self, module: GPTModel, arch: Architecture, here: Rank, lora: LoraConfig, seed: int) -> None:
         self.lora, self.arch = lora, adapter_architecture(arch, lora)
         self.layers: dict[str, Adapter] = {}
         self._partial: list[torch.nn.Parameter] = []
@@ -167,7 +177,7 @@ class Adapters:
         if self._hook is not None:
             self._hook.remove()
 
-    def _owner(self, where: str, layer: Any, here: Rank) -> Tensor | None:
+    def _owner(self, where: str, layer: ColumnParallelLinear | RowParallelLinear, here: Rank) -> Tensor | None:
         """Which projection's A each row of a layer's weight uses, see `Adapter`."""
         pieces = [piece for piece in rank_slices(self.arch, here) if piece.param.rpartition(".")[0] == where]
         places = {
@@ -218,6 +228,6 @@ class Adapters:
             gradient.copy_(part.view_as(gradient))
 
 
-def differentiable(_module: object, _arguments: object, embedded: Tensor) -> Tensor:
+def differentiable(_module: GPTModel, _arguments: object, embedded: Tensor) -> Tensor:
     """Layers are recomputed only where their input has a gradient, and the output of a frozen embedding has none."""
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded

@@ -3,8 +3,6 @@
 Invariant: a zero-centred weight is added to 1 in fp32, as in transformers.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ class TorchRmsNorm(torch.nn.Module):
     """An RMS norm with megatron-core's interface and torch's kernel. Weight [hidden_size]. With `layernorm_zero_centered_gamma` the factor is
     1 + weight."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: object) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - ranks then sum its gradient
@@ -44,7 +42,7 @@ class ProjectionNorm(torch.nn.Module):
         heads: the heads of all tensor ranks.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int, **_: object) -> None:
         super().__init__()
         self.ranks, self.width, self.eps = config.tensor_model_parallel_size, heads * hidden_size, eps
         self.weight = torch.nn.Parameter(torch.ones(self.width // self.ranks, dtype=config.params_dtype))
@@ -70,7 +68,7 @@ def ends_in_norm(linear: type[torch.nn.Module], norm: type[torch.nn.Module]) -> 
     """A row-parallel layer whose output passes through a norm, `post_layernorm`, before the residual is added."""
 
     class Normed(linear):  # type: ignore[misc, valid-type]
-        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: object) -> None:
             super().__init__(input_size, output_size, config=config, **options)
             self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
 

@@ -6,13 +6,13 @@ log-probabilities at positions of several thousand.
 
 import functools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from polyreme_trainer.megatron.huggingface.families.rope import Rope
+from polyreme_trainer.megatron.layers.spec import AutogradContext
 
 
 @functools.lru_cache(maxsize=4)
@@ -66,13 +66,13 @@ def _yarn(rope: Rope, wavelengths: Tensor, head_dim: int) -> Tensor:
 
 class _Rotary(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _turn(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return _turn(grads[0], cos, sin, -1), None, None
 

@@ -9,7 +9,6 @@ the others.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank, stage_rows
 from polyreme_trainer.megatron.huggingface.lora_mapping import B, adapter_architecture
 from polyreme_trainer.megatron.layers.lora import Adapters, Product, differentiable, without_collectives
+from polyreme_trainer.megatron.mcore import ColumnParallelLinear, GPTModel, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SharedPass:
         here: this rank.
     """
 
-    def __init__(self, module: Any, arch: Architecture, here: Rank) -> None:
+    def __init__(self, module: GPTModel, arch: Architecture, here: Rank) -> None:
         self.parts: Sequence[AdapterRun] = ()
         self.same_bits = True
         for row, _ in stage_rows(adapter_architecture(arch, LoraConfig()), here):
@@ -57,7 +57,7 @@ class SharedPass:
 class _SharedProduct:
     """The product of one layer, in place of megatron-core's `_forward_impl`."""
 
-    def __init__(self, shared: SharedPass, name: str, layer: Any) -> None:
+    def __init__(self, shared: SharedPass, name: str, layer: ColumnParallelLinear | RowParallelLinear) -> None:
         self._shared, self._name, self._layer = shared, name, layer
         self._product: Product = layer._forward_impl
 
@@ -66,7 +66,7 @@ class _SharedProduct:
         if not parts:
             return self._product(**arguments)
         local = without_collectives(self._layer, arguments)
-        input = local["input"]
+        input: Tensor = local["input"]
         sizes = [part.tokens for part in parts]
         if rest := len(input) - sum(sizes):  # alignment, at the end
             sizes.append(rest)

@@ -5,10 +5,11 @@ Invariant: all specs compute the same function of the same parameters, with the 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from polyreme_trainer.megatron.huggingface.families.base import ModelFamily
 from polyreme_trainer.megatron.mcore import (
@@ -17,10 +18,23 @@ from polyreme_trainer.megatron.mcore import (
 )
 
 
+class AutogradContext(Protocol):
+    """What `torch.autograd.Function` hands from its forward to its backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keeps tensors as `saved_tensors`."""
+        ...
+
+
 class Linear(Protocol):
     """The matrix product of a parallel layer."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input_grads: bool) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None, sum_input_grads: bool
+    ) -> Tensor:
         """x @ weight.T + bias.
 
         Args:
@@ -38,7 +52,7 @@ def with_bias(linear: type[torch.nn.Module], family: ModelFamily, name: str) -> 
     """
 
     class Biased(linear):  # type: ignore[misc, valid-type]
-        def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+        def __init__(self, input_size: int, output_size: int, **options: object) -> None:
             super().__init__(input_size, output_size, **{**options, "bias": True, "skip_bias_add": False})
 
     return Biased if family.has_bias(name) else linear
@@ -56,4 +70,4 @@ class ModelSpec:
 
     block: Callable[[TransformerConfig, ModelFamily, Sequence[bool]], TransformerBlockSubmodules]
     linear: Linear
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)

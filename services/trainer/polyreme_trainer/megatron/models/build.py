@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,7 +158,7 @@ def build_chunks(
     return chunks
 
 
-def join_chunks(chunks: Sequence[GPTModel]) -> Any:
+def join_chunks(chunks: Sequence[GPTModel]) -> GPTModel:
     """One module with the modules of all chunks, under the names of `hf_mapping`. Layer numbers continue from one chunk to the next."""
     if len(chunks) == 1:
         return chunks[0]

@@ -7,16 +7,17 @@ job's `compute` is called.
 Invariant: a job's `compute` sees the model as if it were whole: `ShardedModel.hidden` of the job's ids returns final hidden states.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron.batches.packing import PackedIds
 from polyreme_trainer.megatron.mcore import (
+    GPTModel,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
     parallel_state,
@@ -63,7 +64,7 @@ def run_stages(model: ShardedModel, jobs: Iterable[Job[T]], backward: bool) -> l
     if not every:
         return results
 
-    def forward(queue: Any, chunk: Any) -> tuple[Tensor, None]:
+    def forward(queue: Iterator[Job[T]], chunk: GPTModel) -> tuple[Tensor, None]:
         job = next(queue)
         with job.context():
             if not chunk.post_process:

@@ -5,7 +5,6 @@ Invariant: the fragments of all data ranks together are the trained parameters, 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ class Fragment:
         return self.main.nbytes * (len(MOMENTS) + self.copied)
 
 
-def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list[Fragment]:
+def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: mcore.MegatronOptimizer) -> list[Fragment]:
     """The fragments that `inner`, one of megatron-core's optimizers, steps on this rank, in the order of the model's `parameters`.
 
     Raises ConfigError if megatron-core did not choose torch's AdamW: others keep their count of steps where checkpoints do not look for it.

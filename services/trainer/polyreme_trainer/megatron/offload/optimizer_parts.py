@@ -7,7 +7,6 @@ Invariant: outside of `step` and `visits`, no part is on the device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ class OptimizerParts:
         return self._part_of[id(fragment)].now(tensor)
 
     @torch.no_grad()
-    def step(self, inner: Sequence[Any]) -> None:
+    def step(self, inner: Sequence[mcore.MegatronOptimizer]) -> None:
         """Does the work of `step_with_ready_grads` of megatron-core's optimizers `inner`. Collective over the data ranks."""
         gradients = {id(fragment): fragment.main.grad for part, _ in self._parts for fragment in part}
         for part, _ in self._parts:

@@ -5,7 +5,7 @@ Invariant: only one answer's logits exist at a time, because logits of many answ
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from polyreme_trainer.algorithms.kl import estimate
 from polyreme_trainer.learner.gates import Answer, Gate, GateLimits
+
+if TYPE_CHECKING:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 
 def probe_ids(vocab: int, length: int, seed: int) -> Tensor:
@@ -34,7 +37,7 @@ def load_hf_critic(path: Path, dtype: str) -> torch.nn.Module:
     return _load(AutoModelForSequenceClassification, path, dtype)
 
 
-def _load(kind: Any, path: Path, dtype: str) -> torch.nn.Module:
+def _load(kind: "type[AutoModelForCausalLM | AutoModelForSequenceClassification]", path: Path, dtype: str) -> torch.nn.Module:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from polyreme_trainer.megatron.mindspeed import DEVICE
 _NUMBERS = 2**20
 
 
-def facts() -> dict[str, Any]:
+def facts() -> dict[str, object]:
     """torch's version and the accelerators that it sees: names by kind."""
     npu = []
     if find_spec("torch_npu") is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -235,7 +235,7 @@ class Role(Generic[Model]):
         """The weights and moments that training changes and that this rank saves (not copies). If several ranks have the same weights, the
         first one saves them."""
         weights = {name: (0, param.flatten()) for name, param in self.model.own_state_dict().items()}
-        state: dict[str, Any] = {"steps": 0, WEIGHTS: weights}
+        state: dict[str, object] = {"steps": 0, WEIGHTS: weights}
         if self.optimizer is not None:
             state |= {"steps": self.optimizer.steps, **self.optimizer.rank_state()}
         return state

@@ -12,7 +12,6 @@ barrier. The owner of an arena seals its part, and rank 0 has the manifests of a
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,7 +111,7 @@ class VersionWriter:
             self._server.start()
             path, address = str(self.arena.path), self._server.address
             logger.info("serving part %d of the weights at %s", part, address)
-        owned: list[Any] = [None] * dist.get_world_size()
+        owned: list[tuple[str, str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(owned, (path, address) if self._owns else None)
         arenas = [found for found in owned if found]
         self._addresses = [address for _, address in arenas]
@@ -150,7 +149,7 @@ class VersionWriter:
         if self.parts == 1:
             return ()
         mine = None if sealed is None or self._ranks.leads else sealed.to_proto().SerializeToString()
-        found: list[Any] | None = [None] * dist.get_world_size() if self._ranks.leads else None
+        found: list[bytes | None] | None = [None] * dist.get_world_size() if self._ranks.leads else None
         dist.gather_object(mine, found, dst=0)
         manifests = [Manifest.from_proto(pb.Manifest.FromString(part)) for part in found or () if part]
         return tuple(RemotePart(part, self._addresses[part.part]) for part in manifests)

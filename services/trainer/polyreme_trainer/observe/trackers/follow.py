@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from polyreme.config.base import BaseConfig
 from polyreme.config.trackers import TrackerSection
 from polyreme.errors import PolyremeError
+from polyreme.experience.metric_records import Line
 from polyreme.rundir.reader.scalars import scalars
 from polyreme.rundir.run_records import write_atomically
 from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun, Tracker, open_tracker
@@ -64,7 +64,7 @@ def write_cursor(run_dir: Path, kind: str, cursor: Cursor) -> None:
     write_atomically(cursor_path(run_dir, kind), json.dumps(asdict(cursor)) + "\n")
 
 
-def read_lines(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+def read_lines(path: Path, offset: int) -> tuple[list[Line], int]:
     """The whole lines after `offset`, up to BATCH_BYTES or one longer line, and the offset of the next line."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(offset)
@@ -73,7 +73,7 @@ def read_lines(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     return [], offset
 
 
-def points(line: dict[str, Any]) -> Iterator[Point]:
+def points(line: Line) -> Iterator[Point]:
     """The points of a record for a tracker: one or none."""
     found = list(scalars(line))
     if found:
@@ -105,7 +105,7 @@ def run_tracker(config: BaseConfig, run_id: str, section: TrackerSection, stoppi
             stopping.wait(POLL_SECONDS)
 
 
-def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:
+def send(tracker: Tracker, lines: list[Line]) -> None:
     """Sends every point of the lines, in order."""
     for line in lines:
         for point in points(line):

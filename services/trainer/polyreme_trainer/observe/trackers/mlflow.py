@@ -4,11 +4,14 @@ Invariant: parameters are those of the run's first start, since MLflow refuses t
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from polyreme.config.trackers import MlflowConfig
 from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow.entities import Param
 
 _BATCH = 100
 """Maximum number of parameters in one call of MLflow."""
@@ -38,7 +41,7 @@ class MlflowTracker:
     def close(self) -> None:
         self._client.set_terminated(self.tracker_id)
 
-    def _create(self, project: str, run: TrackedRun, param: Any) -> str:
+    def _create(self, project: str, run: TrackedRun, param: "Callable[[str, str], Param]") -> str:
         found = self._client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else self._client.create_experiment(project)
         tracker_id: str = self._client.create_run(experiment, run_name=run.name, tags={"polyreme.run": run.run_id}).info.run_id

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from polyreme.config.trackers import PluginConfig, TrackerSection
 from polyreme.errors import ConfigError
@@ -38,7 +38,7 @@ class TrackedRun:
 
     run_id: str
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     folder: Path
     tracker_id: str | None
 
@@ -60,7 +60,7 @@ class Point:
 
 
 class Tracker(Protocol):
-    """An open run of a tracker. Any exception in its methods is a failure of the tracker and ends its process."""
+    """An open run of a tracker. An exception in its methods is a failure of the tracker and ends its process."""
 
     @property
     def tracker_id(self) -> str:

@@ -4,8 +4,7 @@ Invariant: the turns begin in the order of the requests. When the episode ends, 
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import grpc
 
@@ -15,6 +14,7 @@ from polyreme_trainer.orchestrator.environment.episodes import Ending
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 from polyreme_trainer.orchestrator.environment.session import EpisodeSession
 from polyreme_trainer.orchestrator.environment.wire import Outbox, finite, read_calls
+from polyreme_trainer.orchestrator.tasks import end_all
 
 _LOOK_SECONDS = 5.0
 """Seconds after which the clock, which may have stood, is looked at again."""
@@ -33,7 +33,7 @@ class AgentPlay:
         grace: seconds in which the server may report the end of an agent after those of the episode.
     """
 
-    def __init__(self, call: Any, session: EpisodeSession, at_once: int, grace: float) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall, session: EpisodeSession, at_once: int, grace: float) -> None:
         self._call, self._session, self._at_once, self._grace = call, session, at_once, grace
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._outbox = Outbox(call)
@@ -58,12 +58,12 @@ class AgentPlay:
                         return ending
                     reading = self._read()
         finally:
-            await _end([reading, writing, *self._turns.values()])
+            await end_all([reading, writing, *self._turns.values()])
 
-    def _read(self) -> "asyncio.Task[Any]":
+    def _read(self) -> "asyncio.Task[pb.RunResponse]":
         return asyncio.create_task(self._call.read())
 
-    async def _wait(self, reading: "asyncio.Task[Any]") -> "set[asyncio.Task[Any]]":
+    async def _wait(self, reading: "asyncio.Task[pb.RunResponse]") -> "set[asyncio.Task[pb.RunResponse | None]]":
         """The tasks that have ended, at least one. Raises NoEndingError when the seconds of the episode and of grace have passed."""
         while True:
             left = min(self._session.clock.seconds_left + self._grace, _LOOK_SECONDS)
@@ -73,7 +73,7 @@ class AgentPlay:
             if done:
                 return done
 
-    def _take(self, response: Any) -> Ending | None:
+    def _take(self, response: pb.RunResponse) -> Ending | None:
         if response is grpc.aio.EOF:
             raise NoEndingError("ended an episode without its ending")
         if response.HasField("withdrawal"):
@@ -116,10 +116,3 @@ class AgentPlay:
         answer.number = request.number
         answer.seconds_left = max(0.0, self._session.clock.seconds_left)
         self._outbox.put(pb.RunRequest(answer=answer))
-
-
-async def _end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    ending = list(tasks)
-    for task in ending:
-        task.cancel()
-    await asyncio.gather(*ending, return_exceptions=True)

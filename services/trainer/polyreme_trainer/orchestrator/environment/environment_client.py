@@ -8,10 +8,10 @@ import asyncio
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
@@ -19,14 +19,14 @@ from polyreme.api.v1 import environment_pb2, environment_pb2_grpc
 from polyreme.api.v1.experience_pb2 import OUTCOME_TIME
 from polyreme.config.data import DataConfig
 from polyreme.config.environment import EnvironmentConfig
-from polyreme.dataset.chat import read_tools, with_tools
+from polyreme.dataset.chat import Message, read_tools, with_tools
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_trainer.data.prompts import prompt_in
-from polyreme_trainer.data.tail import Message, Tools
+from polyreme_trainer.data.tail import Tools
 from polyreme_trainer.orchestrator.environment.agent_play import AgentPlay, NoEndingError
 from polyreme_trainer.orchestrator.environment.episodes import Ending, HostLostError
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError, Task
@@ -41,6 +41,8 @@ _REST_SECONDS = 5.0
 """Seconds for which a server that failed gets no episode."""
 _PAUSE_SECONDS = 0.5
 """Those of a server that plays on: it is full, or has lost a process, which is no reason to leave its others without work."""
+_LOOK_SECONDS = 0.5
+"""Seconds between two looks for a server while episodes wait for one, since the end of a rest has no event."""
 _CLOSE_SECONDS = 1.0
 _AGENT_SECONDS = 10.0
 """Seconds for a server to report the end of an agent that it has ended."""
@@ -54,28 +56,30 @@ class _EnvironmentServer:
     rests_until: float = 0.0
     unreached_since: float | None = None  # None: its newest call was answered
 
-    @property
-    def capacity(self) -> int:
-        return int(self.lease.facts.get("episodes", 1))
+    def capacity(self, environment: str) -> int:
+        return int(self.lease.facts["episodes"].get(environment, 0))
 
 
 class EnvironmentClient:
-    """A host of episodes: all environment servers with a lease.
+    """A host of the episodes of an environment: all environment servers with a lease.
 
     Args:
         run: provides the leases and receives the notices.
         config: `start_timeout` and `security` are used.
         data: says which columns of a row are its prompt, tools and label.
         seed: the run's seed.
+        name: of the environment; "": the run's.
     """
 
-    def __init__(self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int) -> None:
-        self._config, self._data, self._seed = config, data, seed
+    def __init__(self, run: Run, config: EnvironmentConfig, data: DataConfig, seed: int, name: str = "") -> None:
+        self._config, self._data, self._seed, self._name = config, data, seed, name
         # An agent gives its reward at its end, for which it has step_timeout seconds after a bound.
         self._grace = config.step_timeout + _AGENT_SECONDS if config.is_agent else 0.0
         self._leases = LiveServers(run, "environment")
         self._servers: dict[str, _EnvironmentServer] = {}
-        self._changed = asyncio.Condition()
+        self._waiting: deque[asyncio.Future[_EnvironmentServer]] = deque()  # one for each episode that waits for a server
+        self._deadline = 0.0  # monotonic seconds at which they wait in vain, unless a server can be used until then
+        self._looking: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def wait_ready(self) -> None:
@@ -94,10 +98,11 @@ class EnvironmentClient:
             channel = rpc.connect(leases[new].address, self._config.security)
             self._servers[new] = _EnvironmentServer(leases[new], channel)
             logger.info("environment server %s at %s joined", new, leases[new].address)
-        async with self._changed:
-            self._changed.notify_all()
+        self._grant()
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         for leaving in self._closing:
             leaving.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -154,7 +159,9 @@ class EnvironmentClient:
         finally:
             call.cancel()
 
-    async def _play_turns(self, call: Any, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
+    async def _play_turns(
+        self, call: grpc.aio.StreamStreamCall, server: _EnvironmentServer, task: Task, session: EpisodeSession
+    ) -> Ending:
         """Plays an episode whose turns follow each other."""
         spent = 0.0
         try:
@@ -194,11 +201,11 @@ class EnvironmentClient:
         row = {**json.loads(task.prompt.metadata_json or "{}"), self._data.label_key: task.prompt.label}
         admission = task.admission
         seed = sequence_seed(self._seed, admission.index, admission.attempt, session.number, 0)
-        return environment_pb2.Start(row_json=json.dumps(row), seed=seed)
+        return environment_pb2.Start(row_json=json.dumps(row), seed=seed, environment=self._name)
 
-    def _begin(self, ask: Any, task: Task) -> tuple[Tools, list[Message]]:
+    def _begin(self, ask: environment_pb2.Ask, task: Task) -> tuple[Tools, list[Message]]:
         """The tools of an episode, with those of its row, and its first messages; none for the row's own prompt as it is."""
-        messages = [{"role": message.role, "content": message.content} for message in ask.messages]
+        messages: list[Message] = [{"role": message.role, "content": message.content} for message in ask.messages]
         tools = read_tools(ask.tools_json, "an environment")
         if tools is None:
             return None, messages
@@ -211,35 +218,59 @@ class EnvironmentClient:
 
     @asynccontextmanager
     async def _claim(self) -> AsyncIterator[_EnvironmentServer]:
-        """The server with the most room. Raises UnavailableError when there was none, full or not, for start_timeout."""
-        deadline = time.monotonic() + self._config.start_timeout
-        while (server := self._choose(time.monotonic())) is None:
-            if any(each.rests_until <= time.monotonic() for each in self._servers.values()):
-                deadline = time.monotonic() + self._config.start_timeout  # they are only full
-            elif time.monotonic() > deadline:
-                raise UnavailableError(
-                    f"an environment server within environment.start_timeout = {self._config.start_timeout:g} s",
-                    ", ".join(filter(None, [*(f"{name} fails" for name in self._servers), self._leases.refused])) or "none",
-                    "See the environment service's log, or start one with `polyreme environment`.",
-                )
-            async with self._changed:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(0.5):
-                        await self._changed.wait()
-        server.playing += 1
+        """The server with the most room, in order of arrival. Raises UnavailableError when there was none, full or not, for start_timeout."""
+        waiter: asyncio.Future[_EnvironmentServer] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._deadline = time.monotonic() + self._config.start_timeout
+        self._waiting.append(waiter)
+        self._grant()
         try:
-            yield server
+            yield await waiter
         finally:
-            server.playing -= 1
-            async with self._changed:
-                self._changed.notify()
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                waiter.result().playing -= 1
+                self._grant()
+
+    def _grant(self) -> None:
+        """Gives the servers' room to the waiting episodes. While some are left, it looks again after a moment."""
+        now = time.monotonic()
+        while self._waiting:
+            if self._waiting[0].done():  # its episode was cancelled
+                self._waiting.popleft()
+                continue
+            if (server := self._choose(now)) is None:
+                break
+            server.playing += 1
+            self._waiting.popleft().set_result(server)
+        if any(server.rests_until <= now for server in self._servers.values()):
+            self._deadline = now + self._config.start_timeout  # they are only full
+        elif now > self._deadline:
+            self._refuse_waiting()
+        if self._waiting and self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        self._grant()
+
+    def _refuse_waiting(self) -> None:
+        found = ", ".join(filter(None, [*(f"{name} fails" for name in self._servers), self._leases.refused])) or "none"
+        while self._waiting:
+            if not (waiter := self._waiting.popleft()).done():
+                waiter.set_exception(
+                    UnavailableError(
+                        f"an environment server within environment.start_timeout = {self._config.start_timeout:g} s",
+                        found,
+                        "See the environment service's log, or start one with `polyreme environment`.",
+                    )
+                )
 
     def _choose(self, now: float) -> _EnvironmentServer | None:
-        usable = [s for s in self._servers.values() if s.playing < s.capacity and s.rests_until <= now]
-        return min(usable, key=lambda s: (s.playing / s.capacity, s.lease.id), default=None)
+        usable = [s for s in self._servers.values() if s.playing < s.capacity(self._name) and s.rests_until <= now]
+        return min(usable, key=lambda s: (s.playing / s.capacity(self._name), s.lease.id), default=None)
 
 
-def _new_messages(ask: Any) -> list[Message]:
+def _new_messages(ask: environment_pb2.Ask) -> list[Message]:
     """What follows a turn. The first ones are the results of its tool calls."""
     if not ask.messages:
         raise EpisodeError("expected new messages after a turn; found none")

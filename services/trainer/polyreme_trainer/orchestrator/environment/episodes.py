@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from polyreme.config.evaluation import PART
 from polyreme.experience.records import EpisodeRecord, RewardPart, ToolCall
 from polyreme_trainer.data.tail import Tail
 from polyreme_trainer.orchestrator.environment.finished import Finished, FinishedEpisodes
@@ -22,9 +23,6 @@ from polyreme_trainer.orchestrator.generation.sampler import Sampler
 from polyreme_trainer.orchestrator.generation.token_budget import TokenBudget
 from polyreme_trainer.orchestrator.scoring.scoring import Scoring
 from polyreme_trainer.orchestrator.tasks import together
-
-PART = "environment"
-"""The name of the environment's reward among the parts of a score."""
 
 
 class HostLostError(EpisodeError):

@@ -6,7 +6,7 @@ decides about a session is in the log. A session without a reward is dropped wit
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -152,12 +152,12 @@ class OnlineExperience:
         task = Task(Admission(int(id, 16), 1, self._served), Prompt(prompt, "", "", "{}", ""))
         return EpisodeSession(self._sampler, self._tail, task, number, self._bounds)
 
-    async def _sampled(self, request: pb.AgentRequest) -> pb.Answer:
-        """The turn that a request asks for. Raises as `OnlineTurns` says."""
+    async def _sampled(self, request: pb.AgentRequest, tell: Callable[[pb.Delta], None]) -> pb.Answer:
+        """The turn that a request asks for, of which it tells meanwhile. Raises as `OnlineTurns` says."""
         session = self._session(request.session, np.zeros(0, np.int32))
         for record in request.records:
             session.restore(_parsed(record))
-        answer = await agent_turn(request, session, lambda delta: None)
+        answer = await agent_turn(request, session, tell)
         answer.number = request.number
         if not answer.refused:
             kept = session.kept()

@@ -5,8 +5,7 @@ Invariant: a stream that breaks costs its turn a try at the server, which keeps 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import grpc
@@ -20,15 +19,17 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.process.backoff import Backoff
 from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
+from polyreme_trainer.orchestrator.environment.wire import Outbox, send
 from polyreme_trainer.orchestrator.generation.generate import GenerateError
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
+from polyreme_trainer.orchestrator.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
 _BACKOFF = Backoff(0.2, 5.0)
 _CLOSE_SECONDS = 1.0
 
-Sampled = Callable[[pb.AgentRequest], Awaitable[pb.Answer]]
+Sampled = Callable[[pb.AgentRequest, Callable[[pb.Delta], None]], Coroutine[None, None, pb.Answer]]
 
 
 @dataclass(eq=False)
@@ -43,7 +44,7 @@ class OnlineTurns:
     """Answers what the environment servers with a lease ask for, as many turns at once as each of them plays.
 
     Args:
-        sampled: samples a turn. Raises DataError, EpisodeError, GenerateError or UnavailableError.
+        sampled: samples a turn, and tells of it meanwhile if the request is streamed. Raises DataError, EpisodeError, GenerateError or UnavailableError.
     """
 
     def __init__(self, run: Run, config: EnvironmentConfig, sampled: Sampled) -> None:
@@ -68,7 +69,7 @@ class OnlineTurns:
                 await server.channel.close(_CLOSE_SECONDS)
         for name in leases.keys() - self._servers.keys():
             server = self._servers[name] = _Server(leases[name], rpc.connect(leases[name].address, self._config.security))
-            count = int(server.lease.facts.get("episodes", 1))
+            count = int(server.lease.facts["episodes"][""])
             server.streams = [asyncio.create_task(self._serve(server)) for _ in range(count)]
             logger.info("environment server %s at %s joined", name, server.lease.address)
 
@@ -103,20 +104,22 @@ class OnlineTurns:
             await asyncio.sleep(_BACKOFF.draw(failures))
 
     async def _one(self, server: _Server) -> None:
-        """One turn. The stream waits for it without a deadline: the product asks when it likes."""
+        """One turn. The stream waits for it without a deadline: the product asks when it likes. A turn that nobody wants any more ends."""
         call = environment_pb2_grpc.EnvironmentServiceStub(server.channel).Run()
+        outbox = Outbox(call)
+        tasks: list[asyncio.Task[object]] = []
         try:
-            await _write(call, pb.RunRequest(start=pb.Start()))
+            await send(call, pb.RunRequest(start=pb.Start()))
             response = await call.read()
             if response is grpc.aio.EOF:
                 raise EpisodeError("expected a request for a turn; found the end of the stream")
-            await _write(call, pb.RunRequest(answer=await self._sampled(response.ask.agent)))
-            await call.read()
+            sampling = asyncio.create_task(self._sampled(response.ask.agent, outbox.tell))
+            reading = asyncio.create_task(call.read())
+            tasks += [sampling, reading, asyncio.create_task(outbox.run())]
+            await asyncio.wait({sampling, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if sampling.done():
+                outbox.put(pb.RunRequest(answer=sampling.result()))
+            await reading
         finally:
+            await end_all(tasks)
             call.cancel()
-
-
-async def _write(call: "grpc.aio.StreamStreamCall[pb.RunRequest, pb.RunResponse]", request: pb.RunRequest) -> None:
-    """Sends a message. A call that has ended says so, and why, at the next read."""
-    with suppress(asyncio.InvalidStateError):
-        await call.write(request)

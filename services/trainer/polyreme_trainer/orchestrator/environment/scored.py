@@ -7,7 +7,6 @@ about an episode, with the whole conversation. The teacher is asked about every 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -101,7 +100,7 @@ def _shown(record: EpisodeRecord) -> EpisodeRecord:
     return record._replace(messages=json.dumps([_cut(message) for message in json.loads(record.messages)]))
 
 
-def _cut(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _cut(message: Mapping[str, object]) -> Mapping[str, object]:
     content = message.get("content")
     is_long = isinstance(content, str) and len(content) > _SHOWN_CHARS
     return {**message, "content": f"{content[:_SHOWN_CHARS]} ..."} if is_long and isinstance(content, str) else message

@@ -18,9 +18,10 @@ import numpy as np
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.api.v1.environment_pb2 import SessionTurn
+from polyreme.dataset.chat import Message
 from polyreme.dataset.columns import TokenIds
 from polyreme.experience.records import RewardPart, SampleRecord, ToolCall
-from polyreme_trainer.data.tail import Message, Tail, Tools
+from polyreme_trainer.data.tail import Tail, Tools
 from polyreme_trainer.orchestrator.environment.episode_clock import EpisodeClock
 from polyreme_trainer.orchestrator.environment.protocol import Task
 from polyreme_trainer.orchestrator.environment.shared_budget import SharedBudget

@@ -15,10 +15,11 @@ import numpy as np
 
 from polyreme.api.v1.environment_pb2 import SessionTurn
 from polyreme.api.v1.experience_pb2 import FinishReason, VersionSpan
+from polyreme.dataset.chat import Message
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import DataError
 from polyreme.experience.records import RewardPart, SampleRecord, ToolCall, Turn
-from polyreme_trainer.data.tail import Message, Tail, Tools
+from polyreme_trainer.data.tail import Tail, Tools
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.generation.partial_rollouts import PartialRollout, Span, merged
 

@@ -5,7 +5,7 @@ Invariant: it has the order of the turns' numbers, whichever turn ends first.
 
 from collections.abc import Mapping, Sequence
 
-from polyreme_trainer.data.tail import Message
+from polyreme.dataset.chat import Message
 
 
 class Transcript:

@@ -6,7 +6,8 @@ Invariant: what a server says is checked before it reaches a record.
 import asyncio
 import math
 from contextlib import suppress
-from typing import Any
+
+import grpc
 
 from polyreme.api.v1 import environment_pb2
 from polyreme.experience.records import ToolCall
@@ -15,7 +16,7 @@ from polyreme_trainer.orchestrator.environment.protocol import EpisodeError
 _SHOWN_CHARS = 1 << 14
 
 
-async def send(call: Any, request: environment_pb2.RunRequest) -> None:
+async def send(call: grpc.aio.StreamStreamCall, request: environment_pb2.RunRequest) -> None:
     """Sends a message. A call that has ended says so, and why, at the next read."""
     with suppress(asyncio.InvalidStateError):
         await call.write(request)
@@ -24,7 +25,7 @@ async def send(call: Any, request: environment_pb2.RunRequest) -> None:
 class Outbox:
     """Sends the messages to an agent's server in their order. What is told of a turn while earlier messages wait is one message."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self._call = call
         self._waiting: list[environment_pb2.RunRequest] = []
         self._deltas: dict[int, environment_pb2.Delta] = {}  # those that wait, by the numbers of their requests
@@ -54,7 +55,7 @@ class Outbox:
                 await send(self._call, request)
 
 
-def read_calls(message: Any) -> list[ToolCall]:
+def read_calls(message: environment_pb2.Ask | environment_pb2.Ending | environment_pb2.SessionExchange) -> list[ToolCall]:
     """The tool calls of a message."""
     return [
         ToolCall(call.name, call.arguments, call.result[:_SHOWN_CHARS], max(0.0, call.seconds), call.error)

@@ -1,4 +1,4 @@
-"""The scored answers to held-out prompts: single responses that the rewards score, or episodes of the run's environment.
+"""The scored answers to held-out prompts: single responses that the rewards score, or episodes of an environment.
 
 Invariant: every token of an answer is one version's. Nothing of it reaches the experience log.
 """
@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import xxhash
 
@@ -108,7 +108,7 @@ class ScoredAnswer:
     parts: Sequence[RewardPart]
     tokens: int
     finish_reason: int
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, object] = field(default_factory=dict)
 
 
 class HeldOutAnswers(Protocol):
@@ -130,11 +130,20 @@ class HeldOutAnswers(Protocol):
         """
 
 
-def make_answers(run: Run, sampler: Sampler, rewards: RewardClient | None, environment: Environment) -> HeldOutAnswers | None:
-    """The answers of a run; None when nothing scores them."""
-    if isinstance(environment, Episodes):
-        return EpisodeAnswers(run, sampler, environment, rewards)
-    return None if rewards is None else SingleAnswers(run, sampler, rewards)
+def make_answers(
+    run: Run, sampler: Sampler, rewards: RewardClient | None, environments: Mapping[str, Environment]
+) -> dict[str, HeldOutAnswers]:
+    """The answers in each environment, by its name in `RunConfig.environments`; none where nothing scores them."""
+    config = sampler.config
+    rewarded = {each.played_in: config.is_rewarded(each) for each in config.evaluation_sets}
+    made: dict[str, HeldOutAnswers] = {}
+    for name, environment in environments.items():
+        scorer = rewards if rewarded.get(name) else None
+        if isinstance(environment, Episodes):
+            made[name] = EpisodeAnswers(run, sampler, environment, scorer, config.environments[name].correctness)
+        elif scorer is not None:
+            made[name] = SingleAnswers(run, sampler, scorer)
+    return made
 
 
 class SingleAnswers:
@@ -204,17 +213,20 @@ class SingleAnswers:
 
 
 class EpisodeAnswers:
-    """Episodes of each prompt's task, scored as in training. One that fails in its environment is played again, as there."""
+    """Episodes of each prompt's task, scored as in training. One that fails in its environment is played again, as there.
 
-    def __init__(self, run: Run, sampler: Sampler, episodes: Episodes, rewards: RewardClient | None) -> None:
+    Args:
+        rewards: score the episodes; None: their environment does.
+        correctness: whether the environment's reward is 1 for a success and 0 for a failure.
+    """
+
+    def __init__(self, run: Run, sampler: Sampler, episodes: Episodes, rewards: RewardClient | None, correctness: bool) -> None:
         self._run, self._sampler, self._episodes, self._rewards = run, sampler, episodes, rewards
+        self._correctness = correctness
 
     @property
     def measure_correctness(self) -> bool:
-        if self._rewards is not None:
-            return self._rewards.measure_correctness
-        settings = self._sampler.config.environment
-        return settings is not None and settings.correctness
+        return self._correctness if self._rewards is None else self._rewards.measure_correctness
 
     async def answer(self, pace: EvaluationPace, held_out: HeldOutSet, first: int) -> list[ScoredAnswer]:
         capacity = _capacity(self._sampler, held_out)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.config.evaluation import best_metric
@@ -45,13 +45,17 @@ class _Result:
 
     metrics: Mapping[str, float]
     parts: Mapping[str, float]
-    lines: Sequence[dict[str, Any]]
+    lines: Sequence[dict[str, object]]
 
 
 class Evaluator:
-    """Evaluates versions on sets of held-out prompts, one set after the other."""
+    """Evaluates versions on sets of held-out prompts, one set after the other.
 
-    def __init__(self, run: Run, config: RunConfig, sets: Sequence[HeldOutSet], answers: HeldOutAnswers) -> None:
+    Args:
+        answers: those in the environment of each set, by its name.
+    """
+
+    def __init__(self, run: Run, config: RunConfig, sets: Sequence[HeldOutSet], answers: Mapping[str, HeldOutAnswers]) -> None:
         self._run, self._config, self._sets, self._answers = run, config, sets, answers
 
     async def evaluate(self, version: int) -> float:
@@ -98,7 +102,7 @@ class Evaluator:
         await self._run.emit(record)
         return evaluation_of(record)[1]
 
-    def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> tuple[str, dict[str, Any] | None]:
+    def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> tuple[str, dict[str, object] | None]:
         """The digest of the set that decides about the best version, and the deciding metric with its value; None: it is the mean of the
         first set, which has no name."""
         config = self._config
@@ -118,7 +122,8 @@ class Evaluator:
     async def _evaluate_set(self, pace: EvaluationPace, held_out: HeldOutSet, first_row: int, first_answer: int) -> _Result:
         """Args: first_row, first_answer: the numbers of the set's first prompt and answer within the evaluation."""
         settings, count = held_out.settings, held_out.settings.answers
-        answers = await self._answers.answer(pace, held_out, first_answer)
+        played = self._answers[settings.played_in]
+        answers = await played.answer(pace, held_out, first_answer)
         scores, responses = [answer.score for answer in answers], [answer.response for answer in answers]
         lines = [
             {
@@ -130,7 +135,7 @@ class Evaluator:
             }
             for place, answer in enumerate(answers)
         ]
-        name = metric_name(self._answers.measure_correctness, scores)
+        name = metric_name(played.measure_correctness, scores)
         several = answer_metrics(_groups(scores, count), _groups(responses, count), name == "accuracy", settings.pattern)
         return _Result({name: sum(scores) / len(scores), **several}, part_means(answers), lines)
 

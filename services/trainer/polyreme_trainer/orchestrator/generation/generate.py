@@ -28,6 +28,11 @@ from polyreme_trainer.orchestrator.replicas.replica_pool import ReplicaPool
 MAX_FAULTS = 5
 """Number of broken calls after which the attempt fails."""
 
+MESSAGES_PER_SECOND = 1000
+"""Messages of all calls together, beyond which each of them gathers more tokens: a message costs this process far more than its tokens."""
+LEAST_GATHER, MOST_GATHER = 0.2, 2.0
+"""Bounds of `gather_seconds`. The death of a replica loses this much more generation; the longest is below SILENCE_TIMEOUT."""
+
 _BUSY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.FAILED_PRECONDITION)
 
 
@@ -71,7 +76,7 @@ async def generate(
     partial: PartialRollouts | None = None,
     next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
     prefer: str | None = None,
-    arrived: Callable[[PartialRollouts], None] = lambda rollouts: None,
+    arrived: Callable[[PartialRollouts], None] | None = None,
 ) -> list[PartialRollout]:
     """All samples, finished, in the order of their indices.
 
@@ -81,7 +86,7 @@ async def generate(
         partial: the samples' existing tokens, updated in place. None: none.
         next_part: returns the tokens that the next call may add; it may wait. None: the call may add all missing tokens.
         prefer: id of the replica to use if it has room, since its cache has the prompt.
-        arrived: is told of the samples' tokens as they come.
+        arrived: is told of the samples' tokens as they come. None: nobody waits for them, so many of them may come together.
 
     Raises:
         GenerateError: the attempt failed: too many broken calls, no progress, or a request that no replica accepts.
@@ -101,7 +106,8 @@ async def generate(
         asked = rollouts.start_call(None if part is None else part.tokens)
         async with pool.claim(rollouts.missing_tokens(), len(asked), min_version, avoid, prefer) as claim:
             try:
-                await _call(claim, rollouts, _request(wanted, asked, min_version), chunk_timeout, arrived)
+                gather = LEAST_GATHER if arrived else gather_seconds(pool.calls)
+                await _call(claim, rollouts, _request(wanted, asked, min_version, gather), chunk_timeout, arrived)
                 last_progress, tokens = time.monotonic(), rollouts.tokens()
                 continue
             except (grpc.aio.AioRpcError, TimeoutError) as error:
@@ -133,7 +139,7 @@ async def _call(
     rollouts: PartialRollouts,
     request: rollout_pb2.GenerateRequest,
     chunk_timeout: float,
-    arrived: Callable[[PartialRollouts], None],
+    arrived: Callable[[PartialRollouts], None] | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     if claim.is_cut:  # since the claim was granted
@@ -144,7 +150,8 @@ async def _call(
             claim.deadline, claim.chunk_timeout = deadline, chunk_timeout
             async for response in call:
                 claim.arrived(rollouts.add(response), rollouts.missing_tokens(), response, time.monotonic())
-                arrived(rollouts)
+                if arrived:
+                    arrived(rollouts)
                 if claim.is_cut:  # by that message: a new deadline would undo the cut
                     raise TimeoutError
                 deadline.reschedule(None if claim.asleep else loop.time() + chunk_timeout)
@@ -157,7 +164,14 @@ async def _call(
         call.cancel()
 
 
-def _request(wanted: Generation, asked: list[PartialRollout], min_version: int) -> rollout_pb2.GenerateRequest:
+def gather_seconds(calls: int) -> float:
+    """Seconds for which the tokens of a call may wait for others, while so many calls run."""
+    return min(MOST_GATHER, max(LEAST_GATHER, calls / MESSAGES_PER_SECOND))
+
+
+def _request(
+    wanted: Generation, asked: list[PartialRollout], min_version: int, gather_seconds: float
+) -> rollout_pb2.GenerateRequest:
     sequences = [
         rollout_pb2.Slot(
             index=sample.index,
@@ -174,6 +188,7 @@ def _request(wanted: Generation, asked: list[PartialRollout], min_version: int) 
         slots=sequences,
         sampling=rollout_pb2.SamplingParams(temperature=wanted.temperature, top_p=1.0, top_k=-1, stop_token_ids=wanted.stop_ids),
         min_version=min_version,
+        gather_ms=round(1000 * gather_seconds),
     )
 
 

@@ -45,7 +45,7 @@ class _Tracked:
 
     admission: Admission
     work: Recoverable
-    mark: Any
+    mark: object
     parts: int
     cuts: int = 0
     since: float = field(default_factory=time.monotonic)
@@ -95,7 +95,8 @@ class PartialRolloutLog:
 
     async def _save(self, paused: Container[int]) -> None:
         due = time.monotonic() - self._interval
-        batch: list[tuple[_Tracked, Any, PartialRolloutPart]] = []
+        batch: list[tuple[_Tracked, object, PartialRolloutPart]] = []
+        size = 0
         for tracked in [
             each for each in self._tracked.values() if (each.admission.index in paused if paused else each.since <= due)
         ]:
@@ -106,13 +107,14 @@ class PartialRolloutLog:
                 continue
             payload = tracked.work.part_since(tracked.mark)
             batch.append((tracked, mark, PartialRolloutPart(index, tracked.admission.attempt, tracked.parts, payload)))
-            if sum(len(part.payload) for _, _, part in batch) > _BATCH_BYTES:
+            size += len(payload)
+            if size > _BATCH_BYTES:
                 await self._send(batch)
-                batch = []
+                batch, size = [], 0
         if batch:
             await self._send(batch)
 
-    async def _send(self, batch: Sequence[tuple[_Tracked, Any, PartialRolloutPart]]) -> None:
+    async def _send(self, batch: Sequence[tuple[_Tracked, object, PartialRolloutPart]]) -> None:
         await self._experience.save_partial_rollouts([part for _, _, part in batch])
         for tracked, mark, part in batch:
             tracked.mark, tracked.parts = mark, part.number + 1

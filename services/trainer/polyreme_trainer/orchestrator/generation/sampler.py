@@ -49,7 +49,7 @@ class Sampler:
         partial: PartialRollouts | None = None,
         next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
         prefer: str | None = None,
-        arrived: Callable[[PartialRollouts], None] = lambda rollouts: None,
+        arrived: Callable[[PartialRollouts], None] | None = None,
     ) -> list[PartialRollout]:
         """See `generate`."""
         rollout = self.config.rollout

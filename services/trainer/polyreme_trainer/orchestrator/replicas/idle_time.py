@@ -14,18 +14,22 @@ class IdleTime:
 
     def __init__(self, now: float) -> None:
         self._calls: dict[str, int] = {}
+        self._without = 0  # replicas without calls
         self._since = self._last = now
         self._present = self._idle = 0.0
 
     def joined(self, replica: str, now: float) -> None:
         """A replica has joined, without calls."""
         self._count(now)
+        if self._calls.get(replica) != 0:
+            self._without += 1
         self._calls[replica] = 0
 
     def left(self, replica: str, now: float) -> None:
         """A replica has left. Calls that end on it later do not count."""
         self._count(now)
-        self._calls.pop(replica, None)
+        if self._calls.pop(replica, None) == 0:
+            self._without -= 1
 
     def began(self, replica: str, now: float) -> None:
         """A call on a replica has started."""
@@ -46,9 +50,11 @@ class IdleTime:
     def _change(self, replica: str, calls: int, now: float) -> None:
         self._count(now)
         if replica in self._calls:
-            self._calls[replica] = max(0, self._calls[replica] + calls)
+            before, after = self._calls[replica], max(0, self._calls[replica] + calls)
+            self._calls[replica] = after
+            self._without += (not after) - (not before)
 
     def _count(self, now: float) -> None:
         seconds, self._last = now - self._last, now
         self._present += seconds * len(self._calls)
-        self._idle += seconds * sum(not calls for calls in self._calls.values())
+        self._idle += seconds * self._without

@@ -8,13 +8,9 @@ the first replica has staged a version, those that have yet to stage it keep the
 
 import asyncio
 import logging
-import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator, Iterable, Set
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
@@ -22,13 +18,14 @@ from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog
-from polyreme.experience.metric_records import ServiceNotice
+from polyreme.experience.metric_records import Line, ServiceNotice
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_trainer.orchestrator.replicas.claim import Claim, call_after
+from polyreme_trainer.orchestrator.replicas.claim_queue import ClaimQueue, Waiter
 from polyreme_trainer.orchestrator.replicas.idle_time import IdleTime
 from polyreme_trainer.orchestrator.replicas.live_servers import LiveServers
-from polyreme_trainer.orchestrator.replicas.router import SUSPENSION, Target, choose, fair_share
+from polyreme_trainer.orchestrator.replicas.router import SUSPENSION, Candidates, Target, fair_share
 from polyreme_trainer.orchestrator.replicas.straggler_detection import Pace, stragglers
 
 logger = logging.getLogger(__name__)
@@ -36,19 +33,10 @@ logger = logging.getLogger(__name__)
 STRAGGLER_CHECK_INTERVAL = 0.5
 SHARE_SECONDS = 10.0
 """Seconds after a version is first staged in which samples are kept for replicas that have yet to stage it."""
+GRANT_SECONDS_PER_REPLICA = 50e-6
+"""Seconds between two looks at all replicas for waiting claims, for each replica: such looks cost a bounded share of the processor."""
 CHECKS_PER_TIMEOUT = 10
 """Availability checks per timeout while a claim waits."""
-
-
-@dataclass(eq=False)
-class _Waiter:
-    """A caller that waits for a claim."""
-
-    tokens: int
-    sequences: int
-    avoid: Set[str]
-    prefer: str | None
-    claim: asyncio.Future[Claim]
 
 
 class ReplicaPool:
@@ -81,7 +69,9 @@ class ReplicaPool:
         self._term, self._published = 0, -1
         self._last_commit = "0"
         self._newest, self._shared_until = (0, -1), 0.0  # term and version; monotonic seconds
-        self._waiting: dict[int, deque[_Waiter]] = {}  # by min_version
+        self._queue = ClaimQueue()
+        self._next_grant = 0.0  # monotonic seconds
+        self._granting: asyncio.TimerHandle | None = None
         self.held: int | None = None
         self._asleep = False
         self.idle_time = IdleTime(time.monotonic())
@@ -92,7 +82,12 @@ class ReplicaPool:
     @property
     def waiting(self) -> int:
         """The number of claims that wait for a replica."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._queue)
+
+    @property
+    def calls(self) -> int:
+        """The number of claims that callers hold."""
+        return len(self._claims)
 
     async def wait_for(self, count: int) -> None:
         """Waits for `count` replicas. Raises UnavailableError after `start_timeout`."""
@@ -102,23 +97,27 @@ class ReplicaPool:
         """Updates the targets from the leases and the commits. Ends calls on replicas without a lease."""
         leases = await self._servers.live()
         self._published = await self._experience.version()
-        for gone in self.targets.keys() - leases.keys():
-            logger.warning("replica %s left", gone)
-            await self._remove(gone)
-        for new in leases.keys() - self.targets.keys():
+        gone, joined = self.targets.keys() - leases.keys(), leases.keys() - self.targets.keys()
+        for replica in gone:
+            logger.warning("replica %s left", replica)
+        await self._remove(*gone)
+        for new in joined:
             self.targets[new], self._paces[new] = Target(new), Pace()
             self.idle_time.joined(new, time.monotonic())
             self._channels[new] = rpc.connect(leases[new].address, self._security)
             self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])
             logger.info("replica %s at %s joined", new, leases[new].address)
-        await self.take_commits()
+        await self.take_commits(joined)
 
-    async def take_commits(self) -> None:
-        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica."""
+    async def take_commits(self, joined: Iterable[str] = ()) -> None:
+        """Updates the targets' versions from what is staged and committed. A new version ends the backoff of its replica. `joined` have become
+        targets since the last call, which may have seen their commits."""
+        changed = set(joined)
         for entry, commit in await self._experience.commits(self._last_commit):
             self._last_commit = entry
             self._take_commit(commit)
-        for target in self.targets.values():
+            changed.add(commit["replica"])
+        for target in (self.targets[replica] for replica in changed & self.targets.keys()):
             self._paces[target.id].stall = self._stalls.get(target.id, 0.0)
             served = self._served.get(target.id, (target.version, target.term))
             if served != (target.version, target.term):
@@ -131,7 +130,7 @@ class ReplicaPool:
                 call_after(SHARE_SECONDS, self._grant_claims)
         self._grant_claims()
 
-    def _take_commit(self, commit: dict[str, Any]) -> None:
+    def _take_commit(self, commit: Line) -> None:
         """Takes one entry of the commits: a replica has staged or committed a version."""
         replica, version, term = commit["replica"], commit["version"], commit["term"]
         target = self.targets.get(replica)
@@ -157,18 +156,17 @@ class ReplicaPool:
         Raises:
             UnavailableError: no usable replica was present for `start_timeout`; the message lists the replicas.
         """
-        waiter = _Waiter(tokens, sequences, avoid, prefer, asyncio.get_running_loop().create_future())
-        queue = self._waiting.setdefault(min_version, deque())
-        queue.append(waiter)
+        waiter = Waiter(tokens, sequences, min_version, avoid, prefer, asyncio.get_running_loop().create_future())
+        self._queue.add(waiter)
         try:
             self._grant_claims()
-            await self._wait_for_capacity(waiter, min_version)
+            await self._wait_for_capacity(waiter)
             yield waiter.claim.result()
         finally:
             if waiter.claim.done():
                 self._end(waiter.claim.result())
             else:
-                queue.remove(waiter)
+                self._queue.remove(waiter)
 
     async def watch_stragglers(self) -> None:
         """Suspends replicas that do not keep pace with their peers. Their calls end and continue elsewhere. Never returns."""
@@ -203,40 +201,37 @@ class ReplicaPool:
         return any(target.version is not None and target.version > version for target in current)
 
     async def close(self) -> None:
-        for replica in list(self.targets):
-            await self._remove(replica)
+        if self._granting is not None:
+            self._granting.cancel()
+        await self._remove(*self.targets)
 
     def _grant_claims(self) -> None:
-        """Gives free capacity to the waiting callers."""
-        if self._asleep:
-            return
+        """Gives free capacity to the waiting callers: now, or when it is time to look at all replicas again."""
+        if self._granting is None and self._queue:
+            if (seconds := self._next_grant - time.monotonic()) > 0:
+                self._granting = asyncio.get_running_loop().call_later(seconds, self._grant_now)
+            else:
+                self._grant_now()
+
+    def _grant_now(self) -> None:
+        self._granting = None
+        if not self._asleep:
+            self._next_grant = time.monotonic() + GRANT_SECONDS_PER_REPLICA * len(self.targets)
+            self._queue.grant(self._candidates, self._begin)
+
+    def _candidates(self, min_version: int) -> Candidates:
+        now, targets = time.monotonic(), self.targets.values()
+        capacity: float = self._capacity
+        if now < self._shared_until:
+            waiting = self._queue.sequences(min_version)
+            capacity = min(capacity, fair_share(targets, min_version=min_version, term=self._term, now=now, waiting=waiting))
+        return Candidates(targets, min_version=min_version, term=self._term, now=now, capacity=capacity)
+
+    def _begin(self, target: Target, waiter: Waiter) -> Claim:
         now = time.monotonic()
-        for version in sorted(self._waiting):
-            queue = self._waiting[version]
-            capacity = min(self._capacity, self._share(version, now))
-            while queue:
-                target = self._choose(version, now, capacity, queue[0].avoid, queue[0].prefer)
-                if target is None:
-                    return  # then there is none for a newer version either
-                waiter = queue.popleft()
-                waiter.claim.set_result(self._begin(target, waiter, now))
-            del self._waiting[version]
-
-    def _choose(
-        self, min_version: int, now: float, capacity: float, avoid: Set[str] = frozenset(), prefer: str | None = None
-    ) -> Target | None:
-        usable = self.targets.values()
-        return choose(usable, min_version=min_version, term=self._term, now=now, capacity=capacity, avoid=avoid, prefer=prefer)
-
-    def _share(self, version: int, now: float) -> float:
-        if now >= self._shared_until:
-            return math.inf
-        waiting = sum(waiter.sequences for waiter in self._waiting[version])
-        return fair_share(self.targets.values(), min_version=version, term=self._term, now=now, waiting=waiting)
-
-    def _begin(self, target: Target, waiter: _Waiter, now: float) -> Claim:
-        stub, pace = self._stubs[target.id], self._paces[target.id]
-        claim = Claim(target, stub, waiter.tokens, waiter.sequences, pace, now, self._grant_claims)
+        claim = Claim(
+            *(target, self._stubs[target.id], waiter.tokens, waiter.sequences, self._paces[target.id], now, self._grant_claims)
+        )
         self._claims.add(claim)
         self.idle_time.began(target.id, now)
         return claim
@@ -247,14 +242,17 @@ class ReplicaPool:
         self.idle_time.ended(claim.target.id, now)
         claim.end(now)
 
-    async def _wait_for_capacity(self, waiter: _Waiter, min_version: int) -> None:
+    async def _wait_for_capacity(self, waiter: Waiter) -> None:
         """Raises UnavailableError when no replica that could serve the claim, busy or not, was present for `start_timeout`."""
+        if waiter.claim.done():
+            return
         deadline = time.monotonic() + self._start_timeout
         while not (await asyncio.wait((waiter.claim,), timeout=self._start_timeout / CHECKS_PER_TIMEOUT))[0]:
             now = time.monotonic()
             # No replica can serve it yet: a resumed learner trains up to it again, or an evaluation holds an older version.
+            min_version = waiter.min_version
             is_coming = self._asleep or self._published < min_version or (self.held is not None and self.held < min_version)
-            if is_coming or self._choose(min_version, now, math.inf):
+            if is_coming or any(t.reaches(min_version, self._term) and t.available_at() <= now for t in self.targets.values()):
                 deadline = now + self._start_timeout
             elif now >= deadline:
                 raise UnavailableError(
@@ -263,17 +261,20 @@ class ReplicaPool:
                     "See the replicas' logs, start one with `polyreme rollout`, or raise the timeout.",
                 )
 
-    async def _remove(self, replica: str) -> None:
-        target = self.targets.pop(replica)
-        self.idle_time.left(replica, time.monotonic())
-        self._cut_calls(target)
-        del self._stubs[replica], self._paces[replica]
+    async def _remove(self, *replicas: str) -> None:
+        now, channels = time.monotonic(), []
+        self._cut_calls(frozenset(replicas))
+        for replica in replicas:
+            self.idle_time.left(replica, now)
+            del self.targets[replica], self._stubs[replica], self._paces[replica]
+            channels.append(self._channels.pop(replica))
         # The calls end at once, by their deadline. A channel closed under a call would look like a cancellation of its task.
-        await self._channels.pop(replica).close(grace=1.0)
+        await asyncio.gather(*(channel.close(grace=1.0) for channel in channels))
 
-    def _cut_calls(self, target: Target) -> None:
+    def _cut_calls(self, replicas: Set[str]) -> None:
+        """Ends the calls on these targets."""
         for claim in self._claims:
-            if claim.target is target:
+            if claim.target.id in replicas:
                 claim.cut()
 
     async def _suspend(self, target: Target, reason: str, now: float) -> None:
@@ -281,7 +282,7 @@ class ReplicaPool:
         seconds = SUSPENSION.delay(target.suspensions)
         target.suspended_until = now + seconds
         call_after(seconds, self._grant_claims)
-        self._cut_calls(target)
+        self._cut_calls({target.id})
         text = f"replica {target.id} is suspended for {seconds:.0f} s: {reason}"
         logger.warning("%s", text)
         await self._run.emit(ServiceNotice(service="orchestrator", text=text))

@@ -10,6 +10,7 @@ samples.
 import math
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
 
 from polyreme.process.backoff import Backoff
 
@@ -55,32 +56,53 @@ class Target:
         return max(self.backoff_until, self.suspended_until)
 
 
-def choose(
-    targets: Iterable[Target],
-    *,
-    min_version: int,
-    term: int,
-    now: float,
-    capacity: float,
-    avoid: Set[str] = frozenset(),
-    prefer: str | None = None,
-) -> Target | None:
-    """The usable target with the fewest outstanding tokens, ties by id; None when none is usable.
+class Candidates:
+    """The targets that may get calls for one version at one moment, the least loaded first.
 
     Args:
         min_version: the oldest acceptable policy version.
         term: the learner's term. A replica of an older term holds an abandoned policy.
         now: monotonic seconds.
         capacity: samples that a target decodes at once. A target with this number gets no further ones.
-        avoid: ids to use only when no other target is usable.
-        prefer: id to use if it is usable and not to be avoided, since its cache has the prefix.
     """
-    usable = [
-        target
-        for target in targets
-        if target.sequences < capacity and target.reaches(min_version, term) and target.available_at() <= now
-    ]
-    return min(usable, key=lambda target: (target.id in avoid, target.id != prefer, target.outstanding, target.id), default=None)
+
+    def __init__(self, targets: Iterable[Target], *, min_version: int, term: int, now: float, capacity: float) -> None:
+        self._capacity = capacity
+        self._usable = {
+            target.id: target
+            for target in targets
+            if target.sequences < capacity and target.reaches(min_version, term) and target.available_at() <= now
+        }
+        self._queue = [(target.outstanding, target.id) for target in self._usable.values()]
+        heapify(self._queue)
+
+    def take(self, avoid: Set[str] = frozenset(), prefer: str | None = None) -> Target | None:
+        """The usable target with the fewest outstanding tokens, ties by id; None when none is usable. It stays a candidate while it has
+        room, with what its calls add to `outstanding` and `sequences` after this call.
+
+        Args:
+            avoid: ids to use only when no other target is usable.
+            prefer: id to use if it is usable and not to be avoided, since its cache has the prefix.
+        """
+        known = None if prefer is None or prefer in avoid else self._usable.get(prefer)
+        if known is not None and known.sequences < self._capacity:
+            return known
+        avoided: list[tuple[int, str]] = []
+        found = None
+        while self._queue and found is None:
+            outstanding, name = self._queue[0]
+            target = self._usable[name]
+            if target.sequences >= self._capacity:
+                heappop(self._queue)
+            elif target.outstanding != outstanding:
+                heapreplace(self._queue, (target.outstanding, name))
+            elif name in avoid:
+                avoided.append(heappop(self._queue))
+            else:
+                found = target
+        for entry in avoided:
+            heappush(self._queue, entry)
+        return found or (self._usable[avoided[0][1]] if avoided else None)
 
 
 def fair_share(targets: Iterable[Target], *, min_version: int, term: int, now: float, waiting: int) -> float:
@@ -89,7 +111,7 @@ def fair_share(targets: Iterable[Target], *, min_version: int, term: int, now: f
     About to serve it is a target with the version before, or before the first version. One that is further behind may never come.
 
     Args:
-        waiting: samples that wait for `min_version`. `choose` documents the other arguments.
+        waiting: samples that wait for `min_version`. `Candidates` documents the other arguments.
     """
     available = [target for target in targets if target.available_at() <= now]
     serving = [t for t in available if t.reaches(min_version, term)]

@@ -8,9 +8,9 @@ stall. A replica with running samples is a straggler when it is
 - slow: over WINDOW_SECONDS, or GAP_FACTOR chunks of a sample, its samples got less than SLOW_SHARE of the tokens of its peers' samples.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 
 SILENCE_TIMEOUT = 3.0
 GAP_FACTOR = 10.0
@@ -87,36 +87,70 @@ class Pace:
         self._counted = now
 
 
+class _Numbers:
+    """The same number of several replicas, sorted once, such that the median of all but one takes no time that grows with the fleet."""
+
+    def __init__(self, numbers: Iterable[float | None]) -> None:
+        self._sorted = sorted(number for number in numbers if number is not None)
+
+    def median(self, without: float | None = None) -> float | None:
+        """The median, without one replica whose number is `without`. None when nothing is left."""
+        left = len(self._sorted) - (without is not None)
+        if left < 1:
+            return None
+        omitted = len(self._sorted) if without is None else bisect_left(self._sorted, without)
+        low, high = (self._sorted[place + (place >= omitted)] for place in ((left - 1) // 2, left // 2))
+        return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """What all replicas have: their numbers, whether one of them has no sample, and when the last message came."""
+
+    gaps: _Numbers
+    firsts: _Numbers
+    stalls: _Numbers
+    rates: _Numbers
+    has_idle: bool
+    heard: float
+
+
 def stragglers(paces: Mapping[str, Pace], now: float) -> dict[str, str]:
     """The stragglers, with the reason. Call it about twice a second."""
-    gaps = [pace.gap for pace in paces.values() if pace.gap is not None]
-    window = max(WINDOW_SECONDS, GAP_FACTOR * median(gaps) if gaps else 0.0)
+    gaps = _Numbers(pace.gap for pace in paces.values())
+    gap = gaps.median()
+    window = max(WINDOW_SECONDS, 0.0 if gap is None else GAP_FACTOR * gap)
     spent = {name: pace.window(window, now) for name, pace in paces.items()}
+    fleet = _Fleet(
+        gaps=gaps,
+        firsts=_Numbers(pace.first for pace in paces.values()),
+        stalls=_Numbers(pace.stall for pace in paces.values()),
+        rates=_Numbers(pace.rate for pace in paces.values()),
+        has_idle=any(not pace.sequences for pace in paces.values()),
+        heard=max((pace.heard for pace in paces.values()), default=now),
+    )
     found = {}
     for name, pace in paces.items():
-        peers = [peer for other, peer in paces.items() if other != name]
-        if pace.sequences and (reason := _silent(pace, peers, now) or _slow(pace, spent[name], peers)):
+        if pace.sequences and (reason := _silent(pace, fleet, now) or _slow(pace, spent[name], fleet)):
             found[name] = reason
     return found
 
 
-def _silent(pace: Pace, peers: list[Pace], now: float) -> str:
-    gaps = [peer.gap for peer in peers if peer.gap is not None]
-    if not gaps:
+def _silent(pace: Pace, fleet: _Fleet, now: float) -> str:
+    gap = fleet.gaps.median(without=pace.gap)
+    first, stall = fleet.firsts.median(without=pace.first), fleet.stalls.median(without=pace.stall)
+    if gap is None or first is None or stall is None:
         return ""
-    waits = [median(peer.first for peer in peers), median(peer.stall for peer in peers)]
-    limit = max(SILENCE_TIMEOUT, GAP_FACTOR * median(gaps), WAIT_FACTOR * max(waits))
-    alive = any(not peer.sequences or now - peer.heard < limit for peer in peers)
-    if now - pace.heard <= limit or not alive:
+    silence, limit = now - pace.heard, max(SILENCE_TIMEOUT, GAP_FACTOR * gap, WAIT_FACTOR * max(first, stall))
+    if silence <= limit or not (fleet.has_idle or now - fleet.heard < limit):
         return ""
-    return f"it has sent nothing for {now - pace.heard:.1f} s, while its peers send a chunk every {median(gaps):.2g} s"
+    return f"it has sent nothing for {silence:.1f} s, while its peers send a chunk every {gap:.2g} s"
 
 
-def _slow(pace: Pace, spent: float | None, peers: list[Pace]) -> str:
-    rates = [peer.rate for peer in peers if peer.rate is not None]
-    if not spent or pace.rate is None or not rates:
+def _slow(pace: Pace, spent: float | None, fleet: _Fleet) -> str:
+    usual = fleet.rates.median(without=pace.rate)
+    if not spent or pace.rate is None or usual is None:
         return ""
-    usual = median(rates)
     if usual * spent < ENOUGH_TOKENS or pace.rate >= SLOW_SHARE * usual:
         return ""
     return f"its samples get {pace.rate:.3g} tokens/s, those of its peers {usual:.3g}"

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 import numpy as np
@@ -184,7 +183,7 @@ class TeacherClient:
             logger.warning("%s", text)
             await self._run.emit(ServiceNotice(service="orchestrator", text=text))
 
-    async def _send(self, server: _Server, path: str, body: dict[str, Any] | None) -> Any:
+    async def _send(self, server: _Server, path: str, body: dict[str, object] | None) -> object:
         """The JSON of a 200. Raises _FailedRequest and TeacherError."""
         method, content = ("GET", None) if body is None else ("POST", json.dumps({"model": server.model, **body}).encode())
         data, url = bytearray(), f"{server.url}/{path}"

@@ -26,9 +26,9 @@ class TokenLogprobs(NamedTuple):
     texts: list[str]
 
 
-def request(ids: Sequence[int], protocol: TeacherProtocol) -> dict[str, Any]:
+def request(ids: Sequence[int], protocol: TeacherProtocol) -> dict[str, object]:
     """The body, without the model's name, of a request for the log-probabilities of `ids`. One token is generated, and ignored."""
-    asked: dict[str, Any] = {"prompt_logprobs": 0} if protocol == "prompt_logprobs" else {"echo": True, "logprobs": 1}
+    asked: dict[str, object] = {"prompt_logprobs": 0} if protocol == "prompt_logprobs" else {"echo": True, "logprobs": 1}
     return {"prompt": list(ids), "max_tokens": 1, "temperature": 1.0, **asked}
 
 
@@ -52,7 +52,7 @@ def parse(reply: Any, ids: Sequence[int], protocol: TeacherProtocol) -> TokenLog
     return TokenLogprobs(logprobs.astype(np.float32), [str(text) for _, text in pairs])
 
 
-def model_of(listed: Any, name: str | None) -> tuple[str, int | None]:
+def model_of(listed: object, name: str | None) -> tuple[str, int | None]:
     """The name of the model to query, and its maximum length in tokens if the server reports one. Raises TeacherReplyError.
 
     Args:

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import yaml
 
-from polyreme.experience.metric_records import SamplesServed, StageDone, StageStep, read_record
+from polyreme.experience.metric_records import Line, SamplesServed, StageDone, StageStep, read_record
 from polyreme.experience.requests import RequestLog, Worker, tenant_in
 from polyreme.experience.run import RunState
 from polyreme.experience.service_records import ModelLine
 from polyreme.rundir.input_files import read_model_files
-from polyreme.rundir.progress import Line
 from polyreme.rundir.reader.run import VOCABULARY
 from polyreme.rundir.run_directory import NO_REDIS, RunFile, owned, read_run_file, write_run_file
 from polyreme.rundir.run_records import read_records, write_atomically, write_summary

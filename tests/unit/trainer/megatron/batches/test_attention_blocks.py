@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from polyreme_trainer.megatron.batches.attention_blocks import plan_blocks, spread_positions
-from polyreme_trainer.megatron.batches.packing import cut_blocks
+from polyreme_trainer.megatron.batches.attention_layout import cut_blocks
 
 
 @pytest.mark.parametrize("features", [64, 896, 8192])

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyreme_trainer.megatron.batches.attention_blocks import CALL_FLOPS, plan_blocks
+from polyreme_trainer.megatron.batches.attention_layout import cut_blocks
 from polyreme_trainer.megatron.batches.context_cut import cut_sequences
-from polyreme_trainer.megatron.batches.packing import PackedIds, Packing, cut_blocks, packing
+from polyreme_trainer.megatron.batches.packing import PackedIds, Packing, packing
 from polyreme_trainer.megatron.layers.accelerator import flash
-from polyreme_trainer.megatron.layers.attention import causal_attention, in_blocks, in_halves, of_copies
+from polyreme_trainer.megatron.layers.attention import in_blocks, in_halves, masked_attention, merged_attention, of_copies
 
 lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 CPU = torch.device("cpu")
@@ -140,17 +141,49 @@ def alone(inputs: list[Tensor], lengths: list[int], window: int | None) -> Tenso
         distance = places[:, None] - places
         is_seen = (distance >= 0) & (distance < (window or len(query)))
         mask = torch.zeros(distance.shape, dtype=query.dtype).masked_fill(~is_seen, -torch.inf)
-        outputs.append(causal_attention(q, k, v, 0.7, mask).squeeze(0).transpose(0, 1))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        outputs.append(attend(q, k, v, mask, scale=0.7, enable_gqa=True).squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
 
 
-def test_blocks_of_all_layers_share_one_mask() -> None:
-    """Torch saves the mask for the backward pass: a copy in every block of every layer would take more than all other activations."""
-    mask = packed([9, 5], dtype=torch.float32).band(3, torch.float32)
-    for width in (9, 5):
-        query, key, value = (torch.randn(1, heads, width, 8, requires_grad=True) for heads in (4, 2, 2))
-        saved = causal_attention(query, key, value, 0.7, mask[:width, :width]).grad_fn._saved_attn_mask  # type: ignore[union-attr]
-        assert saved.data_ptr() == mask.data_ptr()
+@pytest.mark.parametrize(
+    ("lengths", "window", "masks"), [([9, 5], 3, {(3, 2), (2, 2)}), ([90, 50], 3, {(3, 2), (2, 2)}), ([90], None, set())]
+)
+def test_masks_grow_with_the_window_and_all_layers_share_them(
+    lengths: list[int], window: int | None, masks: set[tuple[int, ...]]
+) -> None:
+    """Torch saves a mask for the backward pass: a copy in every block of every layer would take more than all other activations."""
+    layout = packed(lengths, features=10**9).layout(window)
+    found = [layout.mask(number, torch.float32) for number in range(len(layout.widths))]
+    assert {tuple(mask.shape) for mask in found if mask is not None} == masks
+    assert all(mask is layout.mask(number, torch.float32) for number, mask in enumerate(found))
+
+
+def test_masks_of_context_ranks_grow_with_the_length() -> None:
+    ids = PackedIds(torch.zeros(120, dtype=torch.int64), (80, 40))
+    made = packing(ids, 4, torch.zeros(80, 2), None, torch.float32, cut_sequences(ids.lengths, 0, 2, CPU))
+    layouts = [half.layout(None) for half in made.halves]
+    assert [layout.widths for layout in layouts] == [(0,), (60,)], "of early and of late queries"
+    mask = layouts[1].mask(0, torch.float32)
+    assert mask is not None and mask.shape == (2, 1, 1, 60)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_mask_of_other_devices_computes_the_same(window: int | None) -> None:
+    ids = PackedIds(torch.zeros(24, dtype=torch.int64), (15, 9))
+    cut = cut_sequences(ids.lengths, 0, 2, CPU)
+    layout = packing(ids, 4, torch.zeros(15, 2), None, torch.float64, cut).halves[-1].layout(window)
+    compared = 0
+    for number, ((rows, queries), width) in enumerate(zip(layout.blocks.shapes, layout.widths, strict=True)):
+        if width:
+            shapes = [(rows, 4, queries, 4), *[(rows, 2, keys, 4) for keys in (width, queries, width, queries)]]
+            query, key1, key2, value1, value2 = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+            keys, values = (key1, key2), (value1, value2)
+            found = merged_attention(query, keys, values, layout.mask(number, query.dtype), 0.7)
+            expected = masked_attention(query, keys, values, layout.whole_mask(number, query.dtype), 0.7)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+            compared += 1
+    assert compared
 
 
 def test_positions_start_again_with_each_sequence() -> None:

@@ -1,12 +1,13 @@
 """Routing: the fewest outstanding tokens among replicas with the version and capacity."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_trainer.orchestrator.replicas.router import FAILURE_BACKOFF, Target, choose, fair_share
+from polyreme_trainer.orchestrator.replicas.router import FAILURE_BACKOFF, Candidates, Target, fair_share
 
 targets = st.lists(
     st.builds(
@@ -37,19 +38,39 @@ def test_choice(there: list[Target], min_version: int, term: int, now: float, ca
         and t.backoff_until <= now
         and t.sequences < capacity
     ]
-    chosen = choose(there, min_version=min_version, term=term, now=now, capacity=capacity, avoid=avoid)
+    asked: dict[str, Any] = {"min_version": min_version, "term": term, "now": now, "capacity": capacity}
+    chosen = Candidates(there, **asked).take(avoid)
     assert (chosen is None) == (not usable)
     if chosen:
         assert chosen in usable
         rivals = [t for t in usable if t.id not in avoid] or usable
         assert chosen in rivals and chosen.outstanding == min(t.outstanding for t in rivals)
-    assert chosen == choose(reversed(there), min_version=min_version, term=term, now=now, capacity=capacity, avoid=avoid)
+    assert chosen == Candidates(reversed(there), **asked).take(avoid)
+
+
+@given(
+    targets,
+    st.integers(1, 7),
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 4), st.sets(st.text("abc", min_size=1, max_size=2)))),
+)
+def test_calls_in_a_row_go_where_each_alone_would_go(
+    there: list[Target], capacity: int, calls: list[tuple[int, int, set[str]]]
+) -> None:
+    asked: dict[str, Any] = {"min_version": 0, "term": 1, "now": 10.0, "capacity": capacity}
+    candidates = Candidates(there, **asked)
+    for tokens, sequences, avoid in calls:
+        chosen = candidates.take(avoid)
+        assert chosen is Candidates(there, **asked).take(avoid)
+        if chosen is None:
+            break
+        chosen.outstanding += tokens
+        chosen.sequences += sequences
 
 
 def test_load_is_spread() -> None:
     there = [Target(str(i), version=0) for i in range(4)]
     for tokens in [100] * 8:
-        chosen = choose(there, min_version=0, term=0, now=0.0, capacity=1)
+        chosen = Candidates(there, min_version=0, term=0, now=0.0, capacity=1).take()
         assert chosen is not None
         chosen.outstanding += tokens
     assert [t.outstanding for t in there] == [200] * 4
@@ -107,7 +128,7 @@ def test_the_preferred_replica_is_taken_while_it_has_room() -> None:
     there = [Target("a", version=1), Target("b", version=1, outstanding=40, sequences=2)]
 
     def chosen(prefer: str | None, capacity: float = math.inf, avoid: frozenset[str] = frozenset()) -> str:
-        target = choose(there, min_version=1, term=0, now=0.0, capacity=capacity, avoid=avoid, prefer=prefer)
+        target = Candidates(there, min_version=1, term=0, now=0.0, capacity=capacity).take(avoid, prefer)
         return target.id if target else ""
 
     assert (chosen(None), chosen("b"), chosen("b", capacity=2), chosen("gone")) == ("a", "b", "a", "a")

@@ -1,5 +1,7 @@
 """The detection of stragglers: arithmetic, and runs with a silent and a slow replica."""
 
+from statistics import median
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,3 +93,19 @@ def test_like_among_like_is_never_left_behind(rates: list[float], sequences: int
     slowest = min(rates)
     alike = [slowest * (1 + (rate - slowest) / 500) for rate in rates]  # up to twice as fast
     assert Clock(*alike, sequences=sequences).run(seconds) == {}
+
+
+@given(st.lists(st.none() | st.floats(1, 500), min_size=1, max_size=6), st.floats(0.1, 10))
+def test_a_slow_one_is_compared_with_the_median_of_the_others(others: list[float | None], slow: float) -> None:
+    paces = {f"r{place}": Pace(rate=rate) for place, rate in enumerate(others)} | {"slow": Pace()}
+    for pace in paces.values():
+        pace.change(1, 0.0)
+    stragglers(paces, 0.0)  # begins the window
+    for pace, rate in zip(paces.values(), (*others, slow), strict=True):
+        if rate is not None:
+            pace.arrived(round(1000 * rate), 1000.0)
+    found = stragglers(paces, 1000.0)
+    usual = median(round(1000 * (rate or 0.0)) / 1000 for rate in others)
+    is_slow = usual >= 64 / 1000 and round(1000 * slow) / 1000 < 0.2 * usual
+    assert ("slow" in found) == is_slow
+    assert not is_slow or found["slow"].endswith(f"those of its peers {usual:.3g}")

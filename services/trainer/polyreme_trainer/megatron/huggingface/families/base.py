@@ -1,6 +1,6 @@
 """The common parts of all model families: the sizes of a decoder, the rows of the mapping table, and the definition of a family.
 
-Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces. Any other model raises an error that names
+Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces. Every other model raises an error that names
 the reason before anything is allocated. The shape of every tensor follows from the rows and the sizes. The module is pure: it imports
 neither torch nor transformers.
 """
@@ -8,7 +8,7 @@ neither torch nor transformers.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron.huggingface.families.hf_config import HfConfig
@@ -261,8 +261,8 @@ class ModelFamily:
     layer: tuple[MappingRow, ...] = DENSE_LAYER
     dense_layer: tuple[MappingRow, ...] = ()
     expert: tuple[MappingRow, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
     biases: Mapping[str, tuple[MappingRow, ...]] = field(default_factory=dict)
     activation: Literal["silu", "gelu_tanh"] = "silu"

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from polyreme.errors import ConfigError
 
@@ -25,7 +24,7 @@ class HfConfig:
         source: the file's path, with the name of the object inside it, for error messages.
     """
 
-    def __init__(self, fields: Mapping[str, Any], source: str = "config.json") -> None:
+    def __init__(self, fields: Mapping[str, object], source: str = "config.json") -> None:
         self._fields = dict(fields)
         self.source = source
 
@@ -102,7 +101,7 @@ class HfConfig:
             raise self._error(name, "an object")
         return HfConfig(value, f"{name} of {self.source}")
 
-    def only(self, name: str, value: Any) -> None:
+    def only(self, name: str, value: object) -> None:
         """Raises ConfigError unless the field is `value`, absent or null."""
         if name in self and self._fields[name] != value:
             raise self._error(name, json.dumps(value), "Choose a model without this feature.")

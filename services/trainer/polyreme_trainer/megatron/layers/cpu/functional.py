@@ -6,16 +6,16 @@ possible. Inputs are [..., features].
 Invariant: values equal those of the textbook formulas up to rounding. Results have the input's dtype; statistics are at least fp32.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from polyreme_trainer.megatron.layers.spec import AutogradContext
+
 
 class _RmsNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_statistic(x))
         rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -26,7 +26,7 @@ class _RmsNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight, rstd = ctx.saved_tensors
         wide, factor = x.to(rstd.dtype), weight.to(rstd.dtype)
@@ -49,7 +49,7 @@ def _statistic(x: Tensor) -> torch.dtype:
 
 class _Swiglu(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         activated = torch.nn.functional.silu(gate)
         ctx.save_for_backward(gate_up, activated)
@@ -57,7 +57,7 @@ class _Swiglu(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> Tensor:
         (grad,) = grads
         gate_up, activated = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)

@@ -9,12 +9,13 @@ Invariant: products and gradients are those of torch's linear function, in the s
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
+from torch.distributed import ProcessGroup
 
+from polyreme_trainer.megatron.layers.spec import AutogradContext
 from polyreme_trainer.megatron.mcore import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 
 
@@ -51,9 +52,16 @@ def _weight_grad(grad: Tensor, rows: Tensor, main_grad: Tensor | None) -> Tensor
     return _product(grad.t(), rows.t())
 
 
+class _LinearContext(AutogradContext):
+    group: ProcessGroup | None
+    shape: torch.Size
+    with_bias: bool
+    main_grad: Tensor | None
+
+
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+    def forward(ctx: _LinearContext, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None) -> Tensor:
         rows = x.flatten(0, -2)
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)  # a frozen weight's gradient needs no input
         ctx.group, ctx.shape, ctx.with_bias = group, x.shape, bias is not None
@@ -62,7 +70,7 @@ class _Linear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LinearContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
         grad_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None
@@ -76,7 +84,7 @@ class _Linear(Function):
         return None if grad_x is None else grad_x.view(ctx.shape), grad_weight, grad_bias, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input_grads: bool) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None, sum_input_grads: bool) -> Tensor:
     """x @ weight.T + bias; see `spec.Linear`."""
     return _Linear.apply(x, weight, bias, group if sum_input_grads else None)
 
@@ -85,7 +93,7 @@ class ColumnParallel(ColumnParallelLinear):
     """megatron-core's layer with `linear` as its matrix product. The tensor ranks split the output features."""
 
     def _forward_impl(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, sequence_parallel: bool, **_: Any
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, sequence_parallel: bool, **_: object
     ) -> Tensor:
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=self.tp_group)

@@ -4,7 +4,6 @@ Invariant: parameters and results are those of megatron-core's own layers; only 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class RmsNorm(torch.nn.Module):
     """An RMS norm with megatron-core's interface. Weight [hidden_size]. With `layernorm_zero_centered_gamma` the factor is 1 + weight, in
     fp32."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: object) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - ranks then sum its gradient

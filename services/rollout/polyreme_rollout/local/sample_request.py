@@ -1,0 +1,89 @@
+"""A sampling request as it is in the log, and which of those that wait start together."""
+
+import json
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """A request as it is in the log.
+
+    Attributes:
+        weights: the directory of a saved model; None: the base model.
+        prompt: token ids.
+        samples: the number of answers.
+        max_tokens: of an answer; None: as many as fit.
+        seed: None: that of the request's id.
+        stop_ids: tokens that end an answer; None: the model's own.
+        stop_strings: texts that end an answer.
+        prompt_logprobs: whether the prompt's log-probabilities are returned.
+        prompt_logprobs_last: of how many of its last tokens; None: of all.
+        topk: how many of the most likely tokens of each place in the prompt are returned.
+    """
+
+    weights: str | None
+    prompt: Sequence[int]
+    samples: int
+    max_tokens: int | None
+    seed: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    stop_ids: Sequence[int] | None
+    stop_strings: Sequence[str]
+    prompt_logprobs: bool
+    prompt_logprobs_last: int | None = None
+    topk: int = 0
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the request is for the prompt's log-probabilities."""
+        return self.prompt_logprobs and self.max_tokens == 1
+
+    @cached_property
+    def files(self) -> str | None:
+        """The files of the saved model as they are at first use, since its name may be saved again. None: the base model."""
+        if self.weights is None:
+            return None
+        with suppress(FileNotFoundError):  # the load says so
+            return f"{self.weights} {Path(self.weights).stat().st_mtime_ns}"
+        return self.weights
+
+    @cached_property
+    def rank(self) -> int:
+        """The rank of the adapter that was saved; 0 for the base model and for all weights."""
+        file = Path(self.weights or "") / "adapter_config.json"
+        return int(json.loads(file.read_text())["r"]) if self.weights is not None and file.exists() else 0
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> "SampleRequest":
+        fields = json.loads(payload.partition(b"\n")[0])
+        given = {name: value for name, value in fields.items() if name not in ("op", "arrived")}
+        return cls(**({"max_tokens": None, "seed": None} | given))
+
+
+def admitted(adapters: Sequence[Path | None], running: Set[Path], most: int) -> list[int]:
+    """The places of the requests that start now, of those that wait in this order.
+
+    An engine has room for a number of adapters. While it has none for the first request, no other one starts, so that this one waits for
+    running requests only.
+
+    Args:
+        adapters: of each waiting request; None: it needs none.
+        running: those of the running requests.
+        most: the number that may run.
+    """
+    taken, places = set(running), list[int]()
+    for place, adapter in enumerate(adapters):
+        if adapter is not None and adapter not in taken:
+            if len(taken) >= most:
+                if place == 0:
+                    return []
+                continue
+            taken.add(adapter)
+        places.append(place)
+    return places
