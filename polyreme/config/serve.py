@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polyreme.config.base import NAME
 from polyreme.config.load import load_as
@@ -22,14 +22,16 @@ from polyreme.config.trainer import RECOMPUTE, ParallelConfig, Recompute
 class ServeLearner(Section):
     """The learner."""
 
-    threads: Operational[int] = Field(1, ge=1, description="Compute threads on CPU.")
+    parallel: Operational[ParallelConfig] = ParallelConfig()
     micro_batch_tokens: int = Field(
         8192, ge=1, description="Maximum tokens of one micro-batch. A longer sequence forms its own micro-batch."
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
-    max_models: Operational[int] = Field(32, ge=1, description="Maximum number of models.")
+    max_models: Operational[int] = Field(
+        32, ge=1, description="Maximum number of models in memory. The others are on disk, and come back with their next request."
+    )
     resident_models: Operational[int] = Field(
-        8, ge=1, description="Maximum number of models on the device, and in one pass. The others are in the host's memory."
+        8, ge=1, description="Maximum number of models on the device, and in one pass. The others in memory are in the host's."
     )
     same_bits: bool = Field(
         True,
@@ -40,8 +42,19 @@ class ServeLearner(Section):
     checkpoints_gib: Operational[float] = Field(
         100.0,
         gt=0,
-        description="Maximum GiB of saved models on disk. Beyond it, those without a name are deleted, the oldest first, and then a save fails.",
+        description="Maximum GiB of checkpoints. Beyond it, those without a name are deleted, the oldest first, and then a save fails. While"
+        " checkpoints and models on disk have more, no new model is created.",
     )
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> "ServeLearner":
+        if self.parallel.nodes > 1:
+            raise ValueError(
+                f"`parallel.nodes` = {self.parallel.nodes} must be 1: the learner of a training service is on one machine"
+            )
+        if self.parallel.pipeline > 1 and self.recompute is not None:
+            raise ValueError("`recompute` must be null with `parallel.pipeline` above 1: stages share the adapters of a pass")
+        return self
 
 
 class ServeSampler(Section):
@@ -124,7 +137,7 @@ class ServeConfig(Section):
         length = self.sampler.max_model_len
         rollout = {**self.sampler.model_dump(), "max_new_tokens": length - 1}
         trainer = {
-            "parallel": ParallelConfig(threads=self.learner.threads),
+            "parallel": self.learner.parallel,
             "micro_batch_tokens": self.learner.micro_batch_tokens,
             "recompute": self.learner.recompute,
             "optimizer": {"lr": 1e-4},

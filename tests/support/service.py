@@ -61,12 +61,13 @@ class Service:
     def __init__(self, process: "subprocess.Popen[bytes]", url: str, folder: Path) -> None:
         self._process, self.url, self.folder = process, url, folder
 
-    def kill(self, part: str) -> None:
-        """Kills the learner, the API, the sampler or Redis, unless it is just being started again."""
+    def kill(self, part: str, rank: int = 0) -> None:
+        """Kills a rank of the learner, the API, the sampler or Redis, unless it is just being started again."""
         words = {"sampler": "polyreme_rollout.local", "redis": "redis-server|valkey-server|_binary"}.get(part, f"^{part}$")
         for child in psutil.Process(self._process.pid).children():
             with suppress(psutil.NoSuchProcess):
-                if any(re.search(words, word) for word in child.cmdline()):
+                here = part != "learner" or child.environ()["RANK"] == str(rank)
+                if here and any(re.search(words, word) for word in child.cmdline()):
                     child.kill()
 
     def saved(self, path: str) -> Path:
@@ -76,7 +77,13 @@ class Service:
 
 @contextmanager
 def service(
-    folder: Path, model: Path, name: str, length: int, engine: str = "transformers", vllm: Mapping[str, object] | None = None
+    folder: Path,
+    model: Path,
+    name: str,
+    length: int,
+    engine: str = "transformers",
+    vllm: Mapping[str, object] | None = None,
+    parallel: Mapping[str, int] | None = None,
 ) -> Iterator[Service]:
     """Serves a model until the block ends.
 
@@ -84,10 +91,19 @@ def service(
         name: the base model's name for clients.
         length: of prompt and answer.
         vllm: the section sampler.vllm.
+        parallel: the layout of the learner's ranks; None: one.
     """
     url, file = f"http://127.0.0.1:{(port := free_port())}", folder / "serve.yaml"
     sampler = {"engine": engine, "max_model_len": length, "vllm": dict(vllm or {})}
-    tree = {"output_dir": "out", "base_model": name, "port": port, "model": {"path": str(model)}, "sampler": sampler}
+    learner = {"parallel": dict(parallel or {})}
+    tree = {
+        "base_model": name,
+        "port": port,
+        "model": {"path": str(model)},
+        "sampler": sampler,
+        "learner": learner,
+        "output_dir": "out",
+    }
     file.write_text(yaml.safe_dump(tree))
     with open(folder / "serve.log", "wb") as log:
         command = [sys.executable, "-m", "polyreme", "serve", str(file)]

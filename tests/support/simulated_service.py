@@ -31,7 +31,8 @@ from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.api import ServiceApi
 from polyreme_trainer.service.folders import Folders
 from polyreme_trainer.service.learner import ModelLearner
-from polyreme_trainer.testing.simulated_tenants import WEIGHT, SimulatedStates, SimulatedTenantEngine
+from polyreme_trainer.service.states import States
+from polyreme_trainer.testing.simulated_tenants import WEIGHT, SimulatedTenantEngine
 
 VOCAB, LONGEST, BASE, SIGNING_KEY, MODELS = 64, 256, "base", "key", "models"
 _PLAN = plan_manifest([TensorSpec(WEIGHT, "U8", (32,))])
@@ -60,7 +61,7 @@ def engine() -> SimulatedTenantEngine:
 
 
 def learner(log: RequestLog, root: Path, limit: int = 1 << 30) -> ModelLearner:
-    return ModelLearner(log, engine(), SimulatedStates(root, limit), BASE, 32)
+    return ModelLearner(log, engine(), States(root, limit), BASE, 32)
 
 
 def api(log: RequestLog, root: Path, accounts: Accounts | None = None) -> ServiceApi:

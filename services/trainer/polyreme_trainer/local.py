@@ -16,12 +16,13 @@ from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.models.build import close_parallel, init_parallel
+from polyreme_trainer.megatron.parallel.channel import BroadcastChannel
 from polyreme_trainer.megatron.training.optimizer import Adam, adam_of
 from polyreme_trainer.megatron.versions.version_writer import VersionWriter
 
 
 class LocalEngine(MegatronEngine):
-    """An `Engine` of one rank with a trained policy, the role `actor`. `open` creates one."""
+    """One rank's `Engine` with a trained policy, the role `actor`. `open` creates one."""
 
     def __init__(self, config: RunConfig, files: dict[str, bytes], ranks: Ranks, device: Device) -> None:
         super().__init__(config, files, ranks, device)
@@ -33,14 +34,19 @@ class LocalEngine(MegatronEngine):
     @classmethod
     @contextmanager
     def open(cls, config: RunConfig) -> Iterator["LocalEngine"]:
-        """Loads the weights of `model.path`, and frees everything with the block. It sets torchrun's variables in this process's environment.
+        """Loads the weights of `model.path`, and frees everything with the block. One rank sets torchrun's variables in this process's
+        environment; of several, each has them already.
 
         Raises:
-            ConfigError: the model cannot be trained, or `trainer.parallel` has several ranks.
+            ConfigError: the model cannot be trained, or `trainer.parallel` has other ranks than torchrun's variables.
         """
-        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **local_rendezvous()})
-        device, ranks = Device(config.device, 0, config.trainer.parallel.threads), Ranks()
-        init_parallel(config.trainer.parallel, device)
+        parallel = config.trainer.parallel
+        if parallel.world_size == 1:
+            os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **local_rendezvous()})
+        device = Device(config.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.threads)
+        init_parallel(parallel, device)
+        several = parallel.world_size > 1
+        ranks = Ranks(int(os.environ["RANK"]), BroadcastChannel(device.torch) if several else None)
         try:
             device.seed(config.seed)
             engine = cls(config, read_model_files(config.model.path), ranks, device)

@@ -224,7 +224,7 @@ async def test_paths_lead_nowhere_else(client: Client, tmp_path: Path) -> None:
 
 
 async def test_two_thousand_sessions_leave_room_for_one_more(client: Client) -> None:
-    """Each asks for a model, of which there is room for 32; the others are told so, and a new client trains."""
+    """A hundred of them have a model. There is memory for 32; the others are on disk, and a client trains."""
     mine = await client.model()
     many = [Client(client.http, f"tml-{number % 50}") for number in range(2000)]
     sessions = [await each.session() for each in many]
@@ -234,8 +234,7 @@ async def test_two_thousand_sessions_leave_room_for_one_more(client: Client) -> 
         await each.post("create_model", session_id=name, **lora) for each, name in zip(many[:100], sessions[:100], strict=True)
     ]
     results = [(await each.result(new["request_id"])).json() for each, new in zip(many[:100], made, strict=True)]
-    assert sum("error" not in result for result in results) == 31
-    assert all("expected at most 32 models" in result["error"] for result in results if "error" in result)
+    assert not any("error" in result for result in results)
     for each, name in zip(many, sessions, strict=True):
         await each.post("session_heartbeat", session_id=name)
     listed = (await many[0].send("GET", "sessions", params={"limit": 100})).json()["sessions"]

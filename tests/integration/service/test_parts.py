@@ -22,7 +22,8 @@ def parts(redis_url: str, run_id: str, tmp_path: Path) -> Iterator[tuple[Parts, 
     """The parts, not started, the API's URL, and the page's port. Those that run at the end have to end well."""
     write_tiny_model(tmp_path / "model")
     sampler = {"engine": "transformers", "max_model_len": 64}
-    tree = {"name": run_id, "base_model": "tiny", "model": {"path": "model"}, "sampler": sampler}
+    learner = {"parallel": {"data": 2}}
+    tree = {"name": run_id, "base_model": "tiny", "model": {"path": "model"}, "sampler": sampler, "learner": learner}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
     port, page = free_port(), free_port()
     python, file = [sys.executable, "-m", "polyreme"], [str(tmp_path / "serve.yaml"), f"output_dir={tmp_path / 'out'}"]
@@ -66,6 +67,7 @@ async def test_the_api_takes_those_with_the_key_and_probes(parts: tuple[Parts, s
 
 @pytest.mark.real
 async def test_parts_restart_alone_and_clients_go_on(parts: tuple[Parts, str, int], tmp_path: Path) -> None:
+    """The learner's part has two ranks, which end with it."""
     running, url, _ = parts
     for part in ("sampler", "learner", "observer", "api"):  # in any order
         running.start(part)

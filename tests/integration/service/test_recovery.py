@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from polyreme_trainer.service import learner as learner_module
 from polyreme_trainer.service import states as states_module
 from polyreme_trainer.service.folders import Folders
 from polyreme_trainer.service.learner import ModelLearner
+from polyreme_trainer.service.states import States
 from polyreme_trainer.service.wire import Request, json_result
-from polyreme_trainer.testing.simulated_tenants import SimulatedStates
 from support.simulated_service import BASE, engine
 
 MODEL = f"{'a' * 32}:train:0"
@@ -48,15 +48,15 @@ def save(name: str, op: str = "save_weights", **fields: Any) -> Request:
 class Service:
     """A log with one model, whose learner is started and ended."""
 
-    def __init__(self, log: RequestLog, root: Path, limit: int = 1 << 30) -> None:
-        self.log, self.root, self.limit, self.seq = log, root, limit, -1
+    def __init__(self, log: RequestLog, root: Path, limit: int = 1 << 30, max_models: int = 32) -> None:
+        self.log, self.root, self.limit, self.max_models, self.seq = log, root, limit, max_models, -1
         self.engine = engine()
 
     @asynccontextmanager
     async def learner(self) -> AsyncIterator[None]:
         """A new learner, which ends with the block as by a kill between two of its commands."""
         self.engine = engine()
-        learner = ModelLearner(self.log, self.engine, SimulatedStates(self.root, self.limit), BASE, 32)
+        learner = ModelLearner(self.log, self.engine, States(self.root, self.limit), BASE, self.max_models)
         task = asyncio.create_task(learner.run(asyncio.Event()))
         try:
             yield
@@ -115,9 +115,49 @@ async def test_a_restart_begins_at_the_newest_state(
     assert [folder.name for folder in (service.root / MODEL / "states").iterdir()] == [str(len(LOOP) - 2)]
     async with service.learner():
         found += await service.ask(LOOP[-1])
-        assert service.engine.executed == ["put", "optim_step"], "with the gradient of the state"
+        assert service.engine.executed == ["load", "optim_step"], "with the gradient of the state"
     assert found == wanted
     assert await service.log.kept(MODEL) == [] and await service.log.lanes() == set()
+
+
+@pytest.mark.parametrize("kills", [False, True])
+async def test_models_beyond_the_memory_are_on_disk(
+    kills: bool, service: Service, redis: Redis, run_id: str, tmp_path: Path
+) -> None:
+    """Five models with memory for two: each has the bits that it has alone, also when it leaves between a gradient and its step."""
+    wanted = await undisturbed(redis, run_id, tmp_path / "quiet")
+    service.max_models, models = 2, [MODEL.replace(":0", f":{number}") for number in range(5)]
+    for model in models:
+        await service.log.set_record("model", model, {"tenant": "t"})
+    found: dict[str, list[bytes | None]] = {model: [] for model in models}
+    most, running = 0, service.learner()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running)
+        for seq, request in enumerate(LOOP):
+            for model in models:
+                await service.log.submit(in_lane(model, seq), request.pack())
+            for model in models:
+                found[model].append(await service.log.result(f"{model}:{seq}", 60.0))
+                most = max(most, len(service.engine.models))
+            if kills:
+                await stack.aclose()
+                await stack.enter_async_context(service.learner())
+    assert most == 2 and {len(each) for each in found.values()} == {len(LOOP)}
+    assert all(each[1:] == wanted[1:] for each in found.values()), "the first result has the model's name"
+
+
+async def test_a_full_disk_refuses_new_models_alone(service: Service) -> None:
+    async with service.learner():
+        await service.ask(*LOOP, save("named"))
+        service.limit = 1
+    async with service.learner():
+        other = in_lane(MODEL.replace(":0", ":1"), 0)
+        await service.log.set_record("model", other.lane, {"tenant": "t"})
+        await service.log.submit(other, CREATE.pack())
+        refused = await service.log.result(other.id, 60.0)
+        assert refused is not None and b"GiB of models on disk" in refused
+        [step] = await service.ask(STEP)
+        assert b"error" not in step
 
 
 async def test_requests_of_many_bytes_are_in_a_state_soon(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,30 @@ async def test_killed_processes_cost_a_client_nothing(running: Service, tmp_path
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2}], ids=lambda each: next(iter(each)))
+async def test_a_killed_rank_costs_a_client_nothing(layout: dict[str, int], running: Service, tmp_path: Path) -> None:
+    """The learner has two ranks. Its losses and weights are those of one rank up to rounding."""
+    alone = tenant(running, "continued", tmp_path).result()
+    model = running.folder.parents[1] / "model"
+    with service(tmp_path, model, "tiny", 64, parallel=layout) as several:
+        found = []
+        for kills in ((("2 ", 1), ("7 ", 0)), ()):
+            (folder := tmp_path / str(len(found))).mkdir()
+            program = tenant(several, "continued", folder)
+            for line, rank in kills:
+                await program.wait_for(line)
+                several.kill("learner", rank)
+            found.append(await asyncio.to_thread(program.result))
+        lost, kept = found
+        assert lost["losses"] == kept["losses"]
+        np.testing.assert_allclose(kept["losses"], alone["losses"], rtol=1e-4)
+        one, two = (adapter_of(several.saved(each["end"])) for each in found)
+        assert all(torch.equal(one[name], two[name]) for name in one)
+        wanted = adapter_of(running.saved(alone["end"]))
+        assert max(float((one[name] - wanted[name]).abs().max()) for name in wanted) < 1e-4
+
+
 async def test_a_killed_sampler_or_redis_costs_a_client_nothing(running: Service, tmp_path: Path) -> None:
     """Each step samples from the weights of the one before, so every answer decides the next weights."""
     disturbed = tenant(running, "sampled", tmp_path)

@@ -15,8 +15,9 @@ from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import LogPlace, RequestLog, in_lane
 from polyreme_trainer.service.learner import ModelLearner
 from polyreme_trainer.service.snapshots import SnapshotProbe
+from polyreme_trainer.service.states import States
 from polyreme_trainer.service.wire import Request
-from polyreme_trainer.testing.simulated_tenants import SimulatedStates, SimulatedTenantEngine
+from polyreme_trainer.testing.simulated_tenants import SimulatedTenantEngine
 from support.simulated_service import BASE, LONGEST, VOCAB, engine, sample
 
 MODELS = [f"{letter * 32}:train:0" for letter in "abc"]
@@ -39,7 +40,7 @@ async def learning(
 ) -> AsyncIterator[SimulatedTenantEngine]:
     """A learner, with an engine that has models already or with a new one."""
     computing = computing or engine()
-    learner = ModelLearner(log, computing, SimulatedStates(root, 1 << 30), BASE, 32, canary)
+    learner = ModelLearner(log, computing, States(root, 1 << 30), BASE, 32, canary)
     task = asyncio.create_task(learner.run(asyncio.Event()))
     try:
         yield computing

@@ -8,7 +8,8 @@ provides the channel between the ranks.
 import asyncio
 import logging
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
 from polyreme.errors import PolyremeError
@@ -61,6 +62,11 @@ class Ranks:
         """Whether this process is rank 0."""
         return self.rank == 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank."""
+        return self._channel is None
+
     def broadcast_from_leader(self, question: Callable[[], Awaitable[bytes]]) -> bytes:
         """Rank 0's answer, on every rank. Collective: every rank must call it; only rank 0 calls `question`.
 
@@ -93,6 +99,33 @@ class Ranks:
             return b""
 
         self.broadcast_from_leader(act)
+
+    def tell(self, message: bytes) -> None:
+        """Sends a message from rank 0 to all others, which call `hear`. Raises RuntimeError when another rank has died."""
+        self._send(_ANSWER, message)
+
+    def hear(self) -> bytes:
+        """What rank 0 tells, on another rank. Raises LeaderError when rank 0 has failed, and RuntimeError when it has died."""
+        return self._receive()
+
+    @asynccontextmanager
+    async def telling(self) -> AsyncIterator[None]:
+        """On rank 0, a block that calls `tell`, in the thread of its event loop. The others get heartbeats between the calls, and hear of the
+        block's error. When another rank has died, the next `tell` raises RuntimeError."""
+        beating = asyncio.create_task(self._beat())
+        try:
+            yield
+        except BaseException as error:
+            self._send_failure(error)
+            raise
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            self._send(_WAITING, b"")
 
     def close(self) -> None:
         """Closes rank 0's event loop."""

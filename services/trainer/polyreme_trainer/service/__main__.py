@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from polyreme.net.http_server import serve_http
 from polyreme.net.ports import loopback
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, freeze_gc, gc_disabled, stop_event
+from polyreme_trainer.learner.leader import LeaderError
 from polyreme_trainer.service.accounts import Accounts
 from polyreme_trainer.service.api import ServiceApi
 from polyreme_trainer.service.folders import MODELS, Folders
@@ -60,21 +62,31 @@ def run_api(config: ServeConfig) -> None:
 
 
 def run_learner(config: ServeConfig) -> None:
-    """Executes requests for models until a signal."""
+    """Runs one rank of the learner until a signal: rank 0 executes requests for models, and the others make its calls of the engine."""
     with gc_disabled():
         from polyreme_trainer.service.engine import ServiceEngine
         from polyreme_trainer.service.learner import ModelLearner
+        from polyreme_trainer.service.ranks import LeadingEngine, follow
         from polyreme_trainer.service.snapshots import SnapshotProbe
         from polyreme_trainer.service.states import States
 
     with ServiceEngine.open(config.as_run(), config.learner.resident_models, config.learner.same_bits) as engine:
         freeze_gc()
+        if not engine.ranks.leads:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 finishes what it executes, for which it needs this one
+            try:
+                follow(engine, engine.ranks)
+            except LeaderError as error:
+                logger.info("rank 0 ended: %s", error.found)
+                sys.exit(error.exit_code)
+            return
         states = States(config.run_dir / MODELS, int(config.learner.checkpoints_gib * 2**30))
 
         async def execute(log: RequestLog, stop: asyncio.Event) -> None:
             logger.info("ready: %s", config.served_name)
             canary = SnapshotProbe.of(engine.vocabulary, min(config.sampler.max_model_len, engine.longest), engine.dtype)
-            await ModelLearner(log, engine, states, config.served_name, config.learner.max_models, canary).run(stop)
+            async with LeadingEngine(engine, engine.ranks).telling() as told:
+                await ModelLearner(log, told, states, config.served_name, config.learner.max_models, canary).run(stop)
 
         asyncio.run(with_log(config, execute))
 
@@ -93,7 +105,7 @@ def run_observer(config: ServeConfig) -> None:
 
 def main() -> None:
     part = sys.argv[1]
-    logging_setup.setup(part)
+    logging_setup.setup(f"{part}-{os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else part)
     with exit_on_error(part):
         config = read_serve(Path(os.environ["POLYREME_RUN_DIR"]) / "config.yaml")
         {"api": run_api, "learner": run_learner, "observer": run_observer}[part](config)

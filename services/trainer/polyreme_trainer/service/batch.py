@@ -1,10 +1,13 @@
 """Batches of the training service, and which of them share a pass."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from polyreme_trainer.learner.leader import join, split
 
 FloatArray = NDArray[np.float32]
 
@@ -44,6 +47,27 @@ class BatchResult:
 
     logprobs: Sequence[FloatArray]
     loss: float
+
+
+def pack_call(call: LossCall) -> bytes:
+    """A batch and its loss for another process. `read_call` is the inverse."""
+    batch = call.batch
+    lengths = [len(ids) for ids in batch.inputs]
+    head = {"loss": call.loss, "options": dict(call.options), "lengths": lengths, "columns": list(batch.columns)}
+    parts = [json.dumps(head).encode()]
+    parts += [np.concatenate(ids).astype("<i8").tobytes() for ids in (batch.inputs, batch.targets)]
+    return join([*parts, *(column.astype("<f4").tobytes() for column in batch.columns.values())])
+
+
+def read_call(packed: bytes) -> LossCall:
+    """The batch and the loss that `pack_call` has packed."""
+    first, inputs, targets, *columns = split(packed)
+    head = json.loads(first)
+    ends = np.cumsum(head["lengths"])[:-1]
+    given, wanted = (np.split(np.frombuffer(each, "<i8").astype(np.int64), ends) for each in (inputs, targets))
+    values = [np.frombuffer(each, "<f4").astype(np.float32) for each in columns]
+    batch = Batch(given, wanted, dict(zip(head["columns"], values, strict=True)))
+    return LossCall(batch, head["loss"], head["options"])
 
 
 def plan_passes(tokens: Mapping[str, int], budget: int, most: int) -> list[list[str]]:

@@ -35,6 +35,7 @@ from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.rundir.run_directory import next_attempt, owned
 from polyreme.rundir.run_records import write_atomically
 from polyreme.terminal.terminal import TerminalConsole
+from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.service.accounts import Accounts
 
 _GRACE_SECONDS = 15.0
@@ -101,16 +102,42 @@ def _check_access(config: ServeConfig) -> None:
 
 
 def _run_alone(part: ServicePart, config: ServeConfig, redis: str | None) -> None:
-    """Runs a part in this process until a signal. Two of the same would both execute what is logged, so the second one is refused."""
+    """Runs a part in this process, or the learner's ranks below it, until a signal. Two of the same would both execute what is logged, so the
+    second one is refused."""
     if redis is None:
         raise ConfigError("--redis URL with --part", "none", "Pass the Redis in which the processes meet.")
     with owned(config.run_dir / part):
         _write_config(config)
+        if part == ServicePart.LEARNER and config.learner.parallel.world_size > 1:
+            asyncio.run(_run_ranks(config, redis))
+            return
         os.environ.update(_environment(part, config, redis))
         from polyreme_trainer.service.__main__ import main  # reads the environment
 
         sys.argv = ["polyreme", part]
         main()
+
+
+async def _run_ranks(config: ServeConfig, redis: str) -> None:
+    """Keeps the learner's ranks running until a signal. Raises ChildFailedError."""
+    ranks = _learner(config, redis, next_attempt(config.run_dir))
+    await _keep(Supervisor([ranks], config.max_restarts, first_backoff=0.2), stop_event())
+
+
+async def _keep(supervisor: Supervisor, stop: asyncio.Event, *others: asyncio.Task[object]) -> None:
+    """Keeps processes running until `stop`, then ends them. Raises ChildFailedError, or what one of `others` raises."""
+    running: list[asyncio.Task[object]] = [asyncio.create_task(supervisor.run()), *others]
+    ending = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({*running, ending}, return_when=asyncio.FIRST_COMPLETED)
+        for task in running:
+            if task.done():
+                task.result()  # raises
+        await supervisor.stop(_GRACE_SECONDS)
+    finally:
+        for task in (ending, *running):
+            task.cancel()
+        await asyncio.gather(ending, *running, return_exceptions=True)
 
 
 def _write_demo() -> Path:
@@ -148,20 +175,19 @@ async def _serve(config: ServeConfig, console: Console, demo: bool) -> None:
         url = str(without_password(server.url))  # the processes find its password in their environment
         kept = server.keep(config.max_restarts, console.print, "start the service again")
         supervisor = Supervisor(_processes(config, url, log_dir), config.max_restarts, first_backoff=0.2)
-        running: list[asyncio.Task[object]] = [asyncio.create_task(supervisor.run()), asyncio.create_task(kept)]
-        ending = asyncio.create_task(stop.wait())
         starting = asyncio.create_task(_announce(config, console, log_dir, demo))
+        stopping = asyncio.create_task(_say_stop(stop, console))
         try:
-            await asyncio.wait({*running, ending}, return_when=asyncio.FIRST_COMPLETED)
-            for task in running:
-                if task.done():
-                    task.result()  # raises
-            console.print("stopping; the same command continues every model")
-            await supervisor.stop(_GRACE_SECONDS)
+            await _keep(supervisor, stop, asyncio.create_task(kept))
         finally:
-            for task in (starting, ending, *running):
+            for task in (starting, stopping):
                 task.cancel()
-            await asyncio.gather(starting, ending, *running, return_exceptions=True)
+            await asyncio.gather(starting, stopping, return_exceptions=True)
+
+
+async def _say_stop(stop: asyncio.Event, console: Console) -> None:
+    await stop.wait()
+    console.print("stopping; the same command continues every model")
 
 
 @asynccontextmanager
@@ -177,15 +203,20 @@ async def _redis(folder: Path) -> AsyncIterator[EmbeddedServer]:
 def _environment(part: str, config: ServeConfig, redis: str) -> dict[str, str]:
     """The variables of a process of the service."""
     shared = {"POLYREME_REDIS": redis, "POLYREME_RUN_DIR": str(config.run_dir)}
-    compute = {"OMP_NUM_THREADS": str(config.learner.threads), "OMP_WAIT_POLICY": "passive"}
-    return {**shared, **compute} if part == ServicePart.LEARNER else shared
+    return {**shared, **compute_environment(config.learner.parallel, config.device)} if part == ServicePart.LEARNER else shared
+
+
+def _learner(config: ServeConfig, url: str, log_dir: Path) -> ProcessSet:
+    """The learner's ranks, which restart together."""
+    parallel, program = config.learner.parallel, ("-m", "polyreme_trainer.service", "learner")
+    environment = _environment("learner", config, url)
+    return ProcessSet("learner", lambda: rank_programs(parallel, program, environment), log_dir, serves=True)
 
 
 def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]:
     """The API, the learner, the sampler and the observer, each of which restarts alone."""
     programs = {
         "api": ("-m", "polyreme_trainer.service", "api"),
-        "learner": ("-m", "polyreme_trainer.service", "learner"),
         "sampler": ("-m", "polyreme_rollout.local"),
         "observer": ("-m", "polyreme_trainer.service", "observer"),
     }
@@ -195,7 +226,7 @@ def _processes(config: ServeConfig, url: str, log_dir: Path) -> list[ProcessSet]
         spec = ProcessSpec(name, (sys.executable, *programs[name]), environment, death_signal=OWNER_DIED)
         return ProcessSet(name, lambda: [spec], log_dir, serves=True)
 
-    return [program(name) for name in programs]
+    return [_learner(config, url, log_dir), *map(program, programs)]
 
 
 async def _announce(config: ServeConfig, console: Console, log_dir: Path, demo: bool) -> None:

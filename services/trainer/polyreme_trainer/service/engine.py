@@ -3,12 +3,16 @@
 Each tenant's model has its adapters, moments, gradient and count of steps. Those that were used last are on the device; the others are in the
 host's memory. Batches of several models share a pass when they fit into one micro-batch.
 
-Invariant: what a tenant's model computes depends on its own requests only. A model that was moved out and in again has the same bits.
+With several ranks, each has its part of every model, and all of them make the same calls in the same order.
+
+Invariant: what a tenant's model computes depends on its own requests only. A model that was moved out and in again has the same bits. Between
+two calls, a model's gradient is summed over the ranks, and each keeps its part of the sum.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,10 +26,13 @@ from polyreme.errors import RunFailedError
 from polyreme_trainer.algorithms.service_losses import LOSSES
 from polyreme_trainer.local import LocalEngine
 from polyreme_trainer.megatron.batches.batch import IGNORE, IntArray, MicroBatch, Sequences
+from polyreme_trainer.megatron.checkpoints.role_files import Parts, Read, read_parts, whole, write_parts
+from polyreme_trainer.megatron.huggingface.hf_files import save_tensors
 from polyreme_trainer.megatron.layers.shared_pass import AdapterRun, SharedPass
+from polyreme_trainer.megatron.models.build import mesh
 from polyreme_trainer.megatron.models.model import TrainedParameters
 from polyreme_trainer.megatron.models.policy import Policy
-from polyreme_trainer.megatron.offload.fragments import MASTER, MOMENTS
+from polyreme_trainer.megatron.offload.host_copy import copied_to_host
 from polyreme_trainer.megatron.parallel.reshard import WEIGHTS
 from polyreme_trainer.megatron.training.optimizer import Adam
 from polyreme_trainer.megatron.training.roles import LossTerm, Role, every
@@ -33,9 +40,9 @@ from polyreme_trainer.service.batch import Batch, BatchResult, LossCall, plan_pa
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.losses import SPECS
 from polyreme_trainer.service.messages import AdamSettings
-from polyreme_trainer.service.tenant_engine import GRADIENT, TenantState
 
-_KINDS = (WEIGHTS, *MOMENTS, MASTER)
+GRADIENT = "gradient"
+"""Kind of state: the gradient since the last optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,15 @@ class _Tenant:
     lora: LoraConfig | None
     role: Role[Policy]
     trained: TrainedParameters
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """This rank's part of a model in the host's memory."""
+
+    lora: LoraConfig | None
+    steps: int
+    parts: Parts
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,9 @@ class _PassLoss:
         tokens = np.split(batch.tokens, np.cumsum(sizes)[:-1])
         parts = zip(self.calls, self.starts, tokens, logprobs.split(sizes), batch.sequence.split(sizes), strict=True)
         for call, start, mine, values, sequence in parts:
+            if not len(mine):  # other data ranks have the model's sequences
+                losses.append(values.sum())
+                continue
             inputs = {
                 name: torch.from_numpy(column[mine - start]).to(values.device) for name, column in call.batch.columns.items()
             }
@@ -77,6 +96,7 @@ class ServiceEngine:
     Attributes:
         most: the largest number of models on the device, and of a pass. Those that were used last stay there.
         same_bits: see `SharedPass`.
+        ranks: the processes that have the parts of the models.
     """
 
     def __init__(self, engine: LocalEngine, resident: int, same_bits: bool) -> None:
@@ -87,8 +107,10 @@ class ServiceEngine:
         self.same_bits = same_bits
         self._resident: dict[str, _Tenant] = {}
         """The model that was used last is the last one."""
-        self._waiting: dict[str, TenantState] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._base_is_changed = False
+        self.ranks = engine.ranks
+        self._number, self._layout = self.ranks.rank, mesh()
 
     @classmethod
     @contextmanager
@@ -125,7 +147,9 @@ class ServiceEngine:
 
     def steps(self, name: str) -> int:
         """The optimizer steps of a model."""
-        optimizer = self._use(name).optimizer
+        if name in self._waiting:
+            return self._waiting[name].steps
+        optimizer = self._resident[name].role.optimizer
         assert optimizer is not None
         return optimizer.steps
 
@@ -141,25 +165,24 @@ class ServiceEngine:
         role.make_optimizer(Adam())
         self._resident[name] = _Tenant(lora, role, self._model.trained)
 
-    def take(self, name: str) -> TenantState:
-        """A model's state, as a copy."""
-        if name in self._waiting:
-            return self._waiting[name]
+    def save(self, name: str, folder: Path, gradient: bool) -> None:
+        """Writes a model's state into an empty directory, see `role_files`. `gradient`: also that of its next step. Collective."""
         role = self._use(name)
-        state = role.rank_state()
-        shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
-        tensors = {
-            f"{kind}/{param}": flat.detach().to("cpu", copy=True).view(shapes[param])
-            for kind in _KINDS
-            for param, (_, flat) in state.get(kind, {}).items()
-        }
-        tensors |= {f"{GRADIENT}/{param}": tensor for param, tensor in (role.gradient() or {}).items()}
-        return TenantState(self._resident[name].lora, int(state["steps"]), tensors)
+        write_parts(folder, self._number, _parts(role, role.gradient() if gradient else None), self._layout)
+        if self._layout.ranks > 1:
+            torch.distributed.barrier()
 
-    def put(self, name: str, state: TenantState) -> None:
-        """Gives a model a state, and creates the model if there is none."""
+    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int) -> None:
+        """Gives a model the state in a directory, and creates the model if there is none. `steps`: its optimizer's; 0: without moments."""
         self.remove(name)
-        self._waiting[name] = state
+        self.create(name, lora, 0)
+        self._restore(self._resident[name], steps, *read_parts(folder, self._model.trained_arch, self._model.rank))
+
+    def _restore(self, tenant: _Tenant, steps: int, read: Read, kinds: Iterable[str]) -> None:
+        """Sets a model to what `read` reads. It is the one that is trained."""
+        tenant.role.restore(steps, read)
+        trained = [param for param, tensor in self._model.module.named_parameters() if tensor.requires_grad]
+        tenant.role.set_gradient(read(GRADIENT, trained) if GRADIENT in kinds else None)
 
     def remove(self, name: str) -> None:
         """Forgets a model."""
@@ -180,10 +203,11 @@ class ServiceEngine:
             if (problem := self._problem(call.batch)) is not None:
                 results[name] = TenantError(problem)
         tokens = {name: sum(map(len, call.batch.inputs)) for name, call in calls.items() if name not in results}
-        routed = bool(self._model.arch.experts) and self.same_bits  # experts compute the tokens of all models together
+        # Experts compute the tokens of all models together, and a context rank's tokens of a model are in several places.
+        alone = (bool(self._model.arch.experts) and self.same_bits) or self._model.context.ranks > 1
         for together in sorted({SPECS[calls[name].loss].together for name in tokens}):
             mine = {name: count for name, count in tokens.items() if SPECS[calls[name].loss].together == together}
-            for names in plan_passes(mine, self._engine.shard.micro_batch_tokens, 1 if routed else self.most):
+            for names in plan_passes(mine, self._engine.shard.micro_batch_tokens, 1 if alone else self.most):
                 results |= zip(names, self._run_pass(names, [calls[name] for name in names], backward), strict=True)
         return results
 
@@ -198,12 +222,14 @@ class ServiceEngine:
         sequences = Sequences(ends, np.ones(sum(map(len, inputs)), dtype=np.float32), SPECS[calls[0].loss].together)
         targets = np.concatenate([ids for call in calls for ids in call.batch.targets])
 
+        def prepare(micro_batch: MicroBatch) -> None:
+            self._shared.set(self._adapter_runs(tenants, micro_batch), self.same_bits)
+
         def logprobs(micro_batch: MicroBatch) -> Tensor:
-            adapters = [tenant.trained.adapters for tenant in tenants]
-            self._shared.set([AdapterRun(*each) for each in zip(adapters, micro_batch.runs, strict=True)], self.same_bits)
             wanted = micro_batch.targets.clone()
             wanted[wanted != IGNORE] = micro_batch.take(targets)
-            return self._model.logprobs(micro_batch.ids, wanted, runs=micro_batch.runs if self.same_bits else ())
+            runs = micro_batch.runs if self.same_bits and len(micro_batch.indices) else ()
+            return self._model.logprobs(micro_batch.ids, wanted, runs=runs)
 
         starts = sequences.offsets[np.cumsum([0, *(len(call.batch.inputs) for call in calls)])]
         term = LossTerm(
@@ -212,9 +238,14 @@ class ServiceEngine:
             _PassLoss(calls, starts[:-1].tolist()),
             logprobs,
             [len(call.batch.inputs) for call in calls],
+            prepare,
         )
         role = tenants[0].role
         results = role.accumulate(term) if backward else role.measure(term)
+        if backward and self._layout.ranks > 1:
+            for tenant in tenants:
+                self._model.train(tenant.trained)
+                tenant.role.gather_gradient()
         shard = self._engine.shard
         found = torch.zeros(len(targets) + len(calls), dtype=torch.float64, device=shard.device)  # the losses are the last ones
         for tokens, values, losses in results:
@@ -227,6 +258,15 @@ class ServiceEngine:
             BatchResult(parts[first:end], float(loss))
             for (first, end), loss in zip(pairwise(firsts), whole[len(targets) :], strict=True)
         ]
+
+    def _adapter_runs(self, tenants: Sequence[_Tenant], micro_batch: MicroBatch) -> list[AdapterRun]:
+        """The adapters of this rank's tokens of a micro-batch."""
+        adapters = [tenant.trained.adapters for tenant in tenants]
+        if self._model.context.ranks > 1 or not len(
+            micro_batch.indices
+        ):  # of padding too: an empty micro-batch has a gradient of 0
+            return [AdapterRun(adapters[0], len(micro_batch.ids.ids) // self._model.context.ranks)]
+        return [AdapterRun(*each) for each in zip(adapters, micro_batch.runs, strict=True)]
 
     def _problem(self, batch: Batch) -> str | None:
         vocabulary = self.vocabulary
@@ -264,13 +304,13 @@ class ServiceEngine:
         self._use(name)
         if self.models[name] is None:
             tensors = self._model.full_tensors()
-            assert tensors is not None
-            save_whole(tensors, folder)
+            if tensors is not None and self.ranks.leads:
+                save_tensors(tensors, folder / "model.safetensors")
         else:
             config = self._engine.config
             adapter = self._model.adapter(*config.published(config.model.path))
-            assert adapter is not None
-            adapter.write(folder)
+            if adapter is not None and self.ranks.leads:
+                adapter.write(folder)
 
     def _use(self, name: str) -> Role[Policy]:
         """Makes a model the one that is trained."""
@@ -284,24 +324,33 @@ class ServiceEngine:
             self._resident[name] = self._resident.pop(name)
             return self._resident[name]
         self._make_room(keep)
-        state = self._waiting[name]
-        self.create(name, state.lora, 0)
-        tenant = self._resident[name]
-        tenant.role.restore(state.steps, lambda kind, params: {param: state.of(kind)[param] for param in params})
-        tenant.role.set_gradient(state.of(GRADIENT) or None)
+        waiting = self._waiting[name]
+        self.create(name, waiting.lora, 0)
+        shapes = {param: tensor.shape for param, tensor in self._model.state_dict().items()}
+        self._restore(self._resident[name], waiting.steps, partial(_read, waiting.parts, shapes), waiting.parts)
         del self._waiting[name]
-        return tenant
+        return self._resident[name]
 
     def _make_room(self, keep: Sequence[str]) -> None:
         """Moves the model that was not used for longest to the host's memory, if the device has no room for another one."""
         while len(self._resident) >= self.most:
             name = next(each for each in self._resident if each not in keep)
-            self._waiting[name] = self.take(name)
+            role = self._use(name)
+            parts = {
+                **_parts(role, role.gradient()),
+                WEIGHTS: {n: (0, param.flatten()) for n, param in self._model.state_dict().items()},
+            }
+            self._waiting[name] = _Waiting(self._resident[name].lora, self.steps(name), copied_to_host(parts))
+            self._engine.device.synchronize()
             del self._resident[name]
 
 
-def save_whole(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """All weights of a model as one file."""
-    from polyreme_trainer.megatron.huggingface.hf_files import save_tensors
+def _parts(role: Role[Policy], gradient: Mapping[str, tuple[int, Tensor]] | None) -> dict[str, Mapping[str, tuple[int, Tensor]]]:
+    """What this rank saves of a model (not copies)."""
+    state = {kind: each for kind, each in role.rank_state().items() if kind != "steps" and each}
+    return state if gradient is None else {**state, GRADIENT: gradient}
 
-    save_tensors(dict(tensors), folder / "model.safetensors")
+
+def _read(parts: Parts, shapes: Mapping[str, torch.Size], kind: str, names: Iterable[str]) -> dict[str, Tensor]:
+    """This rank's parameters from its own parts."""
+    return {name: whole(parts[kind].get(name), shapes[name]) for name in names}

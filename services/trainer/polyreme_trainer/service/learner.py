@@ -9,8 +9,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from polyreme.config.trainer import LoraConfig
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_lane
@@ -21,7 +22,7 @@ from polyreme_trainer.service.messages import AdamSettings, Kind, SavedModel, re
 from polyreme_trainer.service.observer.report import LearnerReport
 from polyreme_trainer.service.snapshots import Snapshot, SnapshotProbe, load_snapshot
 from polyreme_trainer.service.states import States
-from polyreme_trainer.service.tenant_engine import TenantEngine, TenantState, lora_of
+from polyreme_trainer.service.tenant_engine import TenantEngine, lora_of
 from polyreme_trainer.service.turns import LaneTurn, firsts, next_request
 from polyreme_trainer.service.wire import Request, batch_result, failure, json_result, parse_batch, read_batch
 
@@ -59,7 +60,7 @@ class ModelLearner:
     Args:
         log, engine, states: the request log, the engine, and the saved models.
         base_model: the base model's name.
-        max_models: the largest number of models, each of which takes host memory.
+        max_models: the largest number of models in memory. The others are on disk, and come back with their next request.
         canary: what is compared before a client hears of weights for a sampler; None: these are not loaded before.
     """
 
@@ -82,6 +83,8 @@ class ModelLearner:
         self._replay: dict[str, Replay] = {}
         self._saved: dict[str, int] = {}
         """The request after which each model's newest state was saved."""
+        self._newest: dict[str, int] = {}
+        """The newest request that the engine's state of each model includes; the model that was used last is the last one."""
         self._ops: Mapping[str, Callable[[str, int, Request], bytes]] = {
             "create_model": self._create,
             "create_from": self._create_from,
@@ -129,6 +132,7 @@ class ModelLearner:
         op = Request.unpack(joined[leader]).op
         if op not in BATCHES or await self._log.begun(leader):
             return joined
+        await self._recover(leader.lane)  # which may move another model to disk
         room = self._engine.pass_bytes - len(joined[leader])
         for place in firsts(waiting).values():
             if place.lane == leader.lane or place.lane not in self._engine.models or len(joined) >= self._engine.most:
@@ -149,18 +153,18 @@ class ModelLearner:
                 await self._log.finish(place, json_result(type="unload_model", model_id=place.lane))
                 await self._unload(place.lane)
                 return
-            if request.op not in CREATES:
-                await self._recover(place.lane)
+            await (self._make_room() if request.op in CREATES else self._recover(place.lane))
             begun[place] = await self._log.begin(place)
         results = self._execute({place: request for place, request in requests.items() if begun[place] <= MAX_BEGUN})
         seconds = (time.monotonic() - began) / len(requests)
         await self._report.executed(requests, at, time.time())
         for place, request in requests.items():
+            self._mark_used(place, request.op in CHANGES)
             lost = f"the learner ended {begun[place] - 1} times while it executed this request; see its log"
             if (snapshot := self._written.pop(place, None)) is not None:
                 self._loading[place] = asyncio.create_task(self._load(place, snapshot, results[place]))
                 continue
-            keep = request.op in CHANGES and place in results
+            keep = request.op in CHANGES and place in results and place.lane in self._engine.models
             if keep and request.op in ("create_from", "load_weights"):
                 # Before its answer, after which its checkpoint may be deleted. To load twice is to load once.
                 self._save_state(place)
@@ -178,13 +182,16 @@ class ModelLearner:
             await self._log.forget(place.lane, place.seq)
             self._replay[place.lane] = Replay()
 
-    def _execute(self, requests: Mapping[LogPlace, Request]) -> dict[LogPlace, bytes]:
-        """The results of one request for each of several models; of several ones, all are batches of the same operation."""
+    def _execute(self, requests: Mapping[LogPlace, Request], again: bool = False) -> dict[LogPlace, bytes]:
+        """The results of one request for each of several models; of several ones, all are batches of the same operation. `again`: they have had
+        their results."""
         results, calls = dict[LogPlace, bytes](), dict[LogPlace, LossCall]()
         for place, request in requests.items():
             try:
                 if request.op not in (*CREATES, "refused") and place.lane not in self._engine.models:
                     raise TenantError("expected a model; found one that could not be created, or that was unloaded")
+                if request.op in CREATES and not again:
+                    self._states.check_room()
                 if request.op in BATCHES:
                     calls[place] = read_batch(parse_batch(request.body))
                 else:
@@ -222,11 +229,13 @@ class ModelLearner:
         """Makes a model what it was before a restart: its newest state, and the kept requests since."""
         if lane in self._engine.models:
             return
+        await self._make_room()
         saved = self._states.newest_state(lane)
         seq = -1
         if saved is not None:
-            seq, state = saved
-            self._engine.put(lane, state)
+            folder, facts = saved
+            seq = self._saved[lane] = facts.seq
+            self._engine.load(lane, folder, facts.lora, facts.steps)
             await self._log.forget(lane, seq)
         kept = [place for place in await self._log.kept(lane) if place.seq > seq]
         if kept:
@@ -234,22 +243,44 @@ class ModelLearner:
         replay = Replay()
         for place in kept:
             began, payload = time.monotonic(), await self._log.payload(place)
-            self._execute({place: Request.unpack(payload)})
+            self._execute({place: Request.unpack(payload)}, again=True)
             replay = replay.and_then(time.monotonic() - began, len(payload))
         self._report.meters.replayed(lane)
         self._replay[lane] = replay
+        if lane in self._engine.models:
+            self._newest[lane] = max(seq, *(place.seq for place in kept)) if kept else seq
 
     def _save_state(self, place: LogPlace) -> None:
         """Saves the model after a request, so that a restart need not execute it again."""
         if place.lane not in self._engine.models:  # it could not be created
             return
-        self._states.save_state(place.lane, self._engine.take(place.lane), self._base_model, place.seq)
+        facts = Facts(self._base_model, self._engine.models[place.lane], place.seq, self._engine.steps(place.lane))
+        self._states.save_state(place.lane, partial(self._engine.save, place.lane, gradient=True), facts)
         self._saved[place.lane] = place.seq
 
-    async def _unload(self, lane: str) -> None:
+    def _mark_used(self, place: LogPlace, changed: bool) -> None:
+        if place.lane in self._engine.models:
+            before = self._newest.pop(place.lane, place.seq)
+            self._newest[place.lane] = place.seq if changed else before
+
+    async def _make_room(self) -> None:
+        """Moves the models that were not used for longest to disk, until there is memory for another one."""
+        while len(self._engine.models) >= self._max_models and self._newest:
+            lane, seq = next(iter(self._newest.items()))
+            if self._saved.get(lane) != seq:
+                self._save_state(in_lane(lane, seq))
+                await self._log.forget(lane, seq)
+            self._forget(lane)
+
+    def _forget(self, lane: str) -> None:
+        """Frees a model's memory."""
         self._engine.remove(lane)
-        self._saved.pop(lane, None)
+        self._newest.pop(lane, None)
         self._replay.pop(lane, None)
+
+    async def _unload(self, lane: str) -> None:
+        self._forget(lane)
+        self._saved.pop(lane, None)
         self._states.remove(lane)
         await self._log.end(lane)
 
@@ -261,49 +292,42 @@ class ModelLearner:
                 await self._unload(lane)
         self._states.sweep()
 
-    def _check_room(self, lora: LoraConfig | None) -> None:
-        """Raises TenantError when there is no room for another model."""
-        models = self._engine.models
-        if len(models) >= self._max_models:
-            raise TenantError(
-                f"expected at most {self._max_models} models; found {len(models)}. Unload one, or raise max_models."
-            )
+    def _check_alone(self, lane: str, lora: LoraConfig | None) -> None:
+        """Raises TenantError when a new model and another one cannot be there together."""
+        models = {name: each for name, each in {**self._states.adapters(), **self._engine.models}.items() if name != lane}
         if models and (lora is None or None in models.values()):
             raise TenantError("a model with all parameters shares the base model with no other model; unload the others first")
 
     def _create(self, lane: str, seq: int, request: Request) -> bytes:
         lora, seed = lora_of(request.fields["lora"], lane)
-        self._check_room(lora)
+        self._check_alone(lane, lora)
         self._engine.create(lane, lora, seed)
         return json_result(type="create_model", model_id=lane)
 
     def _create_from(self, lane: str, seq: int, request: Request) -> bytes:
-        state = self._read_checkpoint(request)
-        self._check_room(state.lora)
-        self._engine.put(lane, state)
+        folder, facts = self._read_checkpoint(request)
+        self._check_alone(lane, facts.lora)
+        self._engine.load(lane, folder, facts.lora, facts.steps)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
     def _load_weights(self, lane: str, seq: int, request: Request) -> bytes:
-        state = self._read_checkpoint(request)
-        if state.lora != self._engine.models[lane]:
+        folder, facts = self._read_checkpoint(request)
+        if facts.lora != self._engine.models[lane]:
             raise TenantError(
                 "expected a checkpoint with the model's own rank and layers; found another one. Create a model from it."
             )
-        self._engine.put(lane, state)
+        self._engine.load(lane, folder, facts.lora, facts.steps)
         return json_result(type="load_weights", path=request.fields["path"], model_id=lane)
 
-    def _read_checkpoint(self, request: Request) -> TenantState:
-        """The state of a checkpoint, with or without the moments. Raises TenantError when there is none, or it is not one to continue from."""
+    def _read_checkpoint(self, request: Request) -> tuple[Path, Facts]:
+        """The directory and the facts of a checkpoint, without steps if its moments are not asked for. Raises TenantError when there is none, or it is not one to continue from."""
         checkpoint = read_path(request.fields["path"])
         facts = self._states.facts(checkpoint, request.fields["tenant"])
         if checkpoint.kind != "weights":
             raise TenantError(f"expected a checkpoint that save_weights wrote; found {checkpoint}")
         if facts.base_model != self._base_model:
             raise TenantError(f"expected a checkpoint of {self._base_model}; found one of {facts.base_model}")
-        state = self._states.load(self._states.folder(checkpoint))
-        return (
-            state if request.fields["optimizer"] else TenantState(state.lora, 0, state.without("exp_avg", "exp_avg_sq").tensors)
-        )
+        return self._states.folder(checkpoint), facts if request.fields["optimizer"] else replace(facts, steps=0)
 
     def _optim_step(self, lane: str, seq: int, request: Request) -> bytes:
         given = AdamSettings.model_validate(request.fields["adam"])
@@ -312,13 +336,11 @@ class ModelLearner:
         return json_result(type="optim_step", metrics={"grad_norm": norm, "step": float(steps)})
 
     def _save(self, lane: str, seq: int, request: Request) -> bytes:
-        checkpoint = SavedModel(lane, "weights", request.fields["name"])
-        state = self._engine.take(lane)
-        self._states.save(checkpoint, state, self._facts(lane, seq, request), request.fields["overwrite"])
+        checkpoint = self._save_files(lane, seq, request, "weights", partial(self._engine.save, lane, gradient=False))
         return json_result(type="save_weights", path=str(checkpoint))
 
     def _save_for_sampler(self, lane: str, seq: int, request: Request) -> bytes:
-        checkpoint = self._save_files(lane, seq, request, "sampler_weights")
+        checkpoint = self._save_installed(lane, seq, request, "sampler_weights")
         if self._canary is not None:
             measured = self._engine.forward({lane: self._canary.call})[lane]
             assert isinstance(measured, BatchResult)
@@ -328,13 +350,15 @@ class ModelLearner:
         return json_result(type="save_weights_for_sampler", **named)
 
     def _save_external(self, lane: str, seq: int, request: Request) -> bytes:
-        return json_result(type="save_weights_external", path=str(self._save_files(lane, seq, request, "external_weights")))
+        return json_result(type="save_weights_external", path=str(self._save_installed(lane, seq, request, "external_weights")))
 
-    def _save_files(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
+    def _save_installed(self, lane: str, seq: int, request: Request, kind: Kind) -> SavedModel:
         """Saves the files of the installed model: PEFT's, or all weights."""
+        return self._save_files(lane, seq, request, kind, partial(self._engine.write_sampler_weights, lane))
+
+    def _save_files(self, lane: str, seq: int, request: Request, kind: Kind, write: Callable[[Path], None]) -> SavedModel:
         checkpoint = SavedModel(lane, kind, request.fields["name"])
-        write = partial(self._engine.write_sampler_weights, lane)
-        self._states.save_files(checkpoint, write, self._facts(lane, seq, request), request.fields["overwrite"])
+        self._states.save(checkpoint, write, self._facts(lane, seq, request), request.fields["overwrite"])
         return checkpoint
 
     def _facts(self, lane: str, seq: int, request: Request) -> Facts:

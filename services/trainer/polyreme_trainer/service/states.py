@@ -12,15 +12,13 @@ it is, and when it expires. Checkpoints take at most `limit` bytes.
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.megatron.atomic import discard, new_directory
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.folders import FACTS, Facts, Folders, remove, size
 from polyreme_trainer.service.messages import SavedModel
-from polyreme_trainer.service.tenant_engine import GRADIENT, TenantState
 
-_TENSORS = "state.safetensors"
 UNNAMED = 32
 """Checkpoints without a name that are kept of a model, the newest ones."""
 
@@ -32,24 +30,25 @@ class States(Folders):
         super().__init__(root)
         self._limit = limit
 
-    def save_state(self, model: str, state: TenantState, base_model: str, seq: int) -> None:
-        """Saves the state of a model after a request, with its gradient, and deletes its earlier states."""
-        with new_directory(self._states(model) / str(seq)) as folder:
-            self._write(folder, state, Facts(base_model, state.lora, seq, state.steps))
+    def save_state(self, model: str, write: Callable[[Path], None], facts: Facts) -> None:
+        """Saves the state of a model after the request `facts.seq`, which `write` writes, and deletes its earlier states."""
+        with new_directory(self._states(model) / str(facts.seq)) as folder:
+            write(folder)
+            (folder / FACTS).write_text(facts.to_json())
         for old in self._saved(model):
-            if int(old.name) < seq:
+            if int(old.name) < facts.seq:
                 discard(old)
 
-    def newest_state(self, model: str) -> tuple[int, TenantState] | None:
-        """The model's newest saved state, and the request that it includes."""
+    def newest_state(self, model: str) -> tuple[Path, Facts] | None:
+        """The directory of the model's newest saved state, and its facts."""
         saved = self._saved(model)
-        return (int(saved[-1].name), self.load(saved[-1])) if saved else None
+        if not saved:
+            return None
+        facts = Facts.read(saved[-1])
+        assert facts is not None
+        return saved[-1], facts
 
-    def save(self, checkpoint: SavedModel, state: TenantState, facts: Facts, overwrite: bool) -> None:
-        """Saves a checkpoint to continue from. Raises TenantError when the name is taken, or the disk's share is."""
-        self.save_files(checkpoint, lambda folder: self._write(folder, state.without(GRADIENT), facts), facts, overwrite)
-
-    def save_files(self, checkpoint: SavedModel, write: Callable[[Path], None], facts: Facts, overwrite: bool) -> None:
+    def save(self, checkpoint: SavedModel, write: Callable[[Path], None], facts: Facts, overwrite: bool) -> None:
         """Saves a checkpoint whose directory `write` fills. Raises TenantError when the name is taken, or the disk's share is."""
         self._check_free(checkpoint, facts, overwrite)
         with new_directory(self.folder(checkpoint)) as folder:
@@ -60,15 +59,22 @@ class States(Folders):
             for old in [each for each in self.kept(checkpoint.model) if not each.facts.is_named][:-UNNAMED]:
                 remove(self.folder(old.name))
 
-    def load(self, folder: Path) -> TenantState:
-        """The model in a directory of states or weights."""
-        facts = Facts.read(folder)
-        assert facts is not None
-        return TenantState(facts.lora, facts.steps, self._read_tensors(folder / _TENSORS))
-
     def unfinished(self) -> list[str]:
         """The models with a state to continue from."""
         return [model for model in self.models() if self._states(model).exists()]
+
+    def adapters(self) -> dict[str, LoraConfig | None]:
+        """The adapters of each model with a state; None: all parameters."""
+        found = {model: self.newest_state(model) for model in self.unfinished()}
+        return {model: state[1].lora for model, state in found.items() if state is not None}
+
+    def check_room(self) -> None:
+        """Raises TenantError when states and checkpoints take all of the disk's share."""
+        if (total := sum(size(self.root / model) for model in self.models())) >= self._limit:
+            raise TenantError(
+                f"expected less than {self._limit / 2**30:.3g} GiB of models on disk; found {total / 2**30:.3g}. "
+                "Unload some, or delete checkpoints."
+            )
 
     def remove(self, model: str) -> None:
         """Deletes the states of an unloaded model. Its checkpoints stay."""
@@ -112,17 +118,3 @@ class States(Folders):
         before = Facts.read(self.folder(checkpoint))
         if before is not None and not overwrite and not before.is_expired and before.seq != facts.seq:
             raise TenantError(f"expected a new name, or overwrite; found a checkpoint at {checkpoint}")
-
-    def _write(self, folder: Path, state: TenantState, facts: Facts) -> None:
-        self._write_tensors(folder / _TENSORS, state.tensors)
-        (folder / FACTS).write_text(facts.to_json())
-
-    def _write_tensors(self, path: Path, tensors: Any) -> None:
-        from polyreme_trainer.megatron.huggingface.hf_files import save_tensors
-
-        save_tensors(tensors, path)
-
-    def _read_tensors(self, path: Path) -> Any:
-        from safetensors.torch import load_file
-
-        return load_file(path)

@@ -1,12 +1,11 @@
-"""What the learner of the training service asks of an engine, and the state of a tenant's model.
+"""What the learner of the training service asks of an engine.
 
 Invariant: imports no torch, so that the learner runs on the simulated engine without it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import xxhash
 
@@ -15,37 +14,8 @@ from polyreme_trainer.service.batch import BatchResult, LossCall
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.messages import AdamSettings, LoraOptions
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 LORA_ALPHA = 32.0
 """The output of an adapter of rank r is multiplied by LORA_ALPHA / r."""
-GRADIENT = "gradient"
-"""Kind of state: the gradient since the last optimizer step."""
-
-
-@dataclass(frozen=True)
-class TenantState:
-    """A tenant's model in the host's memory.
-
-    Attributes:
-        lora: its adapters; None: all parameters.
-        steps: the optimizer steps that it has taken.
-        tensors: KIND/NAME of a parameter -> this rank's part, of the parameter's shape.
-    """
-
-    lora: LoraConfig | None
-    steps: int
-    tensors: "Mapping[str, Tensor]"
-
-    def of(self, kind: str) -> "dict[str, Tensor]":
-        """The tensors of one kind by parameter."""
-        prefix = f"{kind}/"
-        return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
-
-    def without(self, *kinds: str) -> "TenantState":
-        """The state without some kinds of tensors."""
-        return TenantState(self.lora, self.steps, {n: t for n, t in self.tensors.items() if n.partition("/")[0] not in kinds})
 
 
 class TenantEngine(Protocol):
@@ -74,12 +44,17 @@ class TenantEngine(Protocol):
         """Creates a model: adapters that change nothing yet, or with None the base model's own weights, to be trained."""
         ...
 
-    def take(self, name: str) -> TenantState:
-        """A model's state, as a copy."""
+    def save(self, name: str, folder: Path, gradient: bool) -> None:
+        """Writes a model's weights and moments into an empty directory. `gradient`: also the gradient since the last optimizer step."""
         ...
 
-    def put(self, name: str, state: TenantState) -> None:
-        """Gives a model a state, and creates the model if there is none."""
+    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int) -> None:
+        """Gives a model the state that `save` wrote, and creates the model if there is none.
+
+        Args:
+            lora: the adapters of the state.
+            steps: the optimizer steps of the state; 0: without its moments.
+        """
         ...
 
     def remove(self, name: str) -> None:

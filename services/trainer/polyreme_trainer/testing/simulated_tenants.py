@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +17,10 @@ from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.service.batch import Batch, BatchResult, FloatArray, LossCall
 from polyreme_trainer.service.errors import TenantError
 from polyreme_trainer.service.messages import AdamSettings
-from polyreme_trainer.service.states import States
-from polyreme_trainer.service.tenant_engine import GRADIENT, TenantState
 
 WEIGHT = "weight"
 """The one tensor of a model's files, U8 [32]."""
-_WEIGHTS, _MOMENTS = f"weights/{WEIGHT}", f"exp_avg/{WEIGHT}"
+_WEIGHTS, _MOMENTS, _GRADIENT, _STATE = "weights", "moments", "gradient", "state.safetensors"
 _NOTHING = bytes(32)
 
 
@@ -68,20 +65,16 @@ class SimulatedTenantEngine:
         self.executed.append("create")
         self._models[name] = _Model(lora, _digest(b"create", repr(lora).encode(), str(seed).encode()))
 
-    def take(self, name: str) -> TenantState:
+    def save(self, name: str, folder: Path, gradient: bool) -> None:
         model = self._models[name]
-        tensors: dict[str, Any] = {_WEIGHTS: _array(model.weights), _MOMENTS: _array(model.moments)}
-        if model.gradient != _NOTHING:
-            tensors[f"{GRADIENT}/{WEIGHT}"] = _array(model.gradient)
-        return TenantState(model.lora, model.steps, tensors)
+        kept = {_WEIGHTS: model.weights, _MOMENTS: model.moments} | ({_GRADIENT: model.gradient} if gradient else {})
+        save_file({kind: _array(digest) for kind, digest in kept.items()}, folder / _STATE)
 
-    def put(self, name: str, state: TenantState) -> None:
-        self.executed.append("put")
-        tensors: Any = state.tensors
-        kept = f"{GRADIENT}/{WEIGHT}"
-        moments = tensors[_MOMENTS].tobytes() if _MOMENTS in tensors else _NOTHING
-        gradient = tensors[kept].tobytes() if kept in tensors else _NOTHING
-        self._models[name] = _Model(state.lora, tensors[_WEIGHTS].tobytes(), state.steps, moments, gradient)
+    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int) -> None:
+        self.executed.append("load")
+        kept = {kind: array.tobytes() for kind, array in load_file(folder / _STATE).items()}
+        moments = kept[_MOMENTS] if steps else _NOTHING
+        self._models[name] = _Model(lora, kept[_WEIGHTS], steps, moments, kept.get(_GRADIENT, _NOTHING))
 
     def remove(self, name: str) -> None:
         self._models.pop(name, None)
@@ -119,16 +112,6 @@ class SimulatedTenantEngine:
 
     def write_sampler_weights(self, name: str, folder: Path) -> None:
         save_file({WEIGHT: _array(self._models[name].weights)}, folder / "model.safetensors")
-
-
-class SimulatedStates(States):
-    """`States` whose tensors are arrays."""
-
-    def _write_tensors(self, path: Path, tensors: Any) -> None:
-        save_file(dict(tensors), path)
-
-    def _read_tensors(self, path: Path) -> object:
-        return load_file(path)
 
 
 def _digest(*parts: bytes) -> bytes:

@@ -45,7 +45,7 @@ from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.huggingface.families.base import Architecture
 from polyreme_trainer.megatron.huggingface.hf_mapping import Rank
-from polyreme_trainer.megatron.mcore import parallel_state
+from polyreme_trainer.megatron.models.build import mesh
 from polyreme_trainer.megatron.offload.host_copy import copied_to_host, tensors_in
 from polyreme_trainer.megatron.parallel.reshard import RankMesh, SavedShard, reshard
 from polyreme_trainer.megatron.training.roles import AnyRole
@@ -116,7 +116,7 @@ def rank_contents(roles: Sequence[AnyRole]) -> RankContents:
         _random_file(number): roles[0].model.device.rng_state(),
         _state_file(number): {role.name: role.rank_state() for role in roles},
     }
-    return RankContents(contents, asdict(_layout(roles)) | _models(roles), number, torch.distributed.get_world_size())
+    return RankContents(contents, asdict(mesh()) | _models(roles), number, torch.distributed.get_world_size())
 
 
 def begin(path: Path, ranks: Ranks) -> Path:
@@ -334,12 +334,6 @@ def _random_file(rank: int) -> str:
 
 def _state_file(rank: int) -> str:
     return f"state-{rank}.pt"
-
-
-def _layout(roles: Sequence[AnyRole]) -> RankMesh:
-    rank = roles[0].model.rank
-    copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    return RankMesh(rank.tp, rank.pp, copies, rank.ep, rank.vpp, rank.etp)
 
 
 def _models(roles: Sequence[AnyRole]) -> dict[str, object]:

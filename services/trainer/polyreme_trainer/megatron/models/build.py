@@ -27,6 +27,7 @@ from polyreme_trainer.megatron.layers.accelerator import CUDA, NPU
 from polyreme_trainer.megatron.layers.cpu.spec import CPU
 from polyreme_trainer.megatron.layers.spec import ModelSpec
 from polyreme_trainer.megatron.mcore import GPTModel, TransformerConfig, initialize_rng_tracker, parallel_state
+from polyreme_trainer.megatron.parallel.reshard import RankMesh
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -89,6 +90,12 @@ def rank() -> hf_mapping.Rank:
         vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         **own,
     )
+
+
+def mesh() -> RankMesh:
+    """The numbers of ranks of this process's model-parallel mesh."""
+    here, copies = rank(), parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return RankMesh(here.tp, here.pp, copies, here.ep, here.vpp, here.etp)
 
 
 class ValueHead(torch.nn.Module):

@@ -108,9 +108,7 @@ class Optimizer:
             RunFailedError: the gradient is not finite; weights and moments are unchanged on every rank. Or the new weights, or their
                 norm, are not finite; the model is unusable then.
         """
-        mcore.finalize_model_grads(self._ddp)
-        if self.model.adapters is not None:
-            self.model.adapters.sum_gradients()
+        self._sum_gradients()
         norm = self._norm(fragment.gradient for fragment in self._counted)
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
@@ -133,6 +131,38 @@ class Optimizer:
                 "Lower the learning rate, then start again or continue from the newest checkpoint.",
             )
         return norm
+
+    @torch.no_grad()
+    def gather_gradient(self) -> None:
+        """Sums the gradients over the ranks before the step, so that they are the same when `step` sums them again. Collective over all ranks."""
+        self._sum_gradients()
+        self.keep_own()
+
+    @torch.no_grad()
+    def keep_own(self) -> None:
+        """Of the sum of all ranks' gradients, keeps this rank's part: the rest is 0."""
+        counted = {fragment.name for fragment in self._counted}
+        own = [each for each in self.fragments if each.name in counted or not self._is_summed(each)]
+        kept = [(fragment.gradient, fragment.gradient.clone()) for fragment in own]
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
+        for gradient, value in kept:
+            gradient.copy_(value)
+
+    def _is_summed(self, fragment: Fragment) -> bool:
+        """Whether tensor ranks or stages have parts of the gradient of a parameter that they have in common. Otherwise each has all of it."""
+        config, param = self.model.chunks[0].config, fragment.param
+        return (
+            self.model.adapters is not None
+            or (config.sequence_parallel and getattr(param, "sequence_parallel", False))
+            or (config.qk_layernorm and ("q_layernorm" in fragment.name or "k_layernorm" in fragment.name))
+            or getattr(param, "shared_embedding", False)
+        )
+
+    def _sum_gradients(self) -> None:
+        mcore.finalize_model_grads(self._ddp)
+        if self.model.adapters is not None:
+            self.model.adapters.sum_gradients()
 
     @property
     def state_bytes(self) -> int:

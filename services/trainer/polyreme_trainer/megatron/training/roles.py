@@ -43,6 +43,7 @@ class LossTerm(Generic[T]):
         sequences, indices: the sequences, and which of them.
         forward: computes the model's output for the loss; None for the role's own.
         runs: the number of sequences of each run that has adapters of its own, see `DataShard.micro_batches`.
+        prepare: called before every forward pass of a micro-batch through a part of the model; None: nothing is to be done.
     """
 
     sequences: Sequences
@@ -50,6 +51,7 @@ class LossTerm(Generic[T]):
     loss: Loss[T]
     forward: Forward | None = None
     runs: Sequence[int] = ()
+    prepare: Callable[[MicroBatch], None] | None = None
 
     @property
     def predictions(self) -> int:
@@ -130,22 +132,29 @@ class Role(Generic[Model]):
         self.optimizer.zero_grad()
         self.has_gradient = True
 
-    def gradient(self) -> dict[str, Tensor] | None:
-        """Copies of this rank's gradients since the last optimizer step, in the host's memory; None without any."""
-        if not self.has_gradient:
+    def gather_gradient(self) -> None:
+        """Sums the gradients over the ranks before the step, see `Optimizer.gather_gradient`. Collective over all ranks."""
+        assert self.optimizer is not None, f"role {self.name} is frozen"
+        self.optimizer.gather_gradient()
+
+    def gradient(self) -> dict[str, tuple[int, Tensor]] | None:
+        """This rank's part of the gradient since the last optimizer step, as a kind of `RankState` (not copies); None without any. With several
+        ranks, after `gather_gradient`."""
+        if self.optimizer is None or not self.has_gradient:
             return None
-        params = self.model.module.named_parameters()
-        return {name: param.main_grad.to("cpu", copy=True) for name, param in params if param.requires_grad}
+        return {fragment.name: (fragment.start, fragment.gradient) for fragment in self.optimizer.fragments}
 
     @torch.no_grad()
     def set_gradient(self, gradient: Mapping[str, Tensor] | None) -> None:
-        """Sets this rank's gradients to the result of `gradient`."""
+        """Sets the gradient since the last optimizer step, of which this rank keeps its part. `gradient`: of this rank's whole parameters."""
         self.has_gradient = False
         if gradient is not None:
             self.clear_gradient()
             for name, param in self.model.module.named_parameters():
                 if param.requires_grad:
                     param.main_grad.copy_(gradient[name])
+            assert self.optimizer is not None
+            self.optimizer.keep_own()
 
     def optim_step(self, lr: float) -> float:
         """Changes the weights by the gradient, which the following `forward_backward` starts anew. Collective over all ranks.
@@ -190,12 +199,12 @@ class Role(Generic[Model]):
 
     def _run(self, term: LossTerm[T], backward: bool) -> list[T]:
         """Runs this data rank's micro-batches of a term. Returns their results, which are on the last stage."""
-        model, routing, forward = self.model, self.model.routing, term.forward or self.output
+        model, forward = self.model, term.forward or self.output
         jobs = (
             Job(
                 batch.ids,
                 partial(run_micro_batch, batch, forward, term.loss),
-                nullcontext if routing is None else partial(routing.micro_batch, batch, self.replays),
+                partial(self._around, batch, term.prepare),
             )
             for batch in self.shard.micro_batches(
                 term.sequences,
@@ -209,6 +218,12 @@ class Role(Generic[Model]):
         )
         results = run_whole(jobs, backward) if self.shard.stages is None else run_stages(model, jobs, backward)
         return [result for result in results if result is not None]
+
+    def _around(self, batch: MicroBatch, prepare: Callable[[MicroBatch], None] | None) -> AbstractContextManager[None]:
+        """The context of a micro-batch's forward pass."""
+        if prepare is not None:
+            prepare(batch)
+        return nullcontext() if self.model.routing is None else self.model.routing.micro_batch(batch, self.replays)
 
     def tensors(self) -> Iterator[Tensor]:
         """The role's tensors that this rank keeps for longer than a step: weights, buffers, moments."""

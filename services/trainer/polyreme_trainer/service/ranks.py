@@ -1,0 +1,137 @@
+"""Several ranks that compute for the models of tenants: rank 0 has the requests, and tells the others each call of the engine before it makes
+the call itself.
+
+Invariant: all ranks make the same calls in the same order. A call that fails for a tenant fails in the same way on every rank, and the ranks go
+on; any other error ends its rank, and with it all of them.
+"""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyreme.config.trainer import LoraConfig
+from polyreme_trainer.learner.leader import Ranks, join, split
+from polyreme_trainer.service.batch import BatchResult, LossCall, pack_call, read_call
+from polyreme_trainer.service.errors import TenantError
+from polyreme_trainer.service.messages import AdamSettings
+from polyreme_trainer.service.tenant_engine import TenantEngine
+
+_END = b""
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """A call of `TenantEngine`.
+
+    Attributes:
+        method: its name.
+        fields: the arguments as JSON values, except batches.
+        batches: the batches by model.
+    """
+
+    method: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    batches: Mapping[str, LossCall] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        head = json.dumps({"method": self.method, "fields": self.fields, "models": list(self.batches)})
+        return join([head.encode(), *map(pack_call, self.batches.values())])
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "EngineCall":
+        head, *batches = split(packed)
+        tree = json.loads(head)
+        return cls(tree["method"], tree["fields"], dict(zip(tree["models"], map(read_call, batches), strict=True)))
+
+    def make(self, engine: TenantEngine) -> Any:
+        """Makes the call. Returns its result. Raises TenantError."""
+        given = dict(self.fields)
+        if "folder" in given:
+            given["folder"] = Path(given["folder"])
+        if given.get("lora") is not None:
+            given["lora"] = LoraConfig.model_validate(given["lora"])
+        if "given" in given:
+            given["given"] = AdamSettings.model_validate(given["given"])
+        if self.batches:
+            given["calls"] = self.batches
+        return getattr(engine, self.method)(**given)
+
+
+class LeadingEngine:
+    """A `TenantEngine` on rank 0 whose calls all ranks make."""
+
+    def __init__(self, engine: TenantEngine, ranks: Ranks) -> None:
+        self._engine, self._ranks = engine, ranks
+
+    @property
+    def most(self) -> int:
+        return self._engine.most
+
+    @property
+    def pass_bytes(self) -> int:
+        return self._engine.pass_bytes
+
+    @property
+    def models(self) -> Mapping[str, LoraConfig | None]:
+        return self._engine.models
+
+    def steps(self, name: str) -> int:
+        return self._engine.steps(name)
+
+    def create(self, name: str, lora: LoraConfig | None, seed: int) -> None:
+        self._call("create", name=name, lora=_fields(lora), seed=seed)
+
+    def save(self, name: str, folder: Path, gradient: bool) -> None:
+        self._call("save", name=name, folder=str(folder), gradient=gradient)
+
+    def load(self, name: str, folder: Path, lora: LoraConfig | None, steps: int) -> None:
+        self._call("load", name=name, folder=str(folder), lora=_fields(lora), steps=steps)
+
+    def remove(self, name: str) -> None:
+        self._call("remove", name=name)
+
+    def forward(self, calls: Mapping[str, LossCall]) -> Mapping[str, BatchResult | TenantError]:
+        found: Mapping[str, BatchResult | TenantError] = self._tell(EngineCall("forward", batches=calls))
+        return found
+
+    def forward_backward(self, calls: Mapping[str, LossCall]) -> Mapping[str, BatchResult | TenantError]:
+        found: Mapping[str, BatchResult | TenantError] = self._tell(EngineCall("forward_backward", batches=calls))
+        return found
+
+    def optim_step(self, name: str, given: AdamSettings) -> tuple[float, int]:
+        norm, steps = self._call("optim_step", name=name, given=given.model_dump())
+        return norm, steps
+
+    def write_sampler_weights(self, name: str, folder: Path) -> None:
+        self._call("write_sampler_weights", name=name, folder=str(folder))
+
+    @asynccontextmanager
+    async def telling(self) -> AsyncIterator[TenantEngine]:
+        """Yields the engine to call. The block's end is that of `follow` on the other ranks."""
+        if self._ranks.alone:
+            yield self._engine
+            return
+        async with self._ranks.telling():
+            yield self
+            self._ranks.tell(_END)
+
+    def _call(self, method: str, **fields: Any) -> Any:
+        return self._tell(EngineCall(method, fields))
+
+    def _tell(self, call: EngineCall) -> Any:
+        self._ranks.tell(call.pack())
+        return call.make(self._engine)
+
+
+def follow(engine: TenantEngine, ranks: Ranks) -> None:
+    """Makes the calls of rank 0 on another rank until rank 0 ends. Raises LeaderError when rank 0 has failed, and RuntimeError when it has died."""
+    while message := ranks.hear():
+        with suppress(TenantError):  # rank 0 answers with it
+            EngineCall.unpack(message).make(engine)
+
+
+def _fields(lora: LoraConfig | None) -> dict[str, Any] | None:
+    return None if lora is None else lora.model_dump(mode="json")
