@@ -18,7 +18,7 @@ from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
 from polyreme_reward.model.batches import next_batch
 
 
-class Scorer(Protocol):
+class LoadedClassifier(Protocol):
     """A loaded classifier, as `Classifier`."""
 
     def encode(self, item: Item) -> list[int]: ...
@@ -26,7 +26,7 @@ class Scorer(Protocol):
     def score(self, sequences: Sequence[list[int]], /) -> list[Outcome]: ...
 
 
-def load(setup: Setup, report: Loaded) -> Scorer:
+def load(setup: Setup, report: Loaded) -> LoadedClassifier:
     """Loads the Classifier of a setup message, and reports the fraction of its weights. Raises ConfigError."""
     try:
         from polyreme_reward.model.classifier import Classifier
@@ -39,7 +39,7 @@ def load(setup: Setup, report: Loaded) -> Scorer:
     return Classifier(setup["model"], setup["options"], report)
 
 
-def run(channel: socket.socket, classifier: Scorer, setup: Setup) -> int:
+def run(channel: socket.socket, classifier: LoadedClassifier, setup: Setup) -> int:
     """Scores until the socket closes. Returns the exit status of the process."""
     waiting: list[tuple[int, list[int]]] = []  # number and token ids, oldest first
     while True:

@@ -22,7 +22,7 @@ def register_adapters() -> None:
 
 
 @dataclass(frozen=True)
-class Groups:
+class AdapterRows:
     """The tokens of a step by adapter.
 
     Attributes:
@@ -58,12 +58,12 @@ Matrices = tuple[torch.Tensor, torch.Tensor]
 class GroupedAdapters(punica_cpu.PunicaWrapperCPU):
     """vLLM's interface to the adapters of a step. Only linear layers have adapters (`engine_arguments`)."""
 
-    polyreme_groups = Groups(None, ())
+    polyreme_groups = AdapterRows(None, ())
     polyreme_packed: Mapping[int, dict[int, Matrices]] = {}
     """The matrices of each adapter that has a slot, by the address of a layer's slots. A number stands for one adapter (`FIRST_LORA`)."""
 
     def update_metadata(self, mapping: "LoRAMapping", lora_index_to_id: list[int | None], *sizes: int, **options: object) -> None:
-        self.polyreme_groups = Groups.of(mapping.index_mapping, lora_index_to_id)
+        self.polyreme_groups = AdapterRows.of(mapping.index_mapping, lora_index_to_id)
         self.polyreme_packed = {id: self.polyreme_packed.get(id, {}) for id in lora_index_to_id if id is not None}
 
     def add_lora_linear(
