@@ -27,12 +27,12 @@ from polyreme.weights.manifest import ArenaSource, Manifest, TensorSpec, plan_ma
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import (
     CHUNK_TOKENS,
-    Adapter,
     EngineRequest,
     InferenceEngine,
     LoadError,
     NewTokens,
     Sampling,
+    ServedAdapter,
     ServesAdapters,
 )
 from support.replicas import Learner, hf_weights, rollout_config
@@ -299,7 +299,7 @@ async def a_request_has_the_adapter_that_it_names(subject: Subject) -> None:
     engine = subject.engine
     if not isinstance(engine, ServesAdapters) or not engine.max_loras:
         return
-    ids, merged = [*PROMPT, 3, 2, 1], dict[Adapter | None, Sequence[float]]()
+    ids, merged = [*PROMPT, 3, 2, 1], dict[ServedAdapter | None, Sequence[float]]()
     with tempfile.TemporaryDirectory() as folder:
         adapters = [random_adapter(Path(folder) / str(rank), subject.arrays, rank) for rank in (2, 8, 3)]
         for each in adapters:
@@ -324,7 +324,7 @@ async def a_request_has_the_adapter_that_it_names(subject: Subject) -> None:
             assert np.isclose(dict(last).get(ids[-1], expected[-1]), expected[-1], atol=1e-4)
 
 
-def random_adapter(folder: Path, arrays: Mapping[str, np.ndarray], rank: int) -> Adapter:
+def random_adapter(folder: Path, arrays: Mapping[str, np.ndarray], rank: int) -> ServedAdapter:
     """Writes an adapter of some linear layers in PEFT's format, its factor 2."""
     rng, pairs = np.random.default_rng(rank), dict[str, np.ndarray]()
     for name, array in arrays.items():
@@ -338,7 +338,7 @@ def random_adapter(folder: Path, arrays: Mapping[str, np.ndarray], rank: int) ->
     save_file(pairs, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return Adapter.newest(folder)
+    return ServedAdapter.newest(folder)
 
 
 def merged_arrays(arrays: Mapping[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:

@@ -24,7 +24,7 @@ from polyreme.net.ports import loopback
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import ArenaSource, TensorSpec, plan_manifest, tensor_views
-from polyreme_rollout.engine.protocol import Adapter, EngineRequest, NewTokens, TopTokens
+from polyreme_rollout.engine.protocol import EngineRequest, NewTokens, ServedAdapter, TopTokens
 from polyreme_rollout.local.requests import ServedSampler
 from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedInferenceEngine
 from polyreme_trainer.service.accounts import Accounts
@@ -84,7 +84,7 @@ class AdapterEngine(SimulatedInferenceEngine):
         self.read, self.most = list[str](), 0
         self.running, self._kept = Counter[str](), dict[str, int]()
 
-    async def load_adapter(self, adapter: Adapter) -> None:
+    async def load_adapter(self, adapter: ServedAdapter) -> None:
         if adapter.name not in self._kept:
             self.read.append(adapter.name)
             content = (adapter.folder / "adapter_model.safetensors").read_bytes()
@@ -108,11 +108,11 @@ class AdapterEngine(SimulatedInferenceEngine):
         finally:
             self.running[name] -= 1
 
-    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Adapter | None = None) -> Sequence[float]:
+    async def logprobs(self, ids: Sequence[int], salt: str, adapter: ServedAdapter | None = None) -> Sequence[float]:
         return await super().logprobs(ids, salt)
 
     async def top_logprobs(
-        self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None = None
+        self, ids: Sequence[int], count: int, salt: str, adapter: ServedAdapter | None = None
     ) -> Sequence[TopTokens]:
         return await super().top_logprobs(ids, count, salt)
 

@@ -38,7 +38,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class ServedAdapter:
     """An adapter in PEFT's format.
 
     Attributes:
@@ -50,7 +50,7 @@ class Adapter:
     name: str
 
     @classmethod
-    def newest(cls, folder: Path) -> "Adapter":
+    def newest(cls, folder: Path) -> "ServedAdapter":
         """The version that is in a directory now. Raises OSError."""
         return cls(folder, f"{folder} {folder.stat().st_mtime_ns}")
 
@@ -74,7 +74,7 @@ class EngineRequest:
     seed: int
     salt: str
     sampling: Sampling
-    adapter: Adapter | None = None
+    adapter: ServedAdapter | None = None
 
 
 class NewTokens(NamedTuple):
@@ -226,17 +226,17 @@ class ServesAdapters(Protocol):
     max_loras: int
     max_lora_rank: int
 
-    async def load_adapter(self, adapter: Adapter) -> None:
+    async def load_adapter(self, adapter: ServedAdapter) -> None:
         """Loads an adapter, unless it is loaded. The directory's files are read again if it was evicted, here or with a later request. Raises
         LoadError, EngineDeadError."""
         ...
 
-    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Adapter | None = None) -> Sequence[float]:
+    async def logprobs(self, ids: Sequence[int], salt: str, adapter: ServedAdapter | None = None) -> Sequence[float]:
         """As `InferenceEngine.logprobs`, with an adapter."""
         ...
 
     async def top_logprobs(
-        self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None = None
+        self, ids: Sequence[int], count: int, salt: str, adapter: ServedAdapter | None = None
     ) -> Sequence[TopTokens]:
         """As `InferenceEngine.top_logprobs`, with an adapter."""
         ...

@@ -33,12 +33,12 @@ from polyreme.process.lifecycle import die_with_parent, gc_disabled
 from polyreme.weights.manifest import ArenaSource
 from polyreme_rollout.engine.output_chunks import IN_CHUNKS
 from polyreme_rollout.engine.protocol import (
-    Adapter,
     EngineDeadError,
     EngineRequest,
     LoadError,
     LoadResult,
     NewTokens,
+    ServedAdapter,
     Slept,
     TensorDigest,
     TopTokens,
@@ -166,7 +166,7 @@ class VllmEngine:
         finally:
             await outputs.aclose()
 
-    async def load_adapter(self, adapter: Adapter) -> None:
+    async def load_adapter(self, adapter: ServedAdapter) -> None:
         try:
             await self._call(self.llm.add_lora(self._lora_request(adapter)))
         except EngineDeadError:
@@ -174,7 +174,7 @@ class VllmEngine:
         except Exception as error:  # noqa: BLE001 - the core passes on its worker's errors without their types
             raise LoadError(f"{type(error).__name__}: {error}") from None
 
-    def _lora_request(self, adapter: Adapter | None) -> "LoRARequest | None":
+    def _lora_request(self, adapter: ServedAdapter | None) -> "LoRARequest | None":
         """vLLM's name of an adapter. One that has been forgotten gets another number."""
         from vllm.lora.request import LoRARequest
 
@@ -186,12 +186,12 @@ class VllmEngine:
             del self._lora_ids[next(iter(self._lora_ids))]
         return LoRARequest(adapter.name, number, str(adapter.folder))
 
-    async def logprobs(self, ids: Sequence[int], salt: str, adapter: Adapter | None = None) -> Sequence[float]:
+    async def logprobs(self, ids: Sequence[int], salt: str, adapter: ServedAdapter | None = None) -> Sequence[float]:
         rows = await self._prompt_logprobs(ids, 0, salt, adapter)
         return [row[token].logprob for token, row in zip(ids[1:], rows, strict=True)]
 
     async def top_logprobs(
-        self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None = None
+        self, ids: Sequence[int], count: int, salt: str, adapter: ServedAdapter | None = None
     ) -> Sequence[TopTokens]:
         rows = await self._prompt_logprobs(ids, count, salt, adapter)
         ranked = [sorted((value.rank, token, value.logprob) for token, value in row.items()) for row in rows]
@@ -199,7 +199,7 @@ class VllmEngine:
         return [[(token, logprob) for _, token, logprob in row[:count]] for row in ranked]
 
     async def _prompt_logprobs(
-        self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None
+        self, ids: Sequence[int], count: int, salt: str, adapter: ServedAdapter | None
     ) -> "Sequence[Mapping[int, Logprob]]":
         """vLLM's log-probabilities of each of ids[1:], and of the `count` most likely tokens at its place."""
         # The engine computes log-probabilities of a prompt before any temperature. It samples at least one token.

@@ -21,11 +21,11 @@ import xxhash
 from polyreme.api.v1 import tinker_pb2 as pb
 from polyreme.experience.requests import MAX_BEGUN, LogPlace, RequestLog, in_turns
 from polyreme_rollout.engine.protocol import (
-    Adapter,
     EngineRequest,
     InferenceEngine,
     LoadError,
     Sampling,
+    ServedAdapter,
     ServesAdapters,
     TopTokens,
 )
@@ -129,15 +129,15 @@ class ServedSampler:
             return None
         return Path(request.weights)
 
-    async def _load_adapter(self, request: SampleRequest) -> Adapter | None:
+    async def _load_adapter(self, request: SampleRequest) -> ServedAdapter | None:
         """Loads the newest version of a request's adapter. Raises OSError, LoadError, EngineDeadError."""
         folder = self._adapter(request)
         if self._adapters is None or folder is None:
             return None
         for _ in range(MAX_VERSIONS):
-            adapter = Adapter.newest(folder)
+            adapter = ServedAdapter.newest(folder)
             await self._adapters.load_adapter(adapter)
-            if Adapter.newest(folder) == adapter:  # else the engine may have read other files
+            if ServedAdapter.newest(folder) == adapter:  # else the engine may have read other files
                 return adapter
         raise LoadError(f"files that were replaced {MAX_VERSIONS} times while they were loaded")
 
@@ -197,18 +197,20 @@ class ServedSampler:
             answer.topk_prompt_logprobs.CopyFrom(_matrices(rows[unscored - 1 :], len(request.prompt), request.topk))
         return answer
 
-    async def _logprobs(self, ids: Sequence[int], salt: str, adapter: Adapter | None) -> Sequence[float]:
+    async def _logprobs(self, ids: Sequence[int], salt: str, adapter: ServedAdapter | None) -> Sequence[float]:
         if self._adapters is None:
             return await self._engine.logprobs(ids, salt)
         return await self._adapters.logprobs(ids, salt, adapter)
 
-    async def _top_logprobs(self, ids: Sequence[int], count: int, salt: str, adapter: Adapter | None) -> Sequence[TopTokens]:
+    async def _top_logprobs(
+        self, ids: Sequence[int], count: int, salt: str, adapter: ServedAdapter | None
+    ) -> Sequence[TopTokens]:
         if self._adapters is None:
             return await self._engine.top_logprobs(ids, count, salt)
         return await self._adapters.top_logprobs(ids, count, salt, adapter)
 
     async def _sequence(
-        self, place: LogPlace, request: SampleRequest, number: int, room: int, salt: str, adapter: Adapter | None
+        self, place: LogPlace, request: SampleRequest, number: int, room: int, salt: str, adapter: ServedAdapter | None
     ) -> pb.SampledSequence:
         """One answer. A stop token or the token that completes a stop string is its last."""
         stop_ids = self._stop_ids if request.stop_ids is None else tuple(request.stop_ids)
