@@ -123,7 +123,7 @@ async def fleet_run(server: EmbeddedServer, folder: Path, replicas: int, step: f
             *("--replicas", str(replicas), "--step-seconds", str(step), "--no-http"),
             *("--mean-length", str(LENGTHS.mean), "--count", str(folder / COUNT)),
         ),
-        reward=("simulated_side.reward_servers", str(math.ceil(REWARD_SERVERS_PER_REPLICA * replicas))),
+        reward_command=("simulated_side.reward_servers", str(math.ceil(REWARD_SERVERS_PER_REPLICA * replicas))),
         train_seconds=0.5,
         iterations=1000,
         groups_per_iteration=groups // 2,

@@ -50,7 +50,7 @@ async def test_an_episode_asks_at_the_session_address(config, rows):
         ending = await episode.answer("4")
         assert (ending.reward, dict(ending.parts), ending.error) == (1.0, {"terminated": 1.0, "truncated": 0.0}, "")
         assert await episode.read() is grpc.StatusCode.OK
-        assert lease.facts["version"].startswith("nemo-gym-")
+        assert lease.facts["versions"][""].startswith("nemo-gym-")
 
 
 async def test_each_episode_has_a_session_of_its_own(config, rows):

@@ -37,7 +37,7 @@ async def test_an_episode_is_one_connection():
         assert (ending.reward, dict(ending.parts), ending.error) == (1.0, {"guesses": 3.0}, "")
         assert await episode.read() is grpc.StatusCode.OK
         assert (server.active, server.ended) == (0, 1)
-        assert lease.facts["version"].startswith("openenv-")
+        assert lease.facts["versions"][""].startswith("openenv-")
         async with httpx.AsyncClient(base_url=f"http://{lease.http_address}", trust_env=False) as client:
             metrics = (await client.get("/metrics")).text
             assert 'polyreme_environment_call_seconds_count{method="step"} 3.0' in metrics

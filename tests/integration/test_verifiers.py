@@ -53,7 +53,7 @@ async def test_an_episode_asks_at_the_session_address(config):
         ending = await episode.answer("4")
         assert (ending.reward, dict(ending.parts), ending.error) == (1.0, {"found": 1.0, "guesses": 3.0}, "")
         assert await episode.read() is grpc.StatusCode.OK
-        assert lease.facts["version"].startswith("verifiers-")
+        assert lease.facts["versions"][""].startswith("verifiers-")
 
 
 async def test_episodes_run_side_by_side(config):

@@ -58,7 +58,7 @@ async def simulated_run(
     *,
     replica_processes: int = 1,
     replicas: tuple[str, ...] = ("--step-seconds", "0.002"),
-    reward: tuple[str, ...] = ("polyreme", "reward"),
+    reward_command: tuple[str, ...] = ("polyreme", "reward"),
     train_seconds: float = 0.05,
     first_group: int = 0,
     http_port: int | None = None,
@@ -69,7 +69,7 @@ async def simulated_run(
 
     Args:
         replica_processes: each with `replicas` as its options.
-        reward: module and options of the reward server.
+        reward_command: module and options of the reward server.
         first_group: first group of a fork.
         http_port: port of the trainer's metrics and page.
         executable: the interpreter of the trainer's children, if stand-ins do not suffice: see `spawn`.
@@ -82,7 +82,7 @@ async def simulated_run(
         f"rollout-{place}": ("polyreme_rollout.testing.simulated_replicas", *replicas) for place in range(replica_processes)
     }
     if config.reward is not None:
-        commands["reward"] = reward
+        commands["reward"] = reward_command
     if config.environment is not None:
         commands["environment"] = ("polyreme", "environment")
     commands["train"] = (
