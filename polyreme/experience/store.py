@@ -91,11 +91,18 @@ class Store(Redis):
     Attributes:
         replicas: number of Redis's replicas that have what a script has changed before its call returns; 0: it waits for none.
         room: of the commands that are sent at once; others wait in order.
+        is_closed: it has been closed, so a command that fails is not sent again: its connection would stay open.
     """
 
     reconnect_timeout = RECONNECT_TIMEOUT
     replicas = 0
     room: asyncio.Semaphore
+    is_closed = False
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Closes all connections. Commands that have no answer yet fail."""
+        self.is_closed = True
+        await super().aclose(close_connection_pool)
 
     async def execute_command(self, *args: object, **options: object) -> object:
         """As in Redis.
@@ -129,7 +136,7 @@ class Store(Redis):
                 left = (
                     began + (LOADING_TIMEOUT if isinstance(error, exceptions.BusyLoadingError) else self.reconnect_timeout) - now
                 )
-                if final or left <= 0:
+                if final or left <= 0 or self.is_closed:
                     raise failure from error
                 if now >= next_reminder:
                     logger.warning("redis at %s: %s; retrying for another %.0f s", address(self), _cause(error), left)

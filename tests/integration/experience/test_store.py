@@ -229,6 +229,19 @@ async def test_a_client_rides_over_what_passes_by_itself(own_server: EmbeddedSer
     await other.aclose()
 
 
+async def test_a_closed_client_opens_no_further_connection(own_server: EmbeddedServer) -> None:
+    client, other = await connect(own_server.url), await connect(own_server.url)
+    waiting = asyncio.create_task(client.xread({"nothing": "$"}, block=60_000))
+    while not any(each["cmd"] == "xread" for each in await other.client_list()):
+        continue
+    await client.aclose()
+    with pytest.raises(StoreError):
+        async with asyncio.timeout(20):
+            await waiting
+    assert len(await other.client_list()) == 1
+    await other.aclose()
+
+
 async def test_a_server_error_keeps_its_message(own_server: EmbeddedServer, tmp_path: Path) -> None:
     client = await connect(own_server.url)
     run = await Run.create(client, "refused", run_config(tmp_path), {})
