@@ -66,7 +66,7 @@ class Service:
         words = {"sampler": "polyreme_rollout.local", "redis": "redis-server|valkey-server|_binary"}.get(part, f"^{part}$")
         for child in psutil.Process(self._process.pid).children():
             with suppress(psutil.NoSuchProcess):
-                here = part != "learner" or child.environ()["RANK"] == str(rank)
+                here = part != "learner" or child.environ().get("RANK") == str(rank)
                 if here and any(re.search(words, word) for word in child.cmdline()):
                     child.kill()
 
