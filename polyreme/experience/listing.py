@@ -4,11 +4,13 @@ Invariant: nothing here changes a run, and no call loads a run's log.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from redis.asyncio import Redis
 
+from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Registry
 from polyreme.experience.metric_records import Line
 from polyreme.experience.run import Run, RunState
@@ -60,4 +62,8 @@ async def list_run(redis: Redis, run_id: str, records: int = 500) -> ListedRun:
 
 async def list_runs(redis: Redis) -> list[ListedRun]:
     """Describes every run in this Redis, sorted by id."""
-    return [await list_run(redis, run_id) for run_id in await run_ids(redis)]
+    found = []
+    for run_id in await run_ids(redis):
+        with suppress(UnavailableError):  # it has been removed since
+            found.append(await list_run(redis, run_id))
+    return found

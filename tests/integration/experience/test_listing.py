@@ -16,9 +16,11 @@ from support.configs import run_config
 
 
 async def test_every_run_is_listed_once(redis: Redis, run: Run, run_id: str, tmp_path: Path) -> None:
-    other = await Run.create(redis, f"{run_id}*", run_config(tmp_path), {})
+    other, removed = await Run.create(redis, f"{run_id}*", run_config(tmp_path), {}), Run(redis, f"{run_id}-removed")
+    await redis.hset(removed.key("meta"), "recorded", 1)  # by a process of a run that has been removed
     assert {run_id, other.run_id} <= set(await run_ids(redis))
     listed = {each.run_id: each for each in await list_runs(redis)}
+    assert removed.run_id not in listed
     assert listed[run_id].state is RunState.STARTING and listed[run_id].iterations == 1000
     with pytest.raises(UnavailableError):
         await list_run(redis, "missing")
