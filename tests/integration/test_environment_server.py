@@ -325,9 +325,9 @@ async def test_bounds_end_an_episode_with_its_rewards_so_far(redis, run_id, tmp_
         assert [sample.score for sample in group.samples] == [0.5] * 3
 
 
-async def test_a_server_that_dies_costs_its_episodes_one_try(redis, run_id, tmp_path, config, monkeypatch):
-    """It is asked again and again, since its lease lives on for some seconds."""
-    monkeypatch.setattr(environment_client, "_REST_SECONDS", 0.1)
+async def test_a_server_that_dies_costs_its_episodes_one_try(redis, run_id, tmp_path, config, monkeypatch, caplog):
+    """It is asked again and again, since its lease lives on."""
+    monkeypatch.setattr(environment_client, "_REST_SECONDS", 0.01)
     async with hosted(redis, run_id, tmp_path, config) as (w, client):
         async with serve(config, run=w.run, grace=0.0):
             await client.refresh()
@@ -335,6 +335,9 @@ async def test_a_server_that_dies_costs_its_episodes_one_try(redis, run_id, tmp_
             playing = asyncio.create_task(w.play(client))
             await w.replicas[0].asked.wait()
         w.replicas[0].engine.step_seconds = 0.0
+        while caplog.text.count("answered UNAVAILABLE") < 8:
+            assert not playing.done()
+            await asyncio.sleep(0.01)
         async with serve(config, run=w.run):
             await client.refresh()
             group = await playing

@@ -22,6 +22,7 @@ from polyreme.config.environment import EnvironmentConfig
 from polyreme.isolation.processes import INVALID_MESSAGE
 from polyreme.net import rpc
 from polyreme.net.http_server import BODY_LIMIT, serve_http
+from polyreme_environment import grpc_service
 from polyreme_environment.server import serve
 from polyreme_environment.verifiers.episode import EpisodeDeltas
 from polyreme_environment.verifiers.wire import REPLY_BYTES, EnvServerClient
@@ -231,6 +232,19 @@ async def addresses(**settings):
     ):
         yield agents, lease, begin
         agents.over.set()
+
+
+async def test_an_agents_call_is_ended_by_its_caller_which_still_writes(monkeypatch):
+    monkeypatch.setattr(grpc_service, "_CLOSE_SECONDS", 60.0)
+    async with addresses() as (agents, _, begin):
+        call = await begin()
+        agents.over.set()
+        assert (await said(call)).reward == 1.0
+        ending = asyncio.ensure_future(call.code())
+        await asyncio.wait({ending}, timeout=0.3)
+        assert not ending.done()
+        call.cancel()
+        assert await ending is grpc.StatusCode.CANCELLED
 
 
 async def test_a_connection_that_closes_in_mid_stream_and_an_endless_body():

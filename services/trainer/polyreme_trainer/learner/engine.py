@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from polyreme_trainer.algorithms.metrics import Metrics
     from polyreme_trainer.algorithms.objective import Objective
 
-IterationMetrics = MetricValues
-"""Metric name to number; None where a metric was not measured."""
-
 
 @dataclass(frozen=True)
 class PlannedBatch:
@@ -256,7 +253,7 @@ class TrainEngine(Engine, Protocol):
         """Restores the newest intact checkpoint of a warm start. Returns its facts; None without one."""
         ...
 
-    def train(self, batch: PlannedBatch) -> IterationMetrics:
+    def train(self, batch: PlannedBatch) -> MetricValues:
         """Trains one iteration.
 
         Returns:

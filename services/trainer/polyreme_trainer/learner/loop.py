@@ -12,13 +12,21 @@ from dataclasses import replace
 from functools import partial
 
 from polyreme.config.run import RunConfig
-from polyreme.experience.metric_records import Alarm, CheckpointSaved, DoneLearning, MetricRecord, Resumed, WarmStartDone
+from polyreme.experience.metric_records import (
+    Alarm,
+    CheckpointSaved,
+    DoneLearning,
+    MetricRecord,
+    MetricValues,
+    Resumed,
+    WarmStartDone,
+)
 from polyreme.process.lifecycle import freeze_gc
 from polyreme.weights.manifest import Manifest, changed_tensors
 from polyreme_trainer.learner import gates
 from polyreme_trainer.learner.clock import Clock
 from polyreme_trainer.learner.device_turns import LearnerTurns
-from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, TrainEngine, Written
+from polyreme_trainer.learner.engine import DeviceUse, PlannedBatch, Saved, TrainEngine, Written
 from polyreme_trainer.learner.leader import Ranks, join, split
 from polyreme_trainer.learner.run_client import RunClient
 from polyreme_trainer.learner.saving import Saving
@@ -214,7 +222,7 @@ class Learner:
         slot = await self.publisher.acquire_slot(SLOT_SECONDS)
         return f"{slot} {self.client.term.counter}".encode()
 
-    async def hand_over(self, batch: PlannedBatch, metrics: IterationMetrics, written: Written, clock: Clock) -> None:
+    async def hand_over(self, batch: PlannedBatch, metrics: MetricValues, written: Written, clock: Clock) -> None:
         """Sets the run's version to the iteration's, publishes it and reports. On rank 0."""
         before = self.published
         await self.turns.check()
@@ -229,7 +237,7 @@ class Learner:
         self.publisher.publish(written.manifest, written.slot, written.generation, written.canary, written.parts)
         self.published = written.manifests
 
-    async def report(self, batch: PlannedBatch, metrics: IterationMetrics, changed: int, seconds: dict[str, float]) -> None:
+    async def report(self, batch: PlannedBatch, metrics: MetricValues, changed: int, seconds: dict[str, float]) -> None:
         """Emits the iteration's record and each new alarm. On rank 0."""
         self.history = alarms.recent([*self.history, observe(batch.iteration, batch.groups, metrics, changed)])
         holding = alarms.check(self.history, gates.LIMITS[self.config.model.dtype].mismatch_kl)

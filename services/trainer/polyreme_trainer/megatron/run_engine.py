@@ -10,13 +10,14 @@ import torch
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.experience.loading import LoadReports, unreported
+from polyreme.experience.metric_records import MetricValues
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.rundir.checkpoint_manifest import CheckpointFacts
 from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.mixing import rows_of_step
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
+from polyreme_trainer.learner.engine import DeviceUse, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.learning_rate import learning_rate
@@ -198,7 +199,7 @@ class RunEngine(MegatronEngine):
         self.reference = self.frozen_role("reference", self.policy.dtype)
         self.reference.model.load_hf(path, self.loads("reference"))
 
-    def train(self, batch: PlannedBatch) -> IterationMetrics:
+    def train(self, batch: PlannedBatch) -> MetricValues:
         config = self.config
         routes = partial(decode_routes, arch=self.policy.arch) if self.actor.replays else None
         sequences, tokens = collect(batch.groups, self.part_weights(), self.algorithm.needs.greedy, routes)

@@ -262,9 +262,8 @@ class ServiceEngine:
     def _adapter_runs(self, tenants: Sequence[_Tenant], micro_batch: MicroBatch) -> list[AdapterRun]:
         """The adapters of this rank's tokens of a micro-batch."""
         adapters = [tenant.trained.adapters for tenant in tenants]
-        if self._model.context.ranks > 1 or not len(
-            micro_batch.indices
-        ):  # of padding too: an empty micro-batch has a gradient of 0
+        # A context rank has one model's tokens. An empty micro-batch is padding, whose gradient is 0.
+        if self._model.context.ranks > 1 or not len(micro_batch.indices):
             return [AdapterRun(adapters[0], len(micro_batch.ids.ids) // self._model.context.ranks)]
         return [AdapterRun(*each) for each in zip(adapters, micro_batch.runs, strict=True)]
 

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
+from polyreme.experience.metric_records import MetricValues
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.rundir.checkpoint_manifest import CheckpointFacts, checkpoint_path, number_of, numbered
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
 from polyreme_trainer.data.stage_rows import StageRows
-from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, RowsLoss, Saved, Written
+from polyreme_trainer.learner.engine import DeviceUse, PlannedBatch, RowsLoss, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.megatron.atomic import discard, new_directory
 
@@ -134,7 +135,7 @@ class SimulatedTrainEngine:
         found = numbered(self._checkpoints, "warm-start")
         return json.loads((found[-1] / "facts.json").read_text()) if found else None
 
-    def train(self, batch: PlannedBatch) -> IterationMetrics:
+    def train(self, batch: PlannedBatch) -> MetricValues:
         began = time.time()
         time.sleep(self._train_seconds)
         used = f"{began} {time.time()}"  # Unix times between which it needed its devices

@@ -54,7 +54,6 @@ class _EnvironmentServer:
     channel: grpc.aio.Channel
     playing: int = 0
     rests_until: float = 0.0
-    unreached_since: float | None = None  # None: its newest call was answered
 
     def capacity(self, environment: str) -> int:
         return int(self.lease.facts["episodes"].get(environment, 0))
@@ -111,38 +110,40 @@ class EnvironmentClient:
         self._servers.clear()
 
     async def play(self, task: Task, session: EpisodeSession) -> Ending:
-        """See `Host`."""
+        """See `Host`. A server that cannot be reached costs the episode no try for start_timeout: its lease outlives it."""
+        deadline: float | None = None
         while True:
             async with self._claim() as server:
                 try:
                     session.begin()
                     return await self._play(server, task, session)
                 except grpc.aio.AioRpcError as error:
-                    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # others play there too
-                        server.rests_until = time.monotonic() + _PAUSE_SECONDS
+                    code, now = error.code(), time.monotonic()
+                    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # others play there too
+                        server.rests_until = now + _PAUSE_SECONDS
                         continue
-                    if error.code() is grpc.StatusCode.UNAVAILABLE and not session.turns and self._may_return(server):
-                        self._lost(server, f"cannot be reached: {error.details()}")
-                        continue
-                    plays_on = error.code() is grpc.StatusCode.ABORTED
-                    raise self._lost(server, f"answered {error.code().name}: {error.details()}", plays_on=plays_on) from error
+                    answer = f"answered {code.name}: {error.details()}"
+                    self._rest(server, answer, _PAUSE_SECONDS if code is grpc.StatusCode.ABORTED else _REST_SECONDS)
+                    if code is grpc.StatusCode.UNAVAILABLE and not session.turns:
+                        deadline = deadline or now + self._config.start_timeout
+                        if now < deadline:
+                            continue
+                    raise HostLostError(f"environment server {server.lease.id} {answer}") from error
                 except asyncio.CancelledError:
                     if not rpc.channel_closed():
                         raise
                     raise self._lost(server, "left") from None
 
-    def _may_return(self, server: _EnvironmentServer) -> bool:
-        """Whether a server that has not begun an episode costs it no try: it may start again, or its lease end, within start_timeout."""
-        now = time.monotonic()
-        server.unreached_since = server.unreached_since or now
-        return now - server.unreached_since < self._config.start_timeout
+    def _lost(self, server: _EnvironmentServer, how: str) -> HostLostError:
+        self._rest(server, how, _REST_SECONDS)
+        return HostLostError(f"environment server {server.lease.id} {how}")
 
-    def _lost(self, server: _EnvironmentServer, how: str, *, plays_on: bool = False) -> HostLostError:
+    def _rest(self, server: _EnvironmentServer, how: str, seconds: float) -> None:
+        """Gives a server no episode for some seconds."""
         now = time.monotonic()
         if server.rests_until <= now:  # else others of its episodes have just said it
             logger.warning("environment server %s %s", server.lease.id, how)
-        server.rests_until = max(server.rests_until, now + (_PAUSE_SECONDS if plays_on else _REST_SECONDS))
-        return HostLostError(f"environment server {server.lease.id} {how}")
+        server.rests_until = max(server.rests_until, now + seconds)
 
     async def _play(self, server: _EnvironmentServer, task: Task, session: EpisodeSession) -> Ending:
         call = environment_pb2_grpc.EnvironmentServiceStub(server.channel).Run()
@@ -151,9 +152,7 @@ class EnvironmentClient:
             if not self._config.is_agent:
                 return await self._play_turns(call, server, task, session)
             try:
-                ending = await AgentPlay(call, session, self._config.parallel_turns, self._grace).run()
-                server.unreached_since = None
-                return ending
+                return await AgentPlay(call, session, self._config.parallel_turns, self._grace).run()
             except NoEndingError as how:
                 raise self._lost(server, str(how)) from None
         finally:
@@ -170,7 +169,6 @@ class EnvironmentClient:
                     response = await call.read()
                 if response is grpc.aio.EOF:
                     raise self._lost(server, "ended an episode without its ending")
-                server.unreached_since = None
                 if response.HasField("ending"):
                     if response.ending.error:
                         raise EpisodeError(f"the environment failed: {response.ending.error}")
