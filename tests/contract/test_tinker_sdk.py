@@ -108,7 +108,7 @@ def world(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         shut(rest)
         stop.set()
         thread.join()
-        gc.collect()  # what requests that were cancelled have left open, while this file ignores its warnings
+        gc.collect()  # the SDK leaves connections open, and this file ignores its warnings
 
 
 Arguments = Callable[[World], tuple[Any, ...]]
