@@ -380,5 +380,6 @@ class RunConfig(BaseConfig):
 
 def _secured(section: object, security: object) -> object:
     """A section as it is written, with this security if it has none of its own."""
-    bare = isinstance(section, dict) and section.get("security") is None and security is not None
-    return {**section, "security": security} if isinstance(section, dict) and bare else section
+    if not isinstance(section, dict) or section.get("security") is not None or security is None:
+        return section
+    return {**section, "security": security}
